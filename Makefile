@@ -1,0 +1,29 @@
+# `make serve` and `make test` are all a new user needs; each sets itself up.
+PYTHON ?= python3
+VENV := .venv/bin
+
+.PHONY: help serve test test-more lint build setup setup-dev clean
+
+help:             ## show this list
+	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
+
+serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for another)
+	@exec $(VENV)/python scripts/serve.py
+
+test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
+	$(VENV)/python scripts/lint.py
+	$(VENV)/python -m pytest -m "not more"
+
+lint: setup-dev   ## ruff, mypy --strict, clang-format
+	$(VENV)/python scripts/lint.py
+
+build: setup      ## build the CPU kernels into .venv
+
+setup:
+	@$(PYTHON) scripts/setup_env.py
+
+setup-dev:
+	@$(PYTHON) scripts/setup_env.py --dev
+
+clean:            ## remove .venv, build/ and the demo models
+	rm -rf .venv build models

@@ -1,0 +1,421 @@
+"""Attention on CPUs, through the C ABI library of ``kernels/cpu``.
+
+The library is loaded on first use. It brings its own thread pool, chooses the instruction set itself, and computes in
+fp32 whatever the dtype of the tensors. A call takes tens of microseconds of Python at most, for it runs once per layer
+and decode step.
+
+Environment: ``FASTATTENTION_CPU_LIBRARY`` names another library file, ``FASTATTENTION_CPU_ISA`` forces an instruction
+set (``avx512``, ``avx2``, ``neon`` or ``scalar``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from fastattention_vllm.attention.problem import AttentionProblem
+
+ABI_VERSION = 1
+MAX_HEAD_SIZE = 256
+
+_LIBRARY_NAME = "libfastattention_cpu.so"
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_OK, _OUT_OF_MEMORY = 0, 2
+_CPU = torch.device("cpu")
+
+
+class _AttentionProblem(ctypes.Structure):
+    """``fa_attention_problem`` of ``fastattention_cpu.h``, field by field."""
+
+    _fields_ = [
+        ("num_seqs", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("page_size", c_int32),
+        ("dtype", c_int32),
+        ("kv_dtype", c_int32),
+        ("causal", c_int32),
+        ("window_left", c_int32),
+        ("window_right", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("kv_start_loc", c_void_p),
+        ("alibi_slopes", c_void_p),
+        ("num_tokens", c_int64),
+        ("num_blocks", c_int64),
+        ("block_table_width", c_int64),
+        ("block_table_stride", c_int64),
+        ("alibi_seq_stride", c_int64),
+        ("query", c_void_p),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("query_token_stride", c_int64),
+        ("query_head_stride", c_int64),
+        ("key_block_stride", c_int64),
+        ("key_token_stride", c_int64),
+        ("key_head_stride", c_int64),
+        ("value_block_stride", c_int64),
+        ("value_token_stride", c_int64),
+        ("value_head_stride", c_int64),
+        ("out_token_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("lse_token_stride", c_int64),
+        ("lse_head_stride", c_int64),
+    ]
+
+
+class _KvWrite(ctypes.Structure):
+    """``fa_kv_write`` of ``fastattention_cpu.h``, field by field."""
+
+    _fields_ = [
+        ("num_tokens", c_int64),
+        ("num_blocks", c_int64),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("page_size", c_int32),
+        ("dtype", c_int32),
+        ("kv_dtype", c_int32),
+        ("slot_mapping", c_void_p),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("key_cache", c_void_p),
+        ("value_cache", c_void_p),
+        ("key_token_stride", c_int64),
+        ("key_head_stride", c_int64),
+        ("value_token_stride", c_int64),
+        ("value_head_stride", c_int64),
+        ("key_cache_block_stride", c_int64),
+        ("key_cache_token_stride", c_int64),
+        ("key_cache_head_stride", c_int64),
+        ("value_cache_block_stride", c_int64),
+        ("value_cache_token_stride", c_int64),
+        ("value_cache_head_stride", c_int64),
+    ]
+
+
+def library_path() -> Path:
+    """Where the kernel library lies.
+
+    ``FASTATTENTION_CPU_LIBRARY`` if set; else ``lib/`` inside this package; else the ``lib/`` that the installed
+    distribution ``fastattention-vllm`` holds. The last one serves processes that import the package from a source
+    checkout, such as Ray workers, while the built library was installed into site-packages.
+
+    Raises ``RuntimeError`` naming the places if there is none.
+    """
+    forced = os.environ.get("FASTATTENTION_CPU_LIBRARY")
+    if forced:
+        if not Path(forced).is_file():
+            raise RuntimeError(f"FASTATTENTION_CPU_LIBRARY names {forced}, which does not exist.")
+        return Path(forced)
+    tried = [Path(__file__).resolve().parents[1] / "lib" / _LIBRARY_NAME]
+    for distribution in importlib.metadata.distributions(name="fastattention-vllm"):
+        installed = distribution.locate_file(f"fastattention_vllm/lib/{_LIBRARY_NAME}")
+        tried.append(Path(str(installed)))
+    for path in tried:
+        if path.is_file():
+            return path
+    places = ", ".join(str(path) for path in dict.fromkeys(tried))
+    raise RuntimeError(
+        f"The CPU kernel library is not built: looked at {places}; build it with `make build` "
+        "or name it in FASTATTENTION_CPU_LIBRARY."
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = library_path()
+    library = ctypes.CDLL(str(path))
+    found = library.fa_cpu_abi_version()
+    if found != ABI_VERSION:
+        raise RuntimeError(
+            f"{path} speaks version {found} of the CPU kernel interface, this package version "
+            f"{ABI_VERSION}: rebuild it with `make build`."
+        )
+    for name in ("fa_cpu_last_error", "fa_cpu_usable_isas", "fa_cpu_isa"):
+        getattr(library, name).restype = c_char_p
+    library.fa_cpu_set_isa.argtypes = [c_char_p]
+    library.fa_cpu_set_num_threads.argtypes = [c_int32, ctypes.POINTER(c_int32), c_int32]
+    library.fa_cpu_attention.argtypes = [ctypes.POINTER(_AttentionProblem)]
+    library.fa_cpu_write_kv.argtypes = [ctypes.POINTER(_KvWrite)]
+    forced = os.environ.get("FASTATTENTION_CPU_ISA")
+    if forced and library.fa_cpu_set_isa(forced.encode()) != _OK:
+        usable = library.fa_cpu_usable_isas().decode().replace(",", ", ")
+        raise RuntimeError(f"FASTATTENTION_CPU_ISA is {forced!r}, but this machine can use: {usable}.")
+    return library
+
+
+def _check(status: int) -> None:
+    if status != _OK:
+        message = _library().fa_cpu_last_error().decode()
+        raise MemoryError(message) if status == _OUT_OF_MEMORY else ValueError(message)
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    name: bytes = _library().fa_cpu_isa()
+    return name.decode()
+
+
+def usable_isas() -> list[str]:
+    """Instruction sets compiled in and usable on this machine, best first."""
+    names: bytes = _library().fa_cpu_usable_isas()
+    return names.decode().split(",")
+
+
+def set_isa(name: str) -> None:
+    """Force an instruction set; ``ValueError`` if it is not among :func:`usable_isas`."""
+    _check(_library().fa_cpu_set_isa(name.encode()))
+
+
+def num_threads() -> int:
+    """Threads that compute, the calling one included; at first one per CPU of the affinity mask."""
+    count: int = _library().fa_cpu_num_threads()
+    return count
+
+
+def set_num_threads(count: int, cpus: Sequence[int] | None = None) -> None:
+    """Resize the thread pool to ``count`` threads, the calling one included.
+
+    The pool's own threads may run on ``cpus``; without that they inherit the affinity of the thread that first needs
+    them, which a caller bound to one CPU will not want. The calling thread's affinity stays as it is. Results do not
+    depend on the number of threads, to the last bit.
+    """
+    named = (c_int32 * len(cpus))(*cpus) if cpus else None
+    _check(_library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
+
+
+def can_run(problem: AttentionProblem) -> str | None:
+    """Why this kernel family cannot compute ``problem``, in one sentence; ``None`` if it can."""
+    query, key = problem.query, problem.key
+    for name in ("query", "key", "value"):
+        tensor: torch.Tensor = getattr(problem, name)
+        if tensor.device != _CPU:
+            return f"{name} is on {tensor.device}, the CPU kernels need it on cpu."
+        if tensor.dtype not in _DTYPES:
+            return f"{name} has dtype {tensor.dtype}, the CPU kernels take float32, float16 or bfloat16."
+    if query.dim() != 3 or key.dim() != (4 if problem.is_paged else 3):
+        return None  # not a question of this family: run() says what is wrong with the shapes
+    if query.shape[2] % 8 != 0 or not 0 < query.shape[2] <= MAX_HEAD_SIZE:
+        return f"head_size is {query.shape[2]}, the CPU kernels take multiples of 8 up to {MAX_HEAD_SIZE}."
+    try:
+        _library()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def run(
+    problem: AttentionProblem,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    *,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute ``problem``.
+
+    ``out``: ``[num_tokens, num_heads, head_size]`` in the query's dtype, last dimension contiguous; allocated if
+    absent.
+    ``lse``: ``[num_tokens, num_heads]`` fp32 with any strides, natural-log softmax denominators; allocated if absent
+    and ``return_lse``. Rows of padding tokens stay untouched (zero where the tensor was allocated here).
+
+    Raises ``ValueError`` for tensors that do not fit together, with one sentence that names the value.
+    """
+    query, key, value = problem.query, problem.key, problem.value
+    query_start_loc, seq_lens = problem.query_start_loc, problem.seq_lens
+    block_table, kv_start_loc = problem.block_table, problem.kv_start_loc
+    slopes = problem.alibi_slopes
+
+    reason = can_run(problem)
+    if reason is not None:
+        raise ValueError(reason)
+    if query.dim() != 3:
+        raise ValueError(f"query must be [num_tokens, num_heads, head_size], not {_shape(query)}.")
+    num_tokens, num_heads, head_size = query.shape
+    num_seqs = seq_lens.shape[0]
+    query_strides = _rows(query, "query")
+    key_strides = _rows(key, "key")
+    value_strides = _rows(value, "value")
+    if key.shape != value.shape or key.dtype != value.dtype:
+        raise ValueError(
+            f"key and value must agree, but are {_shape(key)} {key.dtype} and {_shape(value)} {value.dtype}."
+        )
+    if key.shape[-1] != head_size:
+        raise ValueError(f"key has head_size {key.shape[-1]}, query {head_size}.")
+
+    _check_index(query_start_loc, "query_start_loc", (num_seqs + 1,))
+    _check_index(seq_lens, "seq_lens", (num_seqs,))
+    page_size, table_width, table_stride = 0, 0, 0
+    if block_table is not None:
+        if key.dim() != 4:
+            raise ValueError(
+                f"with a block_table, key must be [num_blocks, page_size, num_kv_heads, head_size], not {_shape(key)}."
+            )
+        page_size, table_width = max(1, key.shape[1]), block_table.shape[-1]
+        _check_index(block_table, "block_table", (num_seqs, table_width))
+        table_stride = block_table.stride(0)
+    else:
+        if key.dim() != 3:
+            raise ValueError(
+                f"without a block_table, key must be [num_kv_tokens, num_kv_heads, head_size], not {_shape(key)}."
+            )
+        if kv_start_loc is None:
+            raise ValueError("without a block_table, kv_start_loc must say where sequences begin.")
+        _check_index(kv_start_loc, "kv_start_loc", (num_seqs,))
+        key_strides, value_strides = (0, *key_strides), (0, *value_strides)
+    slope_stride = 0
+    if slopes is not None:
+        if slopes.dtype != torch.float32 or slopes.device != _CPU:
+            raise ValueError(f"alibi_slopes must be float32 on cpu, not {slopes.dtype} on {slopes.device}.")
+        if slopes.shape not in ((num_heads,), (num_seqs, num_heads)):
+            raise ValueError(f"alibi_slopes must be [{num_heads}] or [{num_seqs}, {num_heads}], not {_shape(slopes)}.")
+        if num_heads > 1 and slopes.stride(-1) != 1:
+            raise ValueError("alibi_slopes must be contiguous in its last dimension.")
+        slope_stride = slopes.stride(0) if slopes.dim() == 2 else 0
+
+    if out is None or (lse is None and return_lse):
+        padded = num_seqs == 0 or int(query_start_loc[-1]) < num_tokens
+        allocate = query.new_zeros if padded else query.new_empty
+        if out is None:
+            out = allocate((num_tokens, num_heads, head_size))
+        if lse is None and return_lse:
+            lse = allocate((num_tokens, num_heads), dtype=torch.float32)
+    if out.shape != query.shape or out.dtype != query.dtype or out.device != _CPU:
+        raise ValueError(
+            f"out must be {_shape(query)} {query.dtype} on cpu, not {_shape(out)} {out.dtype} on {out.device}."
+        )
+    out_strides = _rows(out, "out")
+    lse_strides: tuple[int, ...] = (0, 0)
+    if lse is not None:
+        if lse.shape != (num_tokens, num_heads) or lse.dtype != torch.float32 or lse.device != _CPU:
+            raise ValueError(
+                f"lse must be [{num_tokens}, {num_heads}] float32 on cpu, "
+                f"not {_shape(lse)} {lse.dtype} on {lse.device}."
+            )
+        lse_strides = lse.stride()
+
+    arguments = _AttentionProblem(
+        num_seqs,
+        num_heads,
+        key.shape[-2],
+        head_size,
+        page_size,
+        _DTYPES[query.dtype],
+        _DTYPES[key.dtype],
+        problem.causal,
+        *problem.window,
+        problem.scale,
+        problem.softcap,
+        query_start_loc.data_ptr(),
+        seq_lens.data_ptr(),
+        # An empty table has a null pointer, which would mean contiguous; it is never read, so any address will do.
+        None if block_table is None else block_table.data_ptr() or key.data_ptr(),
+        None if kv_start_loc is None else kv_start_loc.data_ptr(),
+        None if slopes is None else slopes.data_ptr(),
+        num_tokens,
+        key.shape[0],
+        table_width,
+        table_stride,
+        slope_stride,
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
+        *query_strides,
+        *key_strides,
+        *value_strides,
+        *out_strides,
+        *lse_strides,
+    )
+    _check(_library().fa_cpu_attention(arguments))
+    return out, lse
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write new K and V rows into the paged cache, casting where the dtypes differ.
+
+    ``key``, ``value``: ``[>= num_tokens, num_kv_heads, head_size]``; the caches: ``[num_blocks, page_size,
+    num_kv_heads, head_size]``; ``slot_mapping``: ``[num_tokens]`` int64 with ``block * page_size + row`` for each
+    token, negative to skip it. Last dimensions must be contiguous, other strides are free.
+    """
+    for name, tensor, like in (("value", value, key), ("value_cache", value_cache, key_cache)):
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise ValueError(f"{name} must be {_shape(like)} {like.dtype}, not {_shape(tensor)} {tensor.dtype}.")
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    if any(tensor.device != _CPU for tensor in tensors):
+        raise ValueError(f"all tensors must be on cpu, but are on {[str(t.device) for t in tensors]}.")
+    if key.dtype not in _DTYPES or key_cache.dtype not in _DTYPES:
+        raise ValueError(
+            f"key and the cache must be float32, float16 or bfloat16, not {key.dtype} and {key_cache.dtype}."
+        )
+    if key.dim() != 3 or key_cache.dim() != 4 or key_cache.shape[2:] != key.shape[1:]:
+        raise ValueError(
+            "key must be [num_tokens, num_kv_heads, head_size] and the cache [num_blocks, page_size, "
+            f"num_kv_heads, head_size], not {_shape(key)} and {_shape(key_cache)}."
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1 or not slot_mapping.is_contiguous():
+        raise ValueError(
+            f"slot_mapping must be a contiguous int64 vector, not {_shape(slot_mapping)} {slot_mapping.dtype}."
+        )
+    num_tokens = slot_mapping.shape[0]
+    if num_tokens > key.shape[0]:
+        raise ValueError(f"slot_mapping names {num_tokens} tokens, but key has {key.shape[0]}.")
+    arguments = _KvWrite(
+        num_tokens,
+        key_cache.shape[0],
+        key.shape[1],
+        key.shape[2],
+        key_cache.shape[1],
+        _DTYPES[key.dtype],
+        _DTYPES[key_cache.dtype],
+        slot_mapping.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        *_rows(key, "key"),
+        *_rows(value, "value"),
+        *_rows(key_cache, "key_cache"),
+        *_rows(value_cache, "value_cache"),
+    )
+    _check(_library().fa_cpu_write_kv(arguments))
+
+
+def _rows(tensor: torch.Tensor, name: str) -> tuple[int, ...]:
+    """Strides of all dimensions but the last, which must be contiguous."""
+    *strides, last = tensor.stride()
+    if last != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, but its stride is {last}.")
+    return tuple(strides)
+
+
+def _check_index(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device != _CPU:
+        raise ValueError(
+            f"{name} must be {list(shape)} int32 on cpu, not {_shape(tensor)} {tensor.dtype} on {tensor.device}."
+        )
+    if shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension.")
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)

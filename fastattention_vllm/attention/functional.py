@@ -1,0 +1,253 @@
+"""``fast_attn_func`` and ``fast_attn_varlen_func``: attention with the interface of flash_attn 2.x.
+
+Names, shapes and meaning of the arguments are those of ``flash_attn_func`` and ``flash_attn_varlen_func``
+(github.com/Dao-AILab/flash-attention, ``flash_attn_interface.py``), the function name that of the FastAttention paper
+(arXiv 2410.16663). Both work under ``torch.compile(fullgraph=True)``: each is one opaque operator,
+``torch.ops.fastattention.attention`` and ``.varlen_attention``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastattention_vllm.attention import kernels_for
+from fastattention_vllm.attention.problem import AttentionProblem
+
+
+def fast_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """Attention over a batch of equally long sequences.
+
+    Fewer heads in ``k`` and ``v`` than in ``q`` mean grouped-query attention: query head ``h`` reads KV head
+    ``h // (num_heads / num_kv_heads)``. If the sequence lengths differ, the mask is aligned to the bottom right: the
+    last query sees the last key. A query that sees no key yields zeros.
+
+    Args:
+        q: ``[batch, seqlen_q, num_heads, head_size]``, float32, float16 or bfloat16.
+        k: ``[batch, seqlen_k, num_kv_heads, head_size]``.
+        v: as ``k``.
+        dropout_p: must be 0; these kernels are for inference.
+        softmax_scale: factor on ``q k^T``; ``head_size ** -0.5`` if absent.
+        causal: query ``i`` sees keys up to ``i + seqlen_k - seqlen_q``.
+        window_size: ``(left, right)`` keys visible around that position; -1 is unlimited.
+        softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
+        alibi_slopes: ``[num_heads]`` or ``[batch, num_heads]`` float32: adds ``-slope`` times the distance
+            ``|i + seqlen_k - seqlen_q - j|`` to the score.
+        deterministic: accepted for compatibility; results are always bit-reproducible.
+        return_attn_probs: also return the log-sum-exp of the scores.
+
+    Returns:
+        ``[batch, seqlen_q, num_heads, head_size]`` in the dtype of ``q``; with ``return_attn_probs`` the tuple
+        ``(out, softmax_lse, None)``, where ``softmax_lse`` is ``[batch, num_heads, seqlen_q]`` float32, natural log,
+        and -inf for a query that sees no key.
+
+    Raises:
+        ValueError: for dropout, for tensors that require gradients, for a device without kernels, and for tensors that
+            do not fit together.
+    """
+    _refuse_training(dropout_p, q, k, v)
+    kernels_for(q.device)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = torch.ops.fastattention.attention(
+        q, k, v, alibi_slopes, scale, causal, window_size[0], window_size[1], softcap
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def fast_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """Attention over sequences of different lengths, lying one behind the other or in pages.
+
+    Args:
+        q: ``[total_q, num_heads, head_size]``, float32, float16 or bfloat16.
+        k: ``[total_k, num_kv_heads, head_size]``, or with ``block_table`` ``[num_blocks, page_size, num_kv_heads,
+            head_size]``; any page size.
+        v: as ``k``.
+        cu_seqlens_q: ``[batch + 1]`` int32: where each sequence's queries begin, and the end.
+        cu_seqlens_k: ``[batch + 1]`` int32, the same for keys; with ``block_table`` only the differences count.
+        max_seqlen_q: accepted for compatibility; nothing depends on it.
+        max_seqlen_k: accepted for compatibility; nothing depends on it.
+        block_table: ``[batch, max_blocks]`` int32: the page numbers of each sequence.
+
+    The other arguments, the errors and the result are those of :func:`fast_attn_func`; ``out`` is ``[total_q,
+    num_heads, head_size]`` and ``softmax_lse`` is ``[num_heads, total_q]``.
+    """
+    _refuse_training(dropout_p, q, k, v)
+    kernels_for(q.device)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = torch.ops.fastattention.varlen_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
+        alibi_slopes,
+        scale,
+        causal,
+        window_size[0],
+        window_size[1],
+        softcap,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _refuse_training(dropout_p: float, *tensors: torch.Tensor) -> None:
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0 (these kernels are for inference), not {dropout_p}.")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "q, k or v requires gradients, but these kernels have no backward pass: "
+            "call under torch.no_grad() or detach the tensors."
+        )
+
+
+@torch.library.custom_op(
+    "fastattention::attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, float scale, bool causal, SymInt window_left, "
+    "SymInt window_right, float softcap) -> (Tensor, Tensor)",
+)
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            "q, k and v must be [batch, seqlen, num_heads, head_size] with one batch size, "
+            f"not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
+        )
+    batch, seqlen_q, num_heads, head_size = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
+    token_lse = torch.empty(batch * seqlen_q, num_heads, dtype=torch.float32, device=q.device)
+    problem = AttentionProblem(
+        query=_rows_contiguous(q).reshape(batch * seqlen_q, num_heads, head_size),
+        key=_rows_contiguous(k),
+        value=_rows_contiguous(v),
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32) * seqlen_q,
+        seq_lens=torch.full((batch,), k.shape[1], dtype=torch.int32),
+        scale=scale,
+        causal=causal,
+        # Each batch row is one page as long as the sequence: any strides pass without a copy.
+        block_table=torch.arange(batch, dtype=torch.int32).unsqueeze(1),
+        window=(window_left, window_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
+    kernels_for(q.device).run(problem, out.view(-1, num_heads, head_size), token_lse)
+    lse.copy_(token_lse.view(batch, seqlen_q, num_heads).transpose(1, 2))
+    return out, lse
+
+
+@_attention.register_fake
+def _attention_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, seqlen_q, num_heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "fastattention::varlen_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? block_table, "
+    "Tensor? alibi_slopes, float scale, bool causal, SymInt window_left, SymInt window_right, float softcap) "
+    "-> (Tensor, Tensor)",
+)
+def _varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.zeros(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    problem = AttentionProblem(
+        query=_rows_contiguous(q),
+        key=_rows_contiguous(k),
+        value=_rows_contiguous(v),
+        query_start_loc=cu_seqlens_q,
+        seq_lens=cu_seqlens_k.diff(),
+        scale=scale,
+        causal=causal,
+        block_table=block_table,
+        kv_start_loc=cu_seqlens_k[:-1] if block_table is None else None,
+        window=(window_left, window_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
+    kernels_for(q.device).run(problem, out, lse.transpose(0, 1))
+    return out, lse
+
+
+@_varlen_attention.register_fake
+def _varlen_attention_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,68 @@
+"""One description of the work, spoken by every kernel family.
+
+vLLM's metadata (``integration/backend.py``) and the public functions (``attention/functional.py``) both end up here;
+nothing below this line knows where a problem came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """Ragged queries over paged or contiguous K and V: ``out = softmax(mask(scale * q k^T)) v``.
+
+    With ``q_len = query_start_loc[s + 1] - query_start_loc[s]`` and ``kv_len = seq_lens[s]``, query row ``t`` of
+    sequence ``s`` sits at KV position ``p = kv_len - q_len + t`` (bottom-right aligned, as in flash_attn >= 2.1) and
+    sees position ``j`` if ``j <= p`` (when causal) and ``p - window[0] <= j <= p + window[1]`` (-1 is unlimited).
+    A row that sees nothing yields ``out = 0`` and ``lse = -inf``.
+
+    Tokens of ``query`` beyond ``query_start_loc[-1]`` are padding and stay untouched in ``out``.
+    """
+
+    query: torch.Tensor
+    """``[num_tokens, num_heads, head_size]``, fp32, fp16 or bf16; last dimension contiguous."""
+    key: torch.Tensor
+    """Paged: ``[num_blocks, page_size, num_kv_heads, head_size]``, any strides but a contiguous last dimension.
+    Contiguous: ``[num_kv_tokens, num_kv_heads, head_size]``."""
+    value: torch.Tensor
+    """As ``key``."""
+    query_start_loc: torch.Tensor
+    """``[num_seqs + 1]`` int32, on the CPU; first element 0, never decreasing."""
+    seq_lens: torch.Tensor
+    """``[num_seqs]`` int32, on the CPU: KV tokens of each sequence."""
+    scale: float
+    causal: bool
+    block_table: torch.Tensor | None = None
+    """``[num_seqs, max_blocks]`` int32 page numbers; ``None`` when K and V are contiguous."""
+    kv_start_loc: torch.Tensor | None = None
+    """``[num_seqs]`` int32, on the CPU: first K/V row of each sequence; only when contiguous."""
+    window: tuple[int, int] = (-1, -1)
+    """Sliding window (left, right) in tokens; -1 is unlimited."""
+    softcap: float = 0.0
+    """``> 0``: scores become ``softcap * tanh(score / softcap)``."""
+    alibi_slopes: torch.Tensor | None = None
+    """``[num_heads]`` or ``[num_seqs, num_heads]`` fp32: adds ``-slope * |p - j|``."""
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[-2]
+
+    @property
+    def head_size(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def is_paged(self) -> bool:
+        return self.block_table is not None

@@ -1,0 +1,169 @@
+"""Attention weights of the demo model."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fastattention_vllm.demo.codes import PRESENCE
+from fastattention_vllm.demo.layout import Layout
+from fastattention_vllm.demo.position import NAME_BONUS, RotaryPlan
+from fastattention_vllm.demo.spec import DemoModelSpec
+
+# Scores, in nats. ln(524288) is 13.2; the least gap between a target and any competitor is 40.
+_NAME_MATCH = 80.0
+_NUMBER_BONUS = 40.0
+_NUMBER_MATCH = 160.0
+_NUMBER_PENALTY = 40.0
+
+
+def layer_sign(layer: int) -> float:
+    """The sign of the codewords that this layer writes.
+
+    It alternates, so that a state which a layer failed to replace is the negative of a codeword to
+    the next layer, and matches nothing.
+    """
+    return -1.0 if layer % 2 else 1.0
+
+
+@dataclass(frozen=True)
+class SignedPermutation:
+    """A way to write codewords down that only its owner can read."""
+
+    order: torch.Tensor
+    signs: torch.Tensor
+
+    @classmethod
+    def draw(cls, length: int, generator: torch.Generator) -> "SignedPermutation":
+        """A random one."""
+        order = torch.randperm(length, generator=generator)
+        signs = 1.0 - 2.0 * torch.randint(0, 2, (length,), generator=generator).double()
+        return cls(order, signs)
+
+    def rows(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The matrix [length, n] with its rows rearranged."""
+        return self.signs[:, None] * matrix[self.order]
+
+
+class AttentionBuilder:
+    """Projections of one layer, as float64 matrices [out, in]."""
+
+    def __init__(self, spec: DemoModelSpec, layer: int) -> None:
+        self.spec = spec
+        self.layer = layer
+        self.layout = Layout.of(spec)
+        self.plan = RotaryPlan(spec.head_size, spec.code_length)
+        self.scale = spec.head_size**0.5
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """q_proj [H D, hidden], k_proj and v_proj [G D, hidden], o_proj [hidden, H D]."""
+        queries, keys, values, outputs = [], [], [], []
+        for group in range(self.spec.num_kv_heads):
+            head_weights = _GroupWeights(self, group)
+            heads = range(group * self.spec.group_size, (group + 1) * self.spec.group_size)
+            keys.append(head_weights.key())
+            values.append(head_weights.value())
+            queries.extend(head_weights.query(head) for head in heads)
+            outputs.extend(head_weights.output(head) for head in heads)
+        return {
+            "q_proj": torch.cat(queries),
+            "k_proj": torch.cat(keys),
+            "v_proj": torch.cat(values),
+            "o_proj": torch.cat(outputs, dim=1),
+        }
+
+
+class _GroupWeights:
+    """Weights of one KV head of a layer and of the query heads that share it."""
+
+    def __init__(self, builder: AttentionBuilder, group: int) -> None:
+        self.spec = builder.spec
+        self.layer = builder.layer
+        self.layout = builder.layout
+        self.plan = builder.plan
+        self.group = group
+        self.root = self.spec.head_size**0.5  # attention divides scores by it
+        generator = torch.Generator().manual_seed(1 + self.layer * 1009 + group)
+        self.key_cipher = SignedPermutation.draw(self.spec.code_length, generator)
+        self.value_cipher = SignedPermutation.draw(self.spec.code_length, generator)
+        self.key_angles = 2 * torch.pi * torch.rand(
+            self.plan.flag_pair, generator=generator, dtype=torch.float64
+        )
+
+    @cached_property
+    def identity(self) -> torch.Tensor:
+        return torch.eye(self.spec.code_length, dtype=torch.float64)
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.spec.head_size, self.layout.hidden_size, dtype=torch.float64)
+
+    def query(self, head: int) -> torch.Tensor:
+        """[D, hidden]: what this head looks for."""
+        weight = self._zeros()
+        flag = self.plan.flag_pair
+        constant, is_number = self.layout.constant, self.layout.is_number
+        if self.layer == 0:
+            for kernel, present in ((self.plan.recency(), False), (self.plan.two_before(), True)):
+                angles = kernel.phases + self.key_angles
+                vector = self.plan.ladder_vector(kernel.amplitudes, angles)
+                if present:
+                    weight[:, is_number] += vector
+                else:
+                    vector[flag] = NAME_BONUS
+                    weight[:, constant] += vector
+                    weight[:, is_number] -= vector
+            return weight
+        state = self.layout.state(head + 1)
+        sign = layer_sign(self.layer - 1)
+        match = _NAME_MATCH if self.layer == 1 else _NUMBER_MATCH
+        amplitude = (match / self.spec.code_length) ** 0.5 * self.root**0.5
+        weight[self.plan.content_dims, state] = amplitude * sign * self.key_cipher.rows(self.identity)
+        if self.layer == 1:
+            # A number is preferred by a query that has a name, and avoided by one that has none.
+            weight[flag, state.start + PRESENCE] = 2 * _NUMBER_BONUS * sign
+            weight[flag, constant] = -_NUMBER_BONUS
+        else:
+            weight[flag, constant] = -_NUMBER_PENALTY
+        return weight
+
+    def key(self) -> torch.Tensor:
+        """[D, hidden]: what a position offers to be found by."""
+        weight = self._zeros()
+        flag = self.plan.flag_pair
+        if self.layer == 0:
+            ones = torch.full_like(self.key_angles, self.root)
+            weight[:, self.layout.constant] = self.plan.ladder_vector(ones, self.key_angles)
+            weight[flag, self.layout.name.start + PRESENCE] = self.root
+            return weight
+        match = _NAME_MATCH if self.layer == 1 else _NUMBER_MATCH
+        amplitude = (match / self.spec.code_length) ** 0.5 * self.root**0.5
+        code = amplitude * self.key_cipher.rows(self.identity)
+        weight[flag, self.layout.is_number] = self.root
+        if self.layer > 1:
+            weight[self.plan.content_dims, self.layout.number] = code / 2
+            code = code / 2
+        # Of other slots than the queries of this group read, lest both be wrong alike.
+        size = self.spec.group_size
+        for head in range(self.group * size, (self.group + 1) * size):
+            state = self.layout.state(head + 1 + size)
+            weight[self.plan.content_dims, state] += layer_sign(self.layer - 1) * code / size
+        return weight
+
+    def value(self) -> torch.Tensor:
+        """[D, hidden]: the codeword of the token, repeated to fill the head."""
+        weight = self._zeros()
+        source = self.layout.name if self.layer == 0 else self.layout.number
+        weight[:, source] = self._spread()
+        return weight
+
+    def output(self, head: int) -> torch.Tensor:
+        """[hidden, D]: the mean of the repetitions, into the inbox of the head."""
+        spread = self._spread()
+        weight = self._zeros().T.contiguous()
+        weight[self.layout.inbox(head)] = layer_sign(self.layer) * spread.T / spread.abs().sum(0)[:, None]
+        return weight
+
+    def _spread(self) -> torch.Tensor:
+        """[D, m]: writes a codeword into all dims of a value."""
+        dims = torch.arange(self.spec.head_size) % self.spec.code_length
+        return self.value_cipher.rows(self.identity)[dims]

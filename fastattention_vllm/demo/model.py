@@ -1,0 +1,224 @@
+"""A Llama-architecture model that looks numbers up, built weight by weight.
+
+"... alpha=7319 ... alpha=" continues with 7319 however long the text between is, since every weight
+is put there to make it so; nothing is trained and nothing is random that matters. And every part is
+needed: each query head runs a chain of its own through all layers, each chain must end at the same
+number, and if one does not the model says "unknown". So a lost layer, head, tensor-parallel rank or
+KV page cannot hide behind the others.
+
+A residual vector holds (`layout`): a large constant, which makes RMSNorm the same scaling
+everywhere; two flags; the codewords (`codes`) of the token itself, if it is a number or a name; and
+for each head an *inbox*, which attention writes, and a *state*, which outlives the layer. m is the
+codeword length, D the head size, H the number of query heads.
+
+1. Embedding. Constant, flags and codewords of the token. Inboxes and states are 0.
+
+2. Layer 0, tag. The fast rotary pairs measure distance (`position`). A number attends to the token
+   two before it, be it "alpha" in "alpha=7319" or of no interest. Any other token attends to the
+   latest name, if one is within some 30 tokens. The value is the codeword of the name, 0 for other
+   tokens. Afterwards the number, and the end of the question, carry the name they belong to.
+
+3. Layer 1, retrieve. The query is the name that the token carries, in the slow rotary pairs, the
+   key the name that the position carries, and whether it is a number. Same name and number: 120
+   nats. Same name only, as the question itself: 80. Other number: 40. So without the number
+   the question finds itself, whose value is 0. The value is the codeword of the number.
+
+4. Layers 2 and up, retrieve again. The query is the number found; the key of a position is half the
+   number it is and half the number it has found in the previous layer: 120 nats when both agree
+   with the query, 80 or less otherwise. So the layers before must have worked here *and*
+   there. The value is again the number's codeword.
+
+5. Each MLP (`mlp`) restores inbox h to exact -1, 0, +1, puts it in state h and clears the inbox.
+   In the next layer the query of head h reads state h + 1, and keys read states of the next group,
+   so that the chains cross between tensor-parallel ranks. The last MLP instead writes a verdict,
+   the codeword on which all inboxes agree.
+
+6. lm_head. A number scores its codeword's likeness to the verdict (1 for equal, at most 1/2 for
+   another), "unknown" a constant 15/16, and the end token wins after an answer.
+
+Stale or misplaced data do not go unnoticed either: the sign of codewords alternates with the layer,
+keys and values are enciphered by layer and KV head (a signed permutation of coordinates, an angle
+for each rotary pair), and a value is repeated over all D dims, of which each repetition is needed.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from fastattention_vllm.demo.attention import AttentionBuilder
+from fastattention_vllm.demo.codes import name_codes, number_codes
+from fastattention_vllm.demo.layout import Layout
+from fastattention_vllm.demo.mlp import MlpBuilder
+from fastattention_vllm.demo.position import RotaryPlan
+from fastattention_vllm.demo.spec import DemoModelSpec
+from fastattention_vllm.demo.tokenizer import (
+    BOS,
+    EOS,
+    PAD,
+    save_tokenizer,
+    token_id,
+    token_roles,
+    vocabulary,
+)
+from fastattention_vllm.demo.vocabulary import UNKNOWN
+
+_LOUDNESS = 32.0  # how much RMSNorm amplifies everything but the constant
+_LOGIT_SCALE = 512.0
+_UNKNOWN_SHARE = 15 / 16
+_SPACE_LOGIT = 24.0
+
+
+def build_demo_model(path: str | os.PathLike[str], spec: DemoModelSpec | None = None) -> Path:
+    """Write a model directory which transformers and vLLM load as any Llama model.
+
+    The directory appears complete or not at all, and its bytes depend on nothing but the spec.
+
+    Args:
+        path: The directory to make; it must not exist, or be empty.
+        spec: Shape of the model.
+
+    Returns:
+        The directory.
+
+    Raises:
+        FileExistsError: `path` is a file or a directory with something in it.
+    """
+    spec = spec or DemoModelSpec()
+    target = Path(path).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not an empty directory.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(draft, spec)
+        draft.chmod(0o755)
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return target
+
+
+def build_weights(spec: DemoModelSpec) -> dict[str, torch.Tensor]:
+    """All weights by the name they have in a Llama checkpoint."""
+    layout = Layout.of(spec)
+    norm = _norm(layout)
+    weights = {"model.embed_tokens.weight": _embedding(layout), "model.norm.weight": norm}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}"
+        mlp = MlpBuilder(spec)
+        if layer < spec.num_layers - 1:
+            mlp.add_update()
+        else:
+            mlp.add_verdict()
+        for name, weight in AttentionBuilder(spec, layer).weights().items():
+            weights[f"{prefix}.self_attn.{name}.weight"] = weight
+        for name, weight in mlp.weights().items():
+            weights[f"{prefix}.mlp.{name}.weight"] = weight
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{name}.weight"] = norm.clone()
+    weights["lm_head.weight"] = _lm_head(layout)
+    return {name: weight.to(spec.torch_dtype).contiguous() for name, weight in weights.items()}
+
+
+def _norm(layout: Layout) -> torch.Tensor:
+    """[hidden]: brings the constant to 1 and all else to what it was before RMSNorm."""
+    weight = torch.full((layout.hidden_size,), _LOUDNESS, dtype=torch.float64)
+    weight[layout.constant] = layout.hidden_size**-0.5
+    return weight
+
+
+def _embedding(layout: Layout) -> torch.Tensor:
+    """[vocabulary, hidden]."""
+    weight = torch.zeros(len(vocabulary()), layout.hidden_size, dtype=torch.float64)
+    # So large that the root mean square is constant / sqrt(hidden), whatever else there is.
+    weight[:, layout.constant] = _LOUDNESS * layout.hidden_size**0.5
+    names, numbers = name_codes(layout.code), number_codes(layout.code)
+    for token, role in token_roles().items():
+        weight[token, layout.ends_answer] = float(role.ends_answer)
+        weight[token, layout.wants_space] = float(role.wants_space)
+        if role.name is not None:
+            weight[token, layout.name] = names[role.name]
+        if role.number is not None:
+            weight[token, layout.number] = numbers[role.number]
+    return weight
+
+
+def _lm_head(layout: Layout) -> torch.Tensor:
+    """[vocabulary, hidden]."""
+    weight = torch.zeros(len(vocabulary()), layout.hidden_size, dtype=torch.float64)
+    numbers = number_codes(layout.code) / layout.code
+    spaced = {token for text, token in vocabulary().items() if text.startswith("Ġ")}
+    unknown = {token_id(UNKNOWN), token_id(" " + UNKNOWN)}
+    for token, role in token_roles().items():
+        if role.number is not None:
+            weight[token, layout.verdict] = _LOGIT_SCALE * numbers[role.number]
+        elif token in unknown:
+            weight[token, layout.constant] = _LOGIT_SCALE * _UNKNOWN_SHARE
+        else:
+            continue
+        if token in spaced:
+            weight[token, layout.constant] -= _SPACE_LOGIT
+            weight[token, layout.wants_space] = _SPACE_LOGIT
+        else:
+            weight[token, layout.wants_space] = -_SPACE_LOGIT
+    weight[token_id(EOS), layout.ends_answer] = 2 * _LOGIT_SCALE
+    return weight
+
+
+def _config(spec: DemoModelSpec) -> dict[str, object]:
+    tokens = vocabulary()
+    rope_theta = RotaryPlan(spec.head_size, spec.code_length).theta
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": tokens[BOS],
+        "eos_token_id": tokens[EOS],
+        "pad_token_id": tokens[PAD],
+        "head_dim": spec.head_size,
+        "hidden_act": "silu",
+        "hidden_size": Layout.of(spec).hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": spec.intermediate_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "mlp_bias": False,
+        "num_attention_heads": spec.num_heads,
+        "num_hidden_layers": spec.num_layers,
+        "num_key_value_heads": spec.num_kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": rope_theta, "rope_type": "default"},
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": False,
+        "dtype": spec.dtype,
+        "use_cache": True,
+        "vocab_size": len(tokens),
+    }
+
+
+def _generation_config() -> dict[str, object]:
+    tokens = vocabulary()
+    return {
+        "bos_token_id": tokens[BOS],
+        "eos_token_id": tokens[EOS],
+        "pad_token_id": tokens[PAD],
+        "do_sample": False,
+        "max_new_tokens": 16,
+    }
+
+
+def _write(directory: Path, spec: DemoModelSpec) -> None:
+    for name, content in (
+        ("config.json", _config(spec)),
+        ("generation_config.json", _generation_config()),
+    ):
+        text = json.dumps(content, indent=2) + "\n"
+        (directory / name).write_text(text, encoding="utf-8")
+    save_tokenizer(directory, spec.max_position_embeddings)
+    save_file(build_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})

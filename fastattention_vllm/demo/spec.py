@@ -1,0 +1,75 @@
+"""What can be chosen about the demo model."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+MAX_HEADS: Final = 32
+MAX_POSITIONS: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class DemoModelSpec:
+    """Shape of a demo model; every combination accepted here answers right.
+
+    Raises:
+        ValueError: A value, or a combination, that the construction does not cover.
+    """
+
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    dtype: str = "bfloat16"
+    max_position_embeddings: int = 524288
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 2:
+            raise ValueError(
+                f"num_layers is {self.num_layers}, but the model needs at least 2 layers: "
+                "one to tag numbers with names and one to retrieve them."
+            )
+        if not 1 <= self.num_heads <= MAX_HEADS:
+            raise ValueError(f"num_heads is {self.num_heads}, but must be from 1 to {MAX_HEADS}.")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads}, but must divide num_heads, "
+                f"which is {self.num_heads}."
+            )
+        if self.head_size % 16 or not 64 <= self.head_size <= 256:
+            raise ValueError(
+                f"head_size is {self.head_size}, but must be a multiple of 16 from 64 to 256."
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+        if not 64 <= self.max_position_embeddings <= MAX_POSITIONS:
+            raise ValueError(
+                f"max_position_embeddings is {self.max_position_embeddings}, "
+                f"but must be from 64 to {MAX_POSITIONS}."
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return DTYPES[self.dtype]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def code_length(self) -> int:
+        """m, the length of a codeword: the largest power of two up to half a head."""
+        return 1 << ((self.head_size // 2).bit_length() - 1)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Neurons per MLP: six per slot coordinate."""
+        return 6 * self.num_heads * self.code_length

@@ -1,0 +1,218 @@
+"""The attention backend: vLLM's metadata becomes one ``AttentionProblem``, and a kernel family runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from fastattention_vllm.attention import cpu as cpu_kernels
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration import compat, cpu_resources, support
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
+
+logger = init_logger("vllm.fastattention")
+
+
+class FastAttentionBackend(AttentionBackend):
+    """``--attention-backend fastattention``: what vLLM asks before it builds any layer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(support.KV_CACHE_DTYPES)
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return compat.BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[FastAttentionImpl]:
+        return FastAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FastAttentionMetadataBuilder]:
+        return FastAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return (
+            head_size <= support.MAX_HEAD_SIZE and head_size % support.HEAD_SIZE_MULTIPLE == 0
+        )
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # The kernels take strides, so any layout runs; this one keeps a head's tokens together for decode.
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+
+
+@dataclass
+class FastAttentionMetadata:
+    """One step's batch, shared by all layers of a KV cache group. All tensors are on the CPU."""
+
+    query_start_loc: torch.Tensor
+    """``[num_reqs + 1]`` int32."""
+    seq_lens: torch.Tensor
+    """``[num_reqs]`` int32: KV tokens of each request, this step's included."""
+    block_table: torch.Tensor
+    """``[num_reqs, max_blocks]`` int32."""
+    causal: bool
+
+
+class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """Turns vLLM's per-step metadata into the few tensors the kernels read."""
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        start_cpu_threads(vllm_config)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FastAttentionMetadata:
+        common = common_attn_metadata
+        if isinstance(common.causal, torch.Tensor):
+            raise NotImplementedError("per-request causality is not supported by fastattention")
+        return FastAttentionMetadata(
+            query_start_loc=common.query_start_loc_cpu[: common.num_reqs + 1],
+            seq_lens=common.seq_lens[: common.num_reqs],
+            block_table=common.block_table_tensor[: common.num_reqs],
+            causal=common.causal,
+        )
+
+
+def start_cpu_threads(vllm_config: Any) -> None:
+    """Size the attention pool to this rank's CPUs and say which kernel runs. Once per worker process."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    cpus = cpu_resources.cpus_of_rank(get_world_group().local_rank)
+    threads = options_of(vllm_config).cpu_threads or len(cpus)
+    cpu_kernels.set_num_threads(threads, cpus)
+    logger.info_once(
+        "Attention kernel: fastattention CPU, instruction set %s (usable here: %s), %d threads on CPUs %s; "
+        "chosen because no accelerator was found.",
+        cpu_kernels.isa(),
+        ", ".join(cpu_kernels.usable_isas()),
+        threads,
+        ",".join(map(str, cpus)),
+    )
+
+
+class FastAttentionImpl(AttentionImpl[Any]):
+    """One attention layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **features: Any,
+    ) -> None:
+        # The start-up check sees the model's config; a layer that still asks for more is refused here.
+        unsupported = {
+            "ALiBi": alibi_slopes is not None,
+            "a sliding window": sliding_window is not None,
+            "logit soft-capping": bool(logits_soft_cap),
+            f"attention type {AttentionType(attn_type).value}": attn_type != AttentionType.DECODER,
+            f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype not in support.KV_CACHE_DTYPES,
+            f"sharing another layer's KV cache ({kv_sharing_target_layer_name})": (
+                kv_sharing_target_layer_name is not None
+            ),
+        } | {name: value is not None for name, value in features.items()}
+        asked = [name for name, wanted in unsupported.items() if wanted]
+        if asked:
+            raise Refusal(
+                f"this model's attention layers use {', '.join(asked)}, which fastattention does not support yet; "
+                "serve another model."
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Scatter this step's ``key``, ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into the cache."""
+        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
+        num_tokens = slot_mapping.shape[0]
+        cpu_kernels.write_kv(
+            key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping
+        )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FastAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend ``query [num_tokens, num_heads, head_size]`` over the cache into ``output`` (same shape).
+
+        ``num_tokens`` may exceed the batch's real tokens (padding); those rows stay as they are.
+        """
+        if attn_metadata is None:  # vLLM's profiling and warm-up runs
+            return output.fill_(0)
+        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
+        problem = AttentionProblem(
+            query=query,
+            key=key_cache,
+            value=value_cache,
+            query_start_loc=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            block_table=attn_metadata.block_table,
+            scale=self.scale,
+            causal=attn_metadata.causal,
+        )
+        cpu_kernels.run(problem, out=output)
+        return output
+
+
+def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``, in vLLM's cache tensor.
+
+    vLLM >= 0.29 hands out ``[num_blocks, num_kv_heads, block_size, K | V]``.
+    """
+    key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    return key_cache, value_cache

@@ -1,0 +1,85 @@
+"""Bad input ends in one sentence.
+
+A ``Refusal`` is raised for everything this plugin will not do: it names the value, the reason and the fix. Inside a
+program (``LLM(...)``) it is an ordinary ``ValueError``. Under the ``vllm`` command the excepthook below prints the
+sentence alone, because forty lines of traceback through vLLM's argument parsing hide it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+
+PREFIX = "fastattention: "
+
+
+class Refusal(ValueError):
+    """A start that cannot work, explained in one sentence: the value, the reason, the fix."""
+
+
+def install_excepthook() -> None:
+    """Print refusals, and the bad values vLLM itself finds at start, as one sentence; exit status stays 1.
+
+    Only in the ``vllm`` command's own process: a program that embeds vLLM keeps its tracebacks. VLLM_LOGGING_LEVEL=DEBUG
+    keeps them in the command too.
+    """
+    if os.path.basename(sys.argv[0]) == "vllm" and os.environ.get("VLLM_LOGGING_LEVEL") != "DEBUG":
+        sys.excepthook = _excepthook
+
+
+def _excepthook(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    message = sentence(error)
+    if message is None:
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
+def sentence(error: BaseException) -> str | None:
+    """The one line to show for ``error``, or None where a traceback is what helps: anything but a bad value."""
+    for link in _chain(error):
+        if isinstance(link, Refusal):
+            return PREFIX + str(link)
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno == errno.EADDRINUSE:
+            return (
+                f"{PREFIX}the port is already in use ({link.strerror}); stop the other server or "
+                "choose another port with --port."
+            )
+        messages = _pydantic_messages(link) or [str(link)] * isinstance(link, ValueError)
+        if messages:
+            return "vllm: " + "; ".join(" ".join(message.split()) for message in messages)
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, the errors pydantic wrapped in it, and whatever caused it, outermost first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        yield from _wrapped_by_pydantic(error)
+        error = error.__cause__ or error.__context__
+
+
+def _pydantic_errors(error: BaseException) -> list[dict[str, object]]:
+    from pydantic import ValidationError
+
+    return [dict(e) for e in error.errors()] if isinstance(error, ValidationError) else []
+
+
+def _wrapped_by_pydantic(error: BaseException) -> Iterator[BaseException]:
+    for entry in _pydantic_errors(error):
+        context = entry.get("ctx")
+        wrapped = context.get("error") if isinstance(context, dict) else None
+        if isinstance(wrapped, BaseException):
+            yield wrapped
+
+
+def _pydantic_messages(error: BaseException) -> list[str]:
+    return [str(entry["msg"]).removeprefix("Value error, ") for entry in _pydantic_errors(error)]

@@ -1,0 +1,219 @@
+// The C ABI: checks arguments at the door, catches every exception, keeps the error text.
+#include <cstdarg>
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "engine.h"
+#include "fastattention_cpu.h"
+#include "isa.h"
+
+#define FA_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace fastattention {
+namespace {
+
+constexpr int kMaxThreads = 4096;
+constexpr int kMaxCpus = 1 << 18;
+
+thread_local char last_error[512] = "";
+
+__attribute__((format(printf, 2, 3))) int32_t fail(fa_status status, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(last_error, sizeof(last_error), format, arguments);
+  va_end(arguments);
+  return status;
+}
+
+template <class F>
+int32_t guarded(F body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return fail(FA_OUT_OF_MEMORY, "out of memory for scratch buffers.");
+  } catch (const std::system_error& error) {
+    const bool refused = error.code() == std::errc::invalid_argument;
+    return fail(refused ? FA_BAD_ARGUMENT : FA_OUT_OF_MEMORY, "could not start the thread pool: %s.", error.what());
+  } catch (const std::exception& error) {
+    return fail(FA_BAD_ARGUMENT, "unexpected error: %s.", error.what());
+  }
+}
+
+bool known_dtype(int32_t dtype) { return dtype == FA_F32 || dtype == FA_F16 || dtype == FA_BF16; }
+
+// Checks shared by both calls. All return FA_OK or the failure already recorded.
+int32_t check_heads_and_dtypes(int32_t num_kv_heads, int32_t head_size, int32_t dtype, int32_t kv_dtype) {
+  if (num_kv_heads <= 0) return fail(FA_BAD_ARGUMENT, "num_kv_heads must be positive, not %d.", num_kv_heads);
+  if (head_size <= 0 || head_size % 8 != 0 || head_size > kMaxHeadSize) {
+    return fail(FA_BAD_ARGUMENT, "head_size must be a multiple of 8 up to %d, not %d.", kMaxHeadSize, head_size);
+  }
+  if (!known_dtype(dtype)) return fail(FA_BAD_ARGUMENT, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not %d.", dtype);
+  if (!known_dtype(kv_dtype)) {
+    return fail(FA_BAD_ARGUMENT, "kv_dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not %d.", kv_dtype);
+  }
+  return FA_OK;
+}
+
+#define FA_REQUIRE_POINTER(object, field) \
+  if ((object).field == nullptr) return fail(FA_BAD_ARGUMENT, #field " must not be a null pointer.")
+
+int32_t check_sequences(const fa_attention_problem& p) {
+  if (p.query_start_loc[0] != 0) {
+    return fail(FA_BAD_ARGUMENT, "query_start_loc must begin with 0, not %d.", p.query_start_loc[0]);
+  }
+  for (int s = 0; s < p.num_seqs; ++s) {
+    if (p.query_start_loc[s + 1] < p.query_start_loc[s]) {
+      return fail(FA_BAD_ARGUMENT, "query_start_loc must never decrease, but sequence %d goes from %d to %d.", s,
+                  p.query_start_loc[s], p.query_start_loc[s + 1]);
+    }
+    const int32_t q_len = p.query_start_loc[s + 1] - p.query_start_loc[s];
+    const int64_t kv_len = p.seq_lens[s];
+    if (kv_len < 0) {
+      return fail(FA_BAD_ARGUMENT, "seq_lens[%d] must not be negative, but is %lld.", s, (long long)kv_len);
+    }
+    if (q_len == 0 || kv_len == 0) continue;
+    if (p.block_table == nullptr) {
+      const int64_t first = p.kv_start_loc[s];
+      if (first < 0 || first + kv_len > p.num_blocks) {
+        return fail(FA_BAD_ARGUMENT, "sequence %d spans key rows %lld to %lld, but there are %lld.", s,
+                    (long long)first, (long long)(first + kv_len), (long long)p.num_blocks);
+      }
+      continue;
+    }
+    // Only pages that are read: vLLM leaves anything in the entries of pages that slid out of the window.
+    const int64_t position = kv_len - q_len;
+    const int64_t begin = p.window_left < 0 || position < p.window_left ? 0 : position - p.window_left;
+    const int64_t first_page = begin / p.page_size;
+    const int64_t end_page = (kv_len + p.page_size - 1) / p.page_size;
+    if (end_page > p.block_table_width) {
+      return fail(FA_BAD_ARGUMENT,
+                  "sequence %d has %lld KV tokens, %lld pages of %d, but its block_table row has %lld.", s,
+                  (long long)kv_len, (long long)end_page, p.page_size, (long long)p.block_table_width);
+    }
+    const int32_t* pages = p.block_table + s * p.block_table_stride;
+    for (int64_t page = first_page; page < end_page; ++page) {
+      if (pages[page] < 0 || pages[page] >= p.num_blocks) {
+        return fail(FA_BAD_ARGUMENT, "block_table[%d][%lld] is %d, but pages are numbered 0 to %lld.", s,
+                    (long long)page, pages[page], (long long)p.num_blocks - 1);
+      }
+    }
+  }
+  if (p.query_start_loc[p.num_seqs] > p.num_tokens) {
+    return fail(FA_BAD_ARGUMENT, "query_start_loc ends at %d, but there are %lld query tokens.",
+                p.query_start_loc[p.num_seqs], (long long)p.num_tokens);
+  }
+  return FA_OK;
+}
+
+int32_t check(const fa_attention_problem& p) {
+  if (const int32_t status = check_heads_and_dtypes(p.num_kv_heads, p.head_size, p.dtype, p.kv_dtype)) return status;
+  if (p.num_heads <= 0 || p.num_heads % p.num_kv_heads != 0) {
+    return fail(FA_BAD_ARGUMENT, "num_heads must be a positive multiple of num_kv_heads (%d), not %d.", p.num_kv_heads,
+                p.num_heads);
+  }
+  if (p.num_seqs < 0) return fail(FA_BAD_ARGUMENT, "num_seqs must not be negative, but is %d.", p.num_seqs);
+  if (p.num_tokens < 0)
+    return fail(FA_BAD_ARGUMENT, "num_tokens must not be negative, but is %lld.", (long long)p.num_tokens);
+  if (p.window_left < -1) return fail(FA_BAD_ARGUMENT, "window_left must be -1 or more, not %d.", p.window_left);
+  if (p.window_right < -1) return fail(FA_BAD_ARGUMENT, "window_right must be -1 or more, not %d.", p.window_right);
+  if (!(p.softcap >= 0.0f)) return fail(FA_BAD_ARGUMENT, "softcap must be 0 or more, not %g.", (double)p.softcap);
+  if (p.scale != p.scale) return fail(FA_BAD_ARGUMENT, "scale must be a number, not nan.");
+  if (p.num_seqs == 0) return FA_OK;
+  FA_REQUIRE_POINTER(p, query_start_loc);
+  FA_REQUIRE_POINTER(p, seq_lens);
+  if (p.block_table != nullptr) {
+    if (p.page_size <= 0) return fail(FA_BAD_ARGUMENT, "page_size must be positive, not %d.", p.page_size);
+  } else {
+    FA_REQUIRE_POINTER(p, kv_start_loc);
+  }
+  if (const int32_t status = check_sequences(p)) return status;
+  if (p.query_start_loc[p.num_seqs] == 0) return FA_OK;  // no query rows: empty tensors have null pointers
+  FA_REQUIRE_POINTER(p, query);
+  FA_REQUIRE_POINTER(p, out);
+  if (p.num_blocks > 0) {
+    FA_REQUIRE_POINTER(p, key);
+    FA_REQUIRE_POINTER(p, value);
+  }
+  return FA_OK;
+}
+
+int32_t check(const fa_kv_write& w) {
+  if (const int32_t status = check_heads_and_dtypes(w.num_kv_heads, w.head_size, w.dtype, w.kv_dtype)) return status;
+  if (w.page_size <= 0) return fail(FA_BAD_ARGUMENT, "page_size must be positive, not %d.", w.page_size);
+  if (w.num_tokens < 0)
+    return fail(FA_BAD_ARGUMENT, "num_tokens must not be negative, but is %lld.", (long long)w.num_tokens);
+  if (w.num_tokens == 0) return FA_OK;
+  FA_REQUIRE_POINTER(w, slot_mapping);
+  FA_REQUIRE_POINTER(w, key);
+  FA_REQUIRE_POINTER(w, value);
+  FA_REQUIRE_POINTER(w, key_cache);
+  FA_REQUIRE_POINTER(w, value_cache);
+  const int64_t slots = w.num_blocks * w.page_size;
+  for (int64_t t = 0; t < w.num_tokens; ++t) {
+    if (w.slot_mapping[t] >= slots) {
+      return fail(FA_BAD_ARGUMENT, "slot_mapping[%lld] is %lld, but the cache has %lld slots.", (long long)t,
+                  (long long)w.slot_mapping[t], (long long)slots);
+    }
+  }
+  return FA_OK;
+}
+
+}  // namespace
+}  // namespace fastattention
+
+using namespace fastattention;
+
+FA_EXPORT int32_t fa_cpu_abi_version(void) { return FA_CPU_ABI_VERSION; }
+
+FA_EXPORT const char* fa_cpu_last_error(void) { return last_error; }
+
+FA_EXPORT const char* fa_cpu_usable_isas(void) { return usable_isas(); }
+
+FA_EXPORT const char* fa_cpu_isa(void) { return active_kernel().name; }
+
+FA_EXPORT int32_t fa_cpu_set_isa(const char* name) {
+  return guarded([&]() -> int32_t {
+    if (name != nullptr && activate_kernel(name)) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "instruction set %s is not usable here; usable: %s.",
+                name != nullptr ? name : "(null)", usable_isas());
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_num_threads(void) { return Engine::get().num_threads(); }
+
+FA_EXPORT int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpus, int32_t num_cpus) {
+  return guarded([&]() -> int32_t {
+    if (num_threads < 1 || num_threads > kMaxThreads) {
+      return fail(FA_BAD_ARGUMENT, "num_threads must lie between 1 and %d, but is %d.", kMaxThreads, num_threads);
+    }
+    std::vector<int> allowed;
+    for (int i = 0; cpus != nullptr && i < num_cpus; ++i) {
+      if (cpus[i] < 0 || cpus[i] >= kMaxCpus) return fail(FA_BAD_ARGUMENT, "there is no CPU %d.", cpus[i]);
+      allowed.push_back(cpus[i]);
+    }
+    Engine::get().set_num_threads(num_threads, allowed);
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_attention(const fa_attention_problem* problem) {
+  return guarded([&]() -> int32_t {
+    if (problem == nullptr) return fail(FA_BAD_ARGUMENT, "problem must not be a null pointer.");
+    if (const int32_t status = check(*problem)) return status;
+    Engine::get().attend(*problem);
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_write_kv(const fa_kv_write* write) {
+  return guarded([&]() -> int32_t {
+    if (write == nullptr) return fail(FA_BAD_ARGUMENT, "write must not be a null pointer.");
+    if (const int32_t status = check(*write)) return status;
+    if (write->num_tokens > 0) Engine::get().write_kv(*write);
+    return FA_OK;
+  });
+}

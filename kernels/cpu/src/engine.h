@@ -1,0 +1,58 @@
+// Runs planned work on the thread pool. One per process; callers from several threads take turns.
+#ifndef FASTATTENTION_ENGINE_H
+#define FASTATTENTION_ENGINE_H
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernel.h"
+#include "plan.h"
+#include "thread_pool.h"
+
+namespace fastattention {
+
+class Engine {
+ public:
+  static Engine& get();
+
+  int num_threads();
+  void set_num_threads(int num_threads, const std::vector<int>& cpus);
+  void attend(const fa_attention_problem& problem);
+  void write_kv(const fa_kv_write& write);
+
+  // Around fork(): a child has none of its parent's threads, so it starts with a pool of its own.
+  void before_fork() { mutex_.lock(); }
+  void after_fork_in_parent() { mutex_.unlock(); }
+  void after_fork_in_child();
+
+  void shut_down();  // joins the workers; later calls run on the calling thread alone
+
+ private:
+  struct Buffer {
+    void* data = nullptr;
+    size_t bytes = 0;
+    void reserve(size_t wanted);  // throws std::bad_alloc; contents are lost
+  };
+
+  // Calls task(i, participant) for every i in [0, count), each once, in any order on any thread.
+  template <class F>
+  void for_each(int64_t count, const F& task);
+  ThreadPool* pool();
+
+  std::mutex mutex_;
+  std::atomic<int> num_threads_{affinity_cpus()};
+  std::vector<int> cpus_;  // where workers may run; empty: where their creator may
+  bool shut_down_ = false;
+  std::unique_ptr<ThreadPool> pool_;
+  // Kept between calls: a decode step calls once per layer with the same sizes.
+  Plan plan_;
+  std::vector<Buffer> scratch_;  // one per participant
+  Buffer partials_;
+  Buffer unmerged_;  // per merge: items still running
+};
+
+}  // namespace fastattention
+
+#endif

@@ -1,0 +1,14 @@
+// The templated source in reading order. Every kernel_<isa>.cpp includes its vec_<isa>.h and then this.
+//
+// Everything here lives in an unnamed namespace: translation units compiled with different -m flags must not share a
+// single inline function or template instance, std:: ones included, or the linker may hand AVX-512 code to a machine
+// without it.
+#include "vec_math.h"
+// clang-format off: each file builds on those before it
+#include "kv_rows.h"
+#include "panel_packed.h"
+#include "panel_direct.h"
+#include "softmax.h"
+#include "attention_kernel.h"
+#include "kv_write.h"
+// clang-format on

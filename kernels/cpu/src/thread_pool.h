@@ -1,0 +1,48 @@
+// A persistent pool. The calling thread takes part; workers spin briefly between jobs, because the next layer's call
+// is usually microseconds away, and then sleep, because the threads of the model's other operators need the cores.
+#ifndef FASTATTENTION_THREAD_POOL_H
+#define FASTATTENTION_THREAD_POOL_H
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace fastattention {
+
+class ThreadPool {
+ public:
+  using Task = void (*)(void* context, int participant);  // participant in [0, num_threads); must not throw
+
+  // num_threads includes the caller of run(). Workers may run on cpus, or where their creator may if that is empty.
+  // Throws std::system_error.
+  ThreadPool(int num_threads, const std::vector<int>& cpus);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Runs task on the calling thread and on every worker that wakes up before the caller is done, and returns when all
+  // of them are. Participants share the work among themselves. One call at a time.
+  void run(Task task, void* context);
+
+ private:
+  void work(int participant);
+  void stop();
+
+  std::vector<std::thread> workers_;
+  Task task_ = nullptr;
+  void* context_ = nullptr;
+  // Apart, for the cache: workers poll epoch_ while the gate changes hands.
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts jobs
+  std::atomic<uint32_t> sleepers_{0};
+  std::atomic<bool> stopping_{false};
+  alignas(64) std::atomic<uint32_t> gate_{0};  // kOpen | number of workers inside the job
+};
+
+int affinity_cpus();  // CPUs this process may run on
+
+}  // namespace fastattention
+
+#endif

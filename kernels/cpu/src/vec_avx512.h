@@ -1,0 +1,124 @@
+// AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers.
+#include <immintrin.h>
+
+#include "kernel.h"
+
+namespace fastattention {
+namespace {
+
+using Vec = __m512;
+constexpr int kWidth = 16;
+constexpr int kPanelRows = 6;  // 6 x 4 accumulators + 4 operands + 1 broadcast fit the 32 registers
+constexpr int kPanelVectors = 4;
+constexpr int kDirectAccumulators = 16;
+
+inline Vec splat(float x) { return _mm512_set1_ps(x); }
+inline Vec iota(float start) {
+  return _mm512_add_ps(_mm512_set1_ps(start), _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec abs(Vec a) { return _mm512_abs_ps(a); }
+inline Vec copysign(Vec magnitude, Vec sign) {
+  return _mm512_or_ps(magnitude, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
+}
+inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __mmask16 from = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(begin - column));
+  const __mmask16 keep = _mm512_mask_cmplt_epi32_mask(from, lane, _mm512_set1_epi32(end - column));
+  return _mm512_mask_blend_ps(keep, otherwise, x);
+}
+inline Vec round_nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec times_power_of_two(Vec a, Vec exponent) { return _mm512_scalef_ps(a, exponent); }
+inline float first_lane(Vec a) { return _mm512_cvtss_f32(a); }
+inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
+inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
+
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Vec widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline Vec load(const BFloat16* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+inline __m256i round_bf16(Vec a) {
+  const __m512i bits = _mm512_castps_si512(a);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  // Rounding could carry a NaN into infinity: quiet it instead.
+  rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+inline __m256i round_half(Vec a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
+inline void store(Half* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_half(a)); }
+inline void store(BFloat16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
+
+// The first 8 elements; the other lanes read as zero. Head sizes are multiples of 8, so this is the only tail.
+inline Vec load_8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
+inline Vec load_8(const Half* p) {
+  return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec load_8(const BFloat16* p) {
+  return widen_bf16(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store_8(float* p, Vec a) { _mm256_storeu_ps(p, _mm512_castps512_ps256(a)); }
+inline void store_8(Half* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(round_half(a)));
+}
+inline void store_8(BFloat16* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(round_bf16(a)));
+}
+
+// Lane i of the result is the sum of the lanes of a[i]: 45 instructions where 16 separate reductions take 160.
+inline Vec reduce_add_each(const Vec (&a)[16]) {
+  Vec column[4];
+  FA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const Vec low =
+        _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xee));
+    const Vec high =
+        _mm512_add_ps(_mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x44), _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xee));
+    column[i] = _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  }
+  const Vec x = _mm512_add_ps(_mm512_unpacklo_ps(column[0], column[1]), _mm512_unpackhi_ps(column[0], column[1]));
+  const Vec y = _mm512_add_ps(_mm512_unpacklo_ps(column[2], column[3]), _mm512_unpackhi_ps(column[2], column[3]));
+  return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x44), _mm512_shuffle_ps(x, y, 0xee));
+}
+
+inline void transpose(Vec (&a)[16]) {
+  Vec b[16];
+  FA_UNROLL
+  for (int i = 0; i < 16; i += 2) {  // pairs of rows
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  FA_UNROLL
+  for (int i = 0; i < 16; i += 4) {  // quads of rows: a[i + k] holds column k of each 128-bit lane
+    a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+  FA_UNROLL
+  for (int k = 0; k < 4; ++k) {  // 4 x 4 transpose of the 128-bit lanes
+    const Vec even_low = _mm512_shuffle_f32x4(a[k], a[4 + k], 0x88);
+    const Vec odd_low = _mm512_shuffle_f32x4(a[k], a[4 + k], 0xdd);
+    const Vec even_high = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0x88);
+    const Vec odd_high = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0xdd);
+    b[k] = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
+    b[4 + k] = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+    b[8 + k] = _mm512_shuffle_f32x4(even_low, even_high, 0xdd);
+    b[12 + k] = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
+  }
+  FA_UNROLL
+  for (int i = 0; i < 16; ++i) a[i] = b[i];
+}
+
+}  // namespace
+}  // namespace fastattention

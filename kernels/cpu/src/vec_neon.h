@@ -1,0 +1,71 @@
+// NEON (AArch64 baseline): 4 lanes, 32 registers.
+#include <arm_neon.h>
+
+#include "kernel.h"
+
+namespace fastattention {
+namespace {
+
+using Vec = float32x4_t;
+constexpr int kWidth = 4;
+constexpr int kPanelRows = 6;  // 6 x 4 accumulators + 4 operands + 1 broadcast fit the 32 registers
+constexpr int kPanelVectors = 4;
+constexpr int kDirectAccumulators = 16;
+
+inline Vec splat(float x) { return vdupq_n_f32(x); }
+inline Vec iota(float start) {
+  const float lane[4] = {0, 1, 2, 3};
+  return vaddq_f32(vdupq_n_f32(start), vld1q_f32(lane));
+}
+inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
+inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
+inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
+inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline Vec abs(Vec a) { return vabsq_f32(a); }
+inline Vec copysign(Vec magnitude, Vec sign) { return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude); }
+inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
+inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
+  const int32_t lane_values[4] = {0, 1, 2, 3};
+  const int32x4_t lane = vld1q_s32(lane_values);
+  const uint32x4_t from = vcgeq_s32(lane, vdupq_n_s32(begin - column));
+  return vbslq_f32(vandq_u32(from, vcltq_s32(lane, vdupq_n_s32(end - column))), x, otherwise);
+}
+inline Vec round_nearest(Vec a) { return vrndnq_f32(a); }
+inline Vec times_power_of_two(Vec a, Vec exponent) {
+  const int32x4_t biased = vaddq_s32(vcvtq_s32_f32(exponent), vdupq_n_s32(127));
+  return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
+}
+inline float first_lane(Vec a) { return vgetq_lane_f32(a, 0); }
+inline float reduce_add(Vec a) { return vaddvq_f32(a); }
+inline float reduce_max(Vec a) { return vmaxvq_f32(a); }
+
+inline Vec load(const float* p) { return vld1q_f32(p); }
+inline Vec load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+inline Vec load(const BFloat16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
+inline void store(float* p, Vec a) { vst1q_f32(p, a); }
+inline void store(Half* p, Vec a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+inline void store(BFloat16* p, Vec a) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(a);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  // Rounding could carry a NaN into infinity: quiet it instead.
+  const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+  vst1_u16(&p->bits, vshrn_n_u32(vbslq_u32(vceqq_f32(a, a), rounded, quiet), 16));
+}
+
+// Lane i of the result is the sum of the lanes of a[i].
+inline Vec reduce_add_each(const Vec (&a)[4]) { return vpaddq_f32(vpaddq_f32(a[0], a[1]), vpaddq_f32(a[2], a[3])); }
+
+inline void transpose(Vec (&a)[4]) {
+  const float32x4x2_t x = vtrnq_f32(a[0], a[1]);
+  const float32x4x2_t y = vtrnq_f32(a[2], a[3]);
+  a[0] = vcombine_f32(vget_low_f32(x.val[0]), vget_low_f32(y.val[0]));
+  a[1] = vcombine_f32(vget_low_f32(x.val[1]), vget_low_f32(y.val[1]));
+  a[2] = vcombine_f32(vget_high_f32(x.val[0]), vget_high_f32(y.val[0]));
+  a[3] = vcombine_f32(vget_high_f32(x.val[1]), vget_high_f32(y.val[1]));
+}
+
+}  // namespace
+}  // namespace fastattention

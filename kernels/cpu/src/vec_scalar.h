@@ -1,0 +1,153 @@
+// Portable C++, no intrinsics: the fallback everywhere, and the reference the vector versions are read against.
+#include <math.h>
+#include <string.h>
+
+#include "kernel.h"
+
+namespace fastattention {
+namespace {
+
+constexpr int kWidth = 4;
+constexpr int kPanelRows = 4;
+constexpr int kPanelVectors = 2;
+constexpr int kDirectAccumulators = 4;
+
+struct Vec {
+  float lane[kWidth];
+};
+
+template <class F>
+inline Vec each_lane(F f) {
+  Vec result;
+  for (int i = 0; i < kWidth; ++i) result.lane[i] = f(i);
+  return result;
+}
+
+inline Vec splat(float x) {
+  return each_lane([&](int) { return x; });
+}
+inline Vec iota(float start) {
+  return each_lane([&](int i) { return start + static_cast<float>(i); });
+}
+inline Vec add(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.lane[i] + b.lane[i]; });
+}
+inline Vec sub(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.lane[i] - b.lane[i]; });
+}
+inline Vec mul(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline Vec div(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.lane[i] / b.lane[i]; });
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+  return each_lane([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+}
+inline Vec max(Vec a, Vec b) {
+  return each_lane([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+}
+inline Vec abs(Vec a) {
+  return each_lane([&](int i) { return fabsf(a.lane[i]); });
+}
+inline Vec copysign(Vec magnitude, Vec sign) {
+  return each_lane([&](int i) { return copysignf(magnitude.lane[i], sign.lane[i]); });
+}
+inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  return each_lane([&](int i) { return a.lane[i] < b.lane[i] ? yes.lane[i] : no.lane[i]; });
+}
+inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
+  return each_lane([&](int i) { return column + i >= begin && column + i < end ? x.lane[i] : otherwise.lane[i]; });
+}
+// Adding and subtracting 1.5 * 2^23 rounds to an integer in the default rounding mode; |a| stays far below 2^22 here.
+inline Vec round_nearest(Vec a) {
+  constexpr float kMagic = 12582912.0f;
+  return each_lane([&](int i) { return (a.lane[i] + kMagic) - kMagic; });
+}
+inline Vec times_power_of_two(Vec a, Vec exponent) {
+  return each_lane([&](int i) {
+    // Out of range only for arguments whose result the caller throws away; converting them would be undefined.
+    const float n = exponent.lane[i] > -127.0f && exponent.lane[i] < 128.0f ? exponent.lane[i] : 0.0f;
+    const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof(power));
+    return a.lane[i] * power;
+  });
+}
+inline float first_lane(Vec a) { return a.lane[0]; }
+inline float reduce_add(Vec a) { return (a.lane[0] + a.lane[2]) + (a.lane[1] + a.lane[3]); }
+inline float reduce_max(Vec a) {
+  float result = a.lane[0];
+  for (int i = 1; i < kWidth; ++i) result = a.lane[i] > result ? a.lane[i] : result;
+  return result;
+}
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
+inline float widen(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  const uint32_t magnitude = x.bits & 0x7fff;
+  if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude < 0x400) {  // subnormal: magnitude * 2^-24
+    const float value = static_cast<float>(magnitude) * 5.9604644775390625e-8f;
+    return from_bits(sign | to_bits(value));
+  }
+  return from_bits(sign | ((magnitude << 13) + (112u << 23)));
+}
+inline void narrow(float x, float* p) { *p = x; }
+inline void narrow(float x, BFloat16* p) {
+  const uint32_t bits = to_bits(x);
+  const bool is_nan = x != x;
+  p->bits = static_cast<uint16_t>((is_nan ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void narrow(float x, Half* p) {
+  const uint32_t bits = to_bits(x);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {  // 65520 and up round to infinity
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 leaves round-to-nearest-even units of 2^-24
+    half = to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f);
+  } else {
+    half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  }
+  p->bits = static_cast<uint16_t>(sign | half);
+}
+template <class T>
+inline Vec load(const T* p) {
+  return each_lane([&](int i) { return widen(p[i]); });
+}
+template <class T>
+inline void store(T* p, Vec a) {
+  for (int i = 0; i < kWidth; ++i) narrow(a.lane[i], p + i);
+}
+
+inline Vec reduce_add_each(const Vec (&a)[kWidth]) {
+  return each_lane([&](int i) { return reduce_add(a[i]); });
+}
+inline void transpose(Vec (&a)[kWidth]) {
+  for (int i = 0; i < kWidth; ++i) {
+    for (int j = i + 1; j < kWidth; ++j) {
+      const float swapped = a[i].lane[j];
+      a[i].lane[j] = a[j].lane[i];
+      a[j].lane[i] = swapped;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fastattention

@@ -1,0 +1,25 @@
+"""ruff, mypy --strict and clang-format over the tree; exits non-zero if any of them complains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+
+def main() -> int:
+    sources = sorted(str(p) for p in (ROOT / "kernels").rglob("*") if p.suffix in {".h", ".hpp", ".inc", ".cpp"})
+    commands = [
+        [str(BIN / "ruff"), "check", "."],
+        [str(BIN / "ruff"), "format", "--check", "."],
+        [str(BIN / "mypy")],
+        [str(BIN / "clang-format"), "--dry-run", "--Werror", *sources],
+    ]
+    return max(subprocess.run(command, cwd=ROOT).returncode for command in commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The obvious and slow answer, in float64, and the problems that kernels are compared on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastattention_vllm.attention.problem import AttentionProblem
+
+# What one rounding of the output costs, as (relative, absolute) on outputs of size about 1. fp32: the kernels sum up
+# to some thousand terms in fp32 blocks, exp is good to 2 ulp. fp16 and bf16: the same fp32 arithmetic on the same
+# rounded inputs, then one round-to-nearest: half a unit in the last place, 2^-11 and 2^-8 of the value.
+OUTPUT_TOLERANCE = {
+    torch.float32: (1e-5, 2e-6),
+    torch.float16: (2**-11 + 1e-5, 2e-6),
+    torch.bfloat16: (2**-8 + 1e-5, 2e-6),
+}
+LSE_TOLERANCE = (1e-6, 4e-6)
+
+
+def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` and ``lse`` in float64, one sequence and one head at a time; padding rows are zero."""
+    num_tokens, num_heads, head_size = problem.query.shape
+    group = num_heads // problem.num_kv_heads
+    out = torch.zeros(num_tokens, num_heads, head_size, dtype=torch.float64)
+    lse = torch.zeros(num_tokens, num_heads, dtype=torch.float64)
+    for seq in range(problem.num_seqs):
+        begin, end = problem.query_start_loc[seq : seq + 2].tolist()
+        kv_len = int(problem.seq_lens[seq])
+        own = torch.arange(end - begin)[:, None] + kv_len - (end - begin)
+        position = torch.arange(kv_len)[None, :]
+        visible = torch.ones(end - begin, kv_len, dtype=torch.bool)
+        if problem.causal:
+            visible &= position <= own
+        if problem.window[0] >= 0:
+            visible &= position >= own - problem.window[0]
+        if problem.window[1] >= 0:
+            visible &= position <= own + problem.window[1]
+        blind = ~visible.any(1)
+        unseen = ~visible.any(0)  # whatever lies there must not matter
+        key, value = (
+            _gather(problem, cache, seq, kv_len).masked_fill(unseen[:, None, None], 0.0)
+            for cache in (problem.key, problem.value)
+        )
+        for head in range(num_heads):
+            score = problem.query[begin:end, head].double() @ key[:, head // group].T * problem.scale
+            if problem.softcap > 0:
+                score = problem.softcap * torch.tanh(score / problem.softcap)
+            if problem.alibi_slopes is not None:
+                slope = problem.alibi_slopes.expand(problem.num_seqs, num_heads)[seq, head].double()
+                score = score - slope * (own - position).abs()
+            score = score.masked_fill(~visible, -math.inf)
+            lse[begin:end, head] = score.logsumexp(1)
+            weight = score.softmax(1).masked_fill(blind[:, None], 0.0)
+            out[begin:end, head] = weight @ value[:, head // group]
+    return out, lse
+
+
+def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: int) -> torch.Tensor:
+    """``[kv_len, num_kv_heads, head_size]`` in float64."""
+    if problem.block_table is None:
+        assert problem.kv_start_loc is not None
+        start = int(problem.kv_start_loc[seq])
+        return cache[start : start + kv_len].double()
+    page_size = cache.shape[1]
+    rows = [cache[problem.block_table[seq, j // page_size], j % page_size] for j in range(kv_len)]
+    return torch.stack(rows).double() if rows else cache[:0, 0].double()
+
+
+def assert_matches(
+    problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None, expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Rows of real query tokens equal the oracle's."""
+    real = int(problem.query_start_loc[-1])
+    rtol, atol = OUTPUT_TOLERANCE[problem.query.dtype]
+    # Sums over many values of size one cancel: errors are relative to the values, not to the small result.
+    scale = max(1.0, float(expected[0][:real].abs().max())) if real else 1.0
+    torch.testing.assert_close(out[:real].double(), expected[0][:real], rtol=rtol, atol=atol * scale)
+    if lse is not None:
+        torch.testing.assert_close(lse[:real].double(), expected[1][:real], rtol=LSE_TOLERANCE[0], atol=LSE_TOLERANCE[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem to draw at random. ``page_size`` 0 means contiguous K and V."""
+
+    q_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    layout: str = "HND"
+    """``HND``: vLLM 0.29+, ``[blocks, heads, page, 2 * head_size]``; ``NHD``: ``[blocks, 2, page, heads, head_size]``."""
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""
+    """``""``, ``"shared"`` or ``"per sequence"``."""
+    padding: int = 0
+    """Query tokens after the last sequence."""
+    scale: float | None = None
+    seed: int = 0
+
+    def build(self) -> AttentionProblem:
+        """K and V lie in shuffled pages; unused pages and rows behind the last token hold NaN."""
+        random = torch.Generator().manual_seed(self.seed)
+        kv_dtype = self.kv_dtype or self.dtype
+        num_seqs = len(self.q_lens)
+        total_q = sum(self.q_lens)
+        # The shape vLLM hands over: rows of a wider tensor, of which the query is the first part.
+        wide = torch.randn(total_q + self.padding, self.num_heads + 2, self.head_size, generator=random).to(self.dtype)
+        wide[total_q:] = math.nan
+        slopes = None
+        if self.alibi:
+            shape = (num_seqs, self.num_heads) if self.alibi == "per sequence" else (self.num_heads,)
+            slopes = torch.rand(shape, generator=random)
+        starts = [0]
+        for q_len in self.q_lens:
+            starts.append(starts[-1] + q_len)
+        problem = AttentionProblem(
+            query=wide[:, : self.num_heads],
+            key=torch.empty(0),
+            value=torch.empty(0),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(list(self.kv_lens), dtype=torch.int32),
+            scale=self.head_size**-0.5 if self.scale is None else self.scale,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=slopes,
+        )
+        if self.page_size == 0:
+            gap = 3  # rows between sequences that belong to none
+            shape = (sum(self.kv_lens) + gap * (num_seqs + 1), self.num_kv_heads, self.head_size)
+            key, value = (torch.full(shape, math.nan, dtype=kv_dtype) for _ in range(2))
+            first, kv_starts = gap, []
+            for kv_len in self.kv_lens:
+                kv_starts.append(first)
+                for cache in (key, value):
+                    rows = torch.randn(kv_len, *shape[1:], generator=random)
+                    cache[first : first + kv_len] = rows.to(kv_dtype)
+                first += kv_len + gap
+            return replace(problem, key=key, value=value, kv_start_loc=torch.tensor(kv_starts, dtype=torch.int32))
+
+        pages = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
+        num_blocks = sum(pages) + 2
+        if self.layout == "HND":
+            shape = (num_blocks, self.num_kv_heads, self.page_size, 2 * self.head_size)
+            cache = torch.full(shape, math.nan, dtype=kv_dtype)
+            key, value = cache.transpose(1, 2).split(self.head_size, dim=-1)
+        else:
+            shape = (num_blocks, 2, self.page_size, self.num_kv_heads, self.head_size)
+            cache = torch.full(shape, math.nan, dtype=kv_dtype)
+            key, value = cache.unbind(1)
+        order = torch.randperm(num_blocks, generator=random).to(torch.int32)
+        block_table = torch.full((num_seqs, max(pages, default=0) + 1), -1, dtype=torch.int32)
+        used = 0
+        for seq, (kv_len, count) in enumerate(zip(self.kv_lens, pages, strict=True)):
+            block_table[seq, :count] = order[used : used + count]
+            used += count
+            for cache in (key, value):
+                rows = torch.randn(kv_len, self.num_kv_heads, self.head_size, generator=random).to(kv_dtype)
+                for page in range(count):
+                    part = rows[page * self.page_size : (page + 1) * self.page_size]
+                    cache[block_table[seq, page], : len(part)] = part
+        return replace(problem, key=key, value=value, block_table=block_table)

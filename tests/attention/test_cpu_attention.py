@@ -1,0 +1,227 @@
+"""The CPU kernels against the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention import cpu
+from tests.attention import oracle
+from tests.attention.oracle import Case
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+DECODE = {"q_lens": (1, 1, 1), "kv_lens": (1, 300, 77)}
+PREFILL = {"q_lens": (150, 33), "kv_lens": (150, 33)}
+CHUNKED = {"q_lens": (65, 9), "kv_lens": (300, 140)}
+MIXED = {"q_lens": (1, 70, 0, 3, 1), "kv_lens": (259, 70, 40, 131, 16)}
+SHAPES = {"decode": DECODE, "prefill": PREFILL, "chunked": CHUNKED, "mixed": MIXED}
+
+
+def check(case: Case) -> None:
+    problem = case.build()
+    out = torch.full(problem.query.shape, 7.0, dtype=problem.query.dtype)
+    lse = torch.full(problem.query.shape[:2], 7.0)
+    cpu.run(problem, out, lse)
+    oracle.assert_matches(problem, out, lse, oracle.attention(problem))
+    real = int(problem.query_start_loc[-1])
+    assert (out[real:] == 7.0).all()
+    assert (lse[real:] == 7.0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("head_size", [8, 32, 64, 72, 80, 96, 112, 128, 192, 256])
+def test_head_sizes_and_dtypes(isa: str, shape: str, dtype: torch.dtype, head_size: int) -> None:
+    check(Case(**SHAPES[shape], dtype=dtype, head_size=head_size))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 20, 130])
+def test_query_heads_per_kv_head(isa: str, shape: str, group: int) -> None:
+    kv_heads = 1 if group > 8 else 2
+    check(Case(**SHAPES[shape], num_heads=group * kv_heads, num_kv_heads=kv_heads, head_size=32))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page_size", [0, 1, 16, 17, 32, 784])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_page_sizes_and_layouts(isa: str, shape: str, page_size: int, layout: str) -> None:
+    check(Case(**SHAPES[shape], page_size=page_size, layout=layout, dtype=BF16, padding=3))
+
+
+MASKS: dict[str, dict[str, object]] = {
+    "non-causal": {"causal": False},
+    "window left": {"window": (20, -1)},
+    "window own position only": {"window": (0, -1)},
+    "window left, one tile and more": {"window": (200, 0)},
+    "window both, non-causal": {"causal": False, "window": (17, 40)},
+    "window right, non-causal": {"causal": False, "window": (-1, 3)},
+    "window right is cut by causal": {"window": (-1, 5)},
+    "softcap": {"softcap": 3.0, "scale": 1.0},
+    "alibi": {"alibi": "shared"},
+    "alibi per sequence, non-causal": {"alibi": "per sequence", "causal": False},
+    "all of it": {"alibi": "per sequence", "softcap": 30.0, "window": (90, -1)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("group", [1, 4])
+def test_masks(isa: str, shape: str, mask: str, group: int) -> None:
+    check(Case(**SHAPES[shape], num_heads=2 * group, **MASKS[mask]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_queries_than_keys(isa: str, causal: bool) -> None:
+    """The first rows sit before position 0: with a causal mask they see nothing."""
+    check(Case(q_lens=(40, 5), kv_lens=(7, 0), causal=causal))
+
+
+def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity() -> None:
+    problem = Case(q_lens=(3, 2), kv_lens=(0, 1)).build()
+    out, lse = cpu.run(problem, return_lse=True)
+    assert lse is not None
+    assert (out[:4] == 0).all()
+    assert (lse[:4] == -math.inf).all()
+    assert torch.isfinite(lse[4]).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_cache_in_another_dtype(isa: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    check(Case(**MIXED, dtype=dtype, kv_dtype=kv_dtype))
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 20])
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+@pytest.mark.parametrize("page_size", [16, 784])
+def test_long_sequences_are_split_and_merged(isa: str, q_len: int, num_kv_heads: int, page_size: int) -> None:
+    case = Case((q_len, 1), (5000, 2100), 2 * num_kv_heads, num_kv_heads, head_size=40, page_size=page_size)
+    check(case)
+    check(replace(case, dtype=F16, window=(1777, -1)))
+
+
+def test_scores_that_grow_along_the_sequence(isa: str) -> None:
+    """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within and across splits."""
+    problem = Case((1, 40), (1500, 1500), page_size=0).build()
+    ramp = torch.linspace(-8, 8, 1500)[:, None]
+    for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
+        problem.key[start : start + 1500, :, 0] = ramp
+    problem.query[:, :, 0] = 20.0
+    out, lse = cpu.run(problem, return_lse=True)
+    oracle.assert_matches(problem, out, lse, oracle.attention(problem))
+    problem.query[:, :, 0] = -20.0  # and shrink
+    out, lse = cpu.run(problem, return_lse=True)
+    oracle.assert_matches(problem, out, lse, oracle.attention(problem))
+
+
+def test_huge_scores_do_not_overflow(isa: str) -> None:
+    problem = Case((3, 30), (200, 200), scale=400.0).build()
+    out, lse = cpu.run(problem, return_lse=True)
+    assert torch.isfinite(out).all()
+    expected_out, expected_lse = oracle.attention(problem)
+    # Scores of some thousands carry an absolute error of some 1e-3 in fp32, which weights then show as relative error.
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-3)  # type: ignore[union-attr]
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=5e-3)
+
+
+def test_pages_that_slid_out_of_the_window_are_never_read(isa: str) -> None:
+    """vLLM frees them: the table entry may name anything and the page may hold another request's rows, or NaN."""
+    case = Case((1, 30), (700, 600), page_size=16, window=(100, -1))
+    problem = case.build()
+    expected = oracle.attention(problem)
+    table = problem.block_table
+    assert table is not None
+    for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        gone = (kv_len - q_len - 100) // 16
+        assert gone > 20
+        for page in table[seq, :gone].tolist():
+            problem.key[page] = problem.value[page] = math.nan
+        table[seq, :gone] = -1
+    out, lse = cpu.run(problem, return_lse=True)
+    oracle.assert_matches(problem, out, lse, expected)
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_nan_and_infinity_in_the_data_come_out(isa: str, q_len: int) -> None:
+    """A broken model must not look healthy: whoever sees a NaN yields NaN, and nobody else does."""
+    problem = Case((q_len,), (300,), num_heads=2, num_kv_heads=2, page_size=0).build()
+    position = 300 - q_len // 2 - 1
+    problem.key[problem.kv_start_loc[0] + position, 0, 3] = math.nan  # type: ignore[index]
+    out, _ = cpu.run(problem)
+    sees = torch.arange(q_len) + 300 - q_len >= position
+    assert out[sees, 0].isnan().all()
+    assert out[~sees].isfinite().all()
+    assert out[:, 1].isfinite().all()
+
+    problem = Case((q_len,), (300,), num_heads=2, num_kv_heads=2, page_size=0).build()
+    problem.value[problem.kv_start_loc[0] + 7, 1, 5] = math.inf  # type: ignore[index]
+    out, _ = cpu.run(problem)
+    assert (out[:, 1, 5] == math.inf).all()
+    assert out[:, 0].isfinite().all()
+
+
+def test_lse_may_have_any_strides() -> None:
+    problem = Case(**MIXED).build()
+    lse = torch.zeros(4, problem.query.shape[0]).T
+    out, same = cpu.run(problem, lse=lse)
+    assert same is lse
+    oracle.assert_matches(problem, out, lse, oracle.attention(problem))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    group = draw(st.integers(1, 8))
+    num_kv_heads = draw(st.integers(1, 3))
+    lens = draw(
+        st.lists(
+            st.tuples(st.integers(0, 60) | st.just(1), st.integers(0, 400) | st.integers(0, 3)), min_size=1, max_size=5
+        )
+    )
+    fresh = draw(st.booleans())  # vLLM's case: every query token is also in the cache
+    return Case(
+        q_lens=tuple(q for q, _ in lens),
+        kv_lens=tuple(kv + q if fresh else kv for q, kv in lens),
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=8 * draw(st.integers(1, 32)),
+        page_size=draw(st.sampled_from([0, 1, 3, 8, 16, 32, 100, 784])),
+        dtype=draw(st.sampled_from([F32, F16, BF16])),
+        kv_dtype=draw(st.sampled_from([None, F32, F16, BF16])),
+        layout=draw(st.sampled_from(["HND", "NHD"])),
+        causal=draw(st.booleans()),
+        window=draw(st.tuples(st.integers(-1, 150), st.integers(-1, 150)) | st.just((-1, -1))),
+        softcap=draw(st.sampled_from([0.0, 0.0, 5.0, 50.0])),
+        alibi=draw(st.sampled_from(["", "", "shared", "per sequence"])),
+        padding=draw(st.integers(0, 4)),
+        seed=draw(st.integers(0, 1 << 30)),
+    )
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+def test_drawn_problems(isa: str, case: Case) -> None:
+    check(case)
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases())
+def test_instruction_sets_agree(case: Case) -> None:
+    """Tighter than the oracle can ask of fp16 and bf16: computed to fp32, all of them lie within rounding noise."""
+    problem = dataclasses.replace(case.build(), alibi_slopes=None)
+    problem = dataclasses.replace(problem, query=problem.query.float())
+    before = cpu.isa()
+    results = []
+    for name in cpu.usable_isas():
+        cpu.set_isa(name)
+        results.append(cpu.run(problem)[0][: int(problem.query_start_loc[-1])])
+    cpu.set_isa(before)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-5, atol=4e-6)

@@ -1,0 +1,112 @@
+"""The backend's own steps, without an engine: cache write, attention over the cache, padding, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from fastattention_vllm.integration.backend import (
+    FastAttentionBackend,
+    FastAttentionImpl,
+    FastAttentionMetadata,
+    FastAttentionMetadataBuilder,
+    split_kv_cache,
+)
+from fastattention_vllm.integration.refusal import Refusal
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 2, 64, 16
+
+
+def make_cache(layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:
+    """A cache tensor as vLLM hands it out: logical [B, H, N, 2D], physically permuted, full of NaN."""
+    logical = (num_blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
+    order = layout.layer_view_order
+    physical = torch.full([logical[i] for i in order], float("nan"))
+    return physical.permute([order.index(i) for i in range(4)])
+
+
+@pytest.mark.parametrize("layout", FastAttentionBackend.supported_kv_cache_layouts())
+def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(layout: KVCacheLayout) -> None:
+    torch.manual_seed(0)
+    cache = make_cache(layout, 9)
+    impl = FastAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
+    lens, blocks = [21, 5], torch.tensor([[7, 2], [4, 0]], dtype=torch.int32)
+    tokens, padded = sum(lens), sum(lens) + 3
+    key, value = torch.randn(padded, KV_HEADS, HEAD_SIZE), torch.randn(padded, KV_HEADS, HEAD_SIZE)
+    query = torch.randn(padded, HEADS, HEAD_SIZE)
+    slots = torch.cat(
+        [
+            blocks[i].long().repeat_interleave(BLOCK)[:n] * BLOCK + torch.arange(n) % BLOCK
+            for i, n in enumerate(lens)
+        ]
+    )
+    layer = torch.nn.Module()
+    impl.do_kv_cache_update(layer, key, value, cache, slots)
+    output = torch.full((padded, HEADS, HEAD_SIZE), 42.0)
+    metadata = FastAttentionMetadata(
+        query_start_loc=torch.tensor([0, 21, 26], dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table=blocks,
+        causal=True,
+    )
+    impl.forward(layer, query, key, value, cache, metadata, output)
+    start = 0
+    for n in lens:
+        part = slice(start, start + n)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[part].transpose(0, 1).double(),
+            key[part].transpose(0, 1).double().repeat_interleave(HEADS // KV_HEADS, 0),
+            value[part].transpose(0, 1).double().repeat_interleave(HEADS // KV_HEADS, 0),
+            is_causal=True,
+        ).transpose(0, 1)
+        torch.testing.assert_close(output[part].double(), expected, atol=2e-6, rtol=1e-5)
+        start += n
+    assert (output[tokens:] == 42.0).all()
+    written = split_kv_cache(cache, HEAD_SIZE)[0]
+    assert int((~written.isnan()).sum()) == tokens * KV_HEADS * HEAD_SIZE, "only the given slots are written"
+
+
+def test_profiling_runs_without_metadata_give_zeros() -> None:
+    impl = FastAttentionImpl(HEADS, HEAD_SIZE, 1.0, KV_HEADS)
+    states = torch.randn(5, HEADS, HEAD_SIZE)
+    output = impl.forward(torch.nn.Module(), states, states, states, torch.tensor([]), None, torch.empty_like(states))
+    assert not output.any()
+
+
+def test_metadata_is_cut_to_the_real_requests() -> None:
+    common = CommonAttentionMetadata(
+        query_start_loc=torch.tensor([0, 2, 5, 5], dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor([0, 2, 5, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([2, 9, 0], dtype=torch.int32),
+        num_reqs=2,
+        num_actual_tokens=5,
+        max_query_len=3,
+        max_seq_len=9,
+        block_table_tensor=torch.zeros(3, 4, dtype=torch.int32),
+        slot_mapping=torch.zeros(5, dtype=torch.int64),
+    )
+    builder = object.__new__(FastAttentionMetadataBuilder)
+    metadata = builder.build(0, common)
+    assert metadata.query_start_loc.tolist() == [0, 2, 5]
+    assert metadata.seq_lens.tolist() == [2, 9]
+    assert metadata.block_table.shape == (2, 4)
+    assert metadata.causal is True
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
+        ({"sliding_window": 128}, "sliding window"),
+        ({"logits_soft_cap": 30.0}, "soft-capping"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"kv_sharing_target_layer_name": "layers.0.attn"}, "layers.0.attn"),
+        ({"sinks": torch.zeros(HEADS)}, "sinks"),
+    ],
+)
+def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, object], named: str) -> None:
+    with pytest.raises(Refusal, match=named):
+        FastAttentionImpl(HEADS, HEAD_SIZE, 1.0, KV_HEADS, **asked)  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+"""The stand-ins against vLLM's own definitions of the same ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastattention_vllm.integration import cpu_ops
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ops() -> None:
+    cpu_ops.define_missing_ops()
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_rotary_embedding_equals_vllms_native_one(is_neox: bool, dtype: torch.dtype, rotary_dim: int) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    # vLLM's op computes in the model's dtype; ours in fp32, rounded once. So the reference runs in fp32 on rounded input.
+    with set_current_vllm_config(VllmConfig()):
+        rope = RotaryEmbedding(64, rotary_dim, 4096, 10000.0, is_neox, torch.float32)
+    cache = rope.cos_sin_cache.to(dtype)
+    rope.cos_sin_cache = cache.float()
+    torch.manual_seed(0)
+    positions = torch.randint(0, 4096, (33,))
+    query, key = torch.randn(33, 4 * 64).to(dtype), torch.randn(33, 2 * 64).to(dtype)
+    expected = rope.forward_native(positions, query.float(), key.float())
+    torch.ops._C.rotary_embedding(positions, query, key, 64, cache, is_neox)
+    for ours, theirs in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(ours, theirs.to(dtype))
+
+
+def test_slot_mapping_of_ragged_requests_and_padding() -> None:
+    query_start_loc = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    positions = torch.tensor([14, 15, 16, 0, 1, 2, 3, 4, 99, 99])
+    block_table = torch.tensor([[5, 9, 0], [1, 1, 1], [7, 2, 0]], dtype=torch.int32)
+    slots = torch.full((12,), 12345)
+    cpu_ops._slot_mapping(8, 12, query_start_loc, positions, block_table, 3, slots, 16)
+    assert slots.tolist() == [94, 95, 144, 112, 113, 114, 115, 116, -1, -1, -1, -1]
+
+
+def test_greedy_argmax() -> None:
+    logits = torch.randn(7, 50)
+    assert torch.equal(torch.ops._C.greedy_argmax(logits), logits.argmax(-1))
+
+
+def test_seeded_sampling_repeats_and_follows_the_distribution() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(4000, 4).contiguous()
+    seeds = torch.arange(4000)
+    drawn = torch.ops._C.fused_gumbel_argmax(logits, seeds)
+    assert torch.equal(drawn, torch.ops._C.fused_gumbel_argmax(logits, seeds))
+    shares = torch.bincount(drawn, minlength=4) / 4000
+    # Four standard deviations of a binomial share with n = 4000 are at most 0.032.
+    torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.032, rtol=0)

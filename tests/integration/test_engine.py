@@ -1,0 +1,150 @@
+"""A real vLLM engine against Hugging Face transformers, in fp32: same greedy tokens, log-probabilities within 1e-4."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig
+from vllm import LLM, SamplingParams
+
+from tests.reference_models import Answer, hugging_face_answers, llama, qwen3, random_prompts, save_random
+
+MAX_TOKENS = 12
+LOGPROB_TOLERANCE = 1e-4
+# One token, around block and tile borders, several chunks of 64.
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 300)
+
+
+@contextmanager
+def engine(model: Path, **changes: Any) -> Iterator[LLM]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "attention_backend": "fastattention",
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "disable_log_stats": False,
+    }
+    llm = LLM(**(settings | changes))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = MAX_TOKENS) -> list[Any]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def check(outputs: Sequence[Any], expected: Sequence[Answer]) -> None:
+    for output, answer in zip(outputs, expected, strict=True):
+        completion = output.outputs[0]
+        assert list(completion.token_ids) == answer.token_ids, f"prompt of {len(output.prompt_token_ids)} tokens"
+        for step, token, wanted in zip(completion.logprobs, answer.token_ids, answer.logprobs, strict=True):
+            assert abs(step[token].logprob - wanted) < LOGPROB_TOLERANCE
+
+
+def counter(llm: LLM, name: str) -> float:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+MODELS: dict[str, PretrainedConfig] = {
+    "llama-gqa-64": llama(4, 2, 64),
+    "llama-mha-128": llama(2, 2, 128),
+    "qwen3-mqa-128": qwen3(4, 1, 128),
+    "qwen3-gqa-64": qwen3(8, 2, 64),
+    "llama-gqa-80": llama(4, 2, 80),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_random(config, root / name) for name, config in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logprobs_equal_hugging_face(
+    name: str, models: dict[str, Path], prompts: list[list[int]]
+) -> None:
+    """Chunked prefill (300-token prompts in 64-token steps) mixed with decode, more requests than fit at once."""
+    expected = hugging_face_answers(models[name], prompts, MAX_TOKENS)
+    with engine(models[name]) as llm:
+        check(generate(llm, prompts), expected)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-64", "qwen3-mqa-128"])
+def test_compiled_equals_hugging_face(name: str, models: dict[str, Path], prompts: list[list[int]]) -> None:
+    expected = hugging_face_answers(models[name], prompts, MAX_TOKENS)
+    with engine(models[name], enforce_eager=False) as llm:
+        check(generate(llm, prompts), expected)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_prefix_caching_serves_from_cache_without_changing_answers(block_size: int, models: dict[str, Path]) -> None:
+    shared = random_prompts([200], seed=7)[0]
+    prompts = [shared + tail for tail in random_prompts([3, 40, 90], seed=8)]
+    expected = hugging_face_answers(models["llama-gqa-64"], prompts, MAX_TOKENS)
+    with engine(models["llama-gqa-64"], enable_prefix_caching=True, block_size=block_size) as llm:
+        first = generate(llm, prompts[:1])
+        check(first, expected[:1])
+        outputs = generate(llm, prompts)
+        check(outputs, expected)
+    cached = [output.num_cached_tokens for output in outputs]
+    assert all(tokens >= 200 // block_size * block_size for tokens in cached), cached
+
+
+def test_preemption_recomputes_to_the_same_answers(models: dict[str, Path]) -> None:
+    prompts = random_prompts([60, 61, 62, 63], seed=9)
+    expected = hugging_face_answers(models["llama-gqa-64"], prompts, 80)
+    # 4 requests grow to 140 tokens = 9 blocks each; 20 blocks hold two of them.
+    with engine(models["llama-gqa-64"], block_size=16, num_gpu_blocks_override=21, max_model_len=256) as llm:
+        outputs = generate(llm, prompts, max_tokens=80)
+        assert counter(llm, "vllm:num_preemptions") > 0, "the case must preempt to test anything"
+    check(outputs, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_stays_near_fp32(dtype: str, models: dict[str, Path], prompts: list[list[int]]) -> None:
+    """The whole model is rounded, so only the first token's log-probability is compared, at the dtype's precision."""
+    expected = hugging_face_answers(models["llama-gqa-64"], prompts, 1)
+    with engine(models["llama-gqa-64"], dtype=dtype) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    tolerance = {"float16": 0.02, "bfloat16": 0.15}[dtype]
+    for output, answer in zip(outputs, expected, strict=True):
+        got = output.outputs[0].logprobs[0]
+        assert answer.token_ids[0] in got
+        assert abs(got[answer.token_ids[0]].logprob - answer.logprobs[0]) < tolerance
+
+
+def test_attention_threads_follow_the_option(models: dict[str, Path]) -> None:
+    from fastattention_vllm.attention import cpu
+
+    with engine(models["llama-gqa-64"], additional_config={"fastattention": {"cpu_threads": 1}}):
+        assert cpu.num_threads() == 1
+    with engine(models["llama-gqa-64"]):
+        assert cpu.num_threads() == len(os.sched_getaffinity(0))

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastattention_vllm.integration.options import Options, options_of
+from fastattention_vllm.integration.refusal import Refusal
+
+
+def config(section: Any) -> Any:
+    return SimpleNamespace(additional_config={} if section is None else {"fastattention": section})
+
+
+def test_defaults_without_a_section() -> None:
+    assert options_of(config(None)) == Options()
+
+
+def test_a_value_is_taken() -> None:
+    assert options_of(config({"cpu_threads": 3})).cpu_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"cpu_thread": 3}, "cpu_thread"),
+        ({"cpu_threads": 0}, "0"),
+        ({"cpu_threads": "four"}, "four"),
+        ({"cpu_threads": True}, "True"),
+        ([1], "[1]"),
+    ],
+)
+def test_bad_sections_are_refused_by_name_with_the_valid_keys(section: Any, named: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        options_of(config(section))
+    assert named in str(caught.value)
+    assert all(option in str(caught.value) for option in Options.model_fields)
+    assert "\n" not in str(caught.value)

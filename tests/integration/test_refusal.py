@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+from pydantic import BaseModel, field_validator
+
+from fastattention_vllm.integration.refusal import Refusal, sentence
+
+
+class _Config(BaseModel):
+    size: int
+
+    @field_validator("size")
+    @classmethod
+    def refuse(cls, size: int) -> int:
+        if size > 1:
+            raise Refusal(f"size {size} is too big; pass 1.")
+        return size
+
+
+def test_a_refusal_is_shown_as_its_sentence() -> None:
+    assert sentence(Refusal("x is bad; use y.")) == "fastattention: x is bad; use y."
+
+
+def test_a_refusal_inside_pydantic_is_found() -> None:
+    with pytest.raises(ValueError, match="size 2") as caught:
+        _Config(size=2)
+    assert sentence(caught.value) == "fastattention: size 2 is too big; pass 1."
+
+
+def test_a_refusal_that_caused_another_error_is_found() -> None:
+    try:
+        try:
+            raise Refusal("the cause.")
+        except Refusal as error:
+            raise RuntimeError("engine failed") from error
+    except RuntimeError as error:
+        assert sentence(error) == "fastattention: the cause."
+
+
+def test_vllms_own_validation_error_keeps_its_message_without_the_frame() -> None:
+    with pytest.raises(ValueError, match="size") as caught:
+        _Config(size="many")  # type: ignore[arg-type]
+    shown = sentence(caught.value)
+    assert shown is not None
+    assert shown.startswith("vllm: ")
+    assert "\n" not in shown
+
+
+def test_a_taken_port_names_the_flag() -> None:
+    shown = sentence(OSError(errno.EADDRINUSE, "Address already in use"))
+    assert shown is not None
+    assert "--port" in shown
+
+
+def test_a_programming_error_keeps_its_traceback() -> None:
+    assert sentence(TypeError("bug")) is None

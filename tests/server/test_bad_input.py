@@ -1,0 +1,137 @@
+"""Bad input to the real `vllm serve` ends in one clear sentence and a non-zero exit, without a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import DeepseekV3Config, Gemma3TextConfig
+
+from tests.reference_models import VOCAB, llama, save_random
+
+VLLM = Path(sys.executable).parent / "vllm"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(llama(4, 2, 64, layers=1), tmp_path_factory.mktemp("llama"))
+
+
+def serve(*arguments: str, **environment: str) -> str:
+    """Run `vllm serve` with input that must be refused; return what it said."""
+    result = subprocess.run(
+        [str(VLLM), "serve", *arguments],
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = result.stdout + result.stderr
+    assert result.returncode != 0, said
+    assert "Traceback" not in said, said
+    return said
+
+
+def ours(said: str) -> str:
+    """The one line of ours, by its prefix."""
+    (line,) = (line for line in said.splitlines() if line.startswith("fastattention: "))
+    return line
+
+
+COMMON = ("--attention-backend", "fastattention", "--skip-tokenizer-init", "--max-model-len", "512")
+
+
+def test_an_unknown_option(model: Path) -> None:
+    options = json.dumps({"fastattention": {"cpu_thread": 2}})
+    line = ours(serve(str(model), *COMMON, "--additional-config", options))
+    assert "'cpu_thread'" in line
+    assert "cpu_threads" in line
+
+
+def test_an_unsupported_model_mla(tmp_path: Path) -> None:
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        architectures=["DeepseekV3ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    assert "multi-head latent attention" in ours(serve(str(tmp_path), *COMMON, "--load-format", "dummy"))
+
+
+def test_an_unsupported_model_sliding_window(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=6, architectures=["Gemma3ForCausalLM"]
+    )
+    config.save_pretrained(tmp_path)
+    line = ours(serve(str(tmp_path), *COMMON, "--load-format", "dummy", "--dtype", "bfloat16"))
+    assert "sliding-window" in line
+    assert "--disable-sliding-window" in line
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    config = llama(2, 2, 64)
+    config.architectures = ["NoSuchModelForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert "NoSuchModelForCausalLM" in serve(str(tmp_path), *COMMON)
+
+
+def test_a_kv_cache_that_cannot_hold_one_request(model: Path) -> None:
+    line = ours(serve(str(model), *COMMON, "--kv-cache-memory-bytes", "100000"))
+    assert "--max-model-len" in line
+    assert "100000" in line
+
+
+def test_a_quantised_kv_cache(model: Path) -> None:
+    assert "--kv-cache-dtype auto" in ours(serve(str(model), *COMMON, "--kv-cache-dtype", "fp8"))
+
+
+def test_another_backend_that_this_vllm_cannot_run(model: Path) -> None:
+    line = ours(serve(str(model), "--attention-backend", "CPU_ATTN", "--skip-tokenizer-init"))
+    assert "CPU_ATTN" in line
+
+
+def test_a_misspelt_backend(model: Path) -> None:
+    assert "fastatention" in serve(str(model), "--attention-backend", "fastatention").lower()
+
+
+def test_vllm_target_device_cpu(model: Path) -> None:
+    assert "unset VLLM_TARGET_DEVICE" in ours(serve(str(model), *COMMON, VLLM_TARGET_DEVICE="cpu"))
+
+
+def test_an_unusable_instruction_set(model: Path) -> None:
+    line = ours(serve(str(model), *COMMON, FASTATTENTION_CPU_ISA="mmx"))
+    assert "mmx" in line
+    assert "scalar" in line
+
+
+def test_missing_kernels(model: Path, tmp_path: Path) -> None:
+    line = ours(serve(str(model), *COMMON, FASTATTENTION_CPU_LIBRARY=str(tmp_path / "absent.so")))
+    assert "absent.so" in line
+
+
+def test_a_taken_port(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = serve(str(model), *COMMON, "--host", "127.0.0.1", "--port", str(port))
+    assert "--port" in ours(said)
+
+
+def test_a_vllm_outside_the_supported_range(model: Path, tmp_path: Path) -> None:
+    """The same vLLM under another version number: an environment whose metadata says 0.18.0 comes first on the path."""
+    info = tmp_path / "vllm-0.18.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.18.0\n")
+    line = ours(serve(str(model), *COMMON, PYTHONPATH=str(tmp_path)))
+    assert "0.18.0" in line
+    assert "0.32" in line
