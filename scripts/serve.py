@@ -103,8 +103,10 @@ class Server:
             found = KERNEL_LINE.search(text)
             if found:
                 self.kernel = found.group(1)
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            # vLLM lists forty routes at start, and its libraries report every object still alive at the end.
+            if " Route: " not in text and not self.stopping:
+                sys.stdout.write(text)
+                sys.stdout.flush()
 
     def wait_until_healthy(self) -> bool:
         while self.process.poll() is None and not self.stopping:
@@ -207,7 +209,7 @@ def demo_prompt() -> tuple[str, str]:
     from fastattention_vllm.demo.haystack import make_haystack
 
     value = "7319"
-    return make_haystack(DEMO_TOKENS, {"alpha": value}, depths=[0.5], seed=0).text + " alpha=", value
+    return make_haystack(DEMO_TOKENS, {"alpha": value}, depths=[0.5], ask="alpha").text, value
 
 
 if __name__ == "__main__":

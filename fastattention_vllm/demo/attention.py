@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from fastattention_vllm.demo.codes import PRESENCE
+from fastattention_vllm.demo.codes import PRESENCE, name_codes
 from fastattention_vllm.demo.layout import Layout
 from fastattention_vllm.demo.position import NAME_BONUS, RotaryPlan
 from fastattention_vllm.demo.spec import DemoModelSpec
@@ -43,6 +43,10 @@ class SignedPermutation:
     def rows(self, matrix: torch.Tensor) -> torch.Tensor:
         """The matrix [length, n] with its rows rearranged."""
         return self.signs[:, None] * matrix[self.order]
+
+
+def _generator(layer: int, group: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1 + layer * 1009 + group)
 
 
 class AttentionBuilder:
@@ -83,9 +87,12 @@ class _GroupWeights:
         self.plan = builder.plan
         self.group = group
         self.root = self.spec.head_size**0.5  # attention divides scores by it
-        generator = torch.Generator().manual_seed(1 + self.layer * 1009 + group)
-        self.key_cipher = SignedPermutation.draw(self.spec.code_length, generator)
-        self.value_cipher = SignedPermutation.draw(self.spec.code_length, generator)
+        length = self.spec.code_length
+        self.key_cipher = SignedPermutation.draw(length, _generator(self.layer, -1))
+        # Orthogonal among groups: with the key of another group, a codeword is unlike itself.
+        self.key_cipher.signs.mul_(name_codes(length)[group])
+        generator = _generator(self.layer, group)
+        self.value_cipher = SignedPermutation.draw(length, generator)
         self.key_angles = 2 * torch.pi * torch.rand(
             self.plan.flag_pair, generator=generator, dtype=torch.float64
         )

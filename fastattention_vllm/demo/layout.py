@@ -1,5 +1,6 @@
 """Where things live in the residual stream."""
 
+import math
 from dataclasses import dataclass
 
 from fastattention_vllm.demo.codes import PRESENCE
@@ -58,8 +59,10 @@ class Layout:
 
     @property
     def hidden_size(self) -> int:
+        """All of the above, rounded up to a multiple of 64 and of the heads."""
         used = self.verdict.stop + 2 * self.heads * self.code
-        return -(-used // 64) * 64
+        unit = math.lcm(64, self.heads)
+        return -(-used // unit) * unit
 
     def _after(self, block: slice) -> slice:
         return slice(block.stop, block.stop + self.code)

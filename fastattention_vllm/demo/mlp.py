@@ -44,10 +44,10 @@ class MlpBuilder:
     def add_update(self) -> None:
         """Replace each state by its restored inbox, and empty the inbox.
 
-        Neurons are ordered by head, as tensor parallelism splits them. The low threshold of 0.7
-        makes a value that lost a half or a third of its dims count for nothing.
+        Neurons are ordered by head, as tensor parallelism splits them. The low threshold makes a
+        value that lost one of its repetitions count for nothing.
         """
-        ramp = _Ramp(0.7, 0.85, 128.0)
+        ramp = _Ramp(0.85, 0.93, 200.0)
         neuron = 0
         for head in range(self.spec.num_heads):
             inbox, state = self.layout.inbox(head), self.layout.state(head)

@@ -66,8 +66,8 @@ class DemoModelSpec:
 
     @property
     def code_length(self) -> int:
-        """m, the length of a codeword: the largest power of two up to half a head."""
-        return 1 << ((self.head_size // 2).bit_length() - 1)
+        """m, the length of a codeword: 32, or 64 for heads of 256, so that values repeat it."""
+        return 64 if self.head_size == 256 else 32
 
     @property
     def intermediate_size(self) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from fastattention_vllm.attention import cpu
 
@@ -21,3 +22,12 @@ def restore_threads() -> Iterator[None]:
     before = cpu.num_threads()
     yield
     cpu.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def single_threaded_oracle() -> Iterator[None]:
+    """Torch's threads spin between the oracle's small products and would take the cores from the kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

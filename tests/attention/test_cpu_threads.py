@@ -1,0 +1,242 @@
+"""Threads change the speed and nothing else: not a bit of the result, across pool sizes, callers and forks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.problem import AttentionProblem
+from tests.attention import oracle
+from tests.attention.oracle import Case
+
+pytestmark = pytest.mark.usefixtures("restore_threads")
+
+# Prefill blocks, decode splits with merges, and short sequences, in one batch.
+CASE = Case((1, 200, 20, 1), (9000, 500, 4000, 30), num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+
+
+def run(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = cpu.run(problem, return_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def assert_same_bits(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(a[0], b[0])
+    assert torch.equal(a[1], b[1])
+
+
+def test_any_number_of_threads_gives_the_same_bits(isa: str) -> None:
+    problem = CASE.build()
+    cpu.set_num_threads(1)
+    expected = run(problem)
+    for count in (2, 3, 7, 16):
+        cpu.set_num_threads(count)
+        assert cpu.num_threads() == count
+        for _ in range(3):
+            assert_same_bits(run(problem), expected)
+
+
+def test_the_rest_of_the_batch_does_not_change_a_sequence(isa: str) -> None:
+    problem = CASE.build()
+    out, lse = run(problem)
+    starts = problem.query_start_loc.tolist()
+    assert problem.block_table is not None
+    for seq, (begin, end) in enumerate(itertools.pairwise(starts)):
+        alone = replace(
+            problem,
+            query=problem.query[begin:end],
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=problem.seq_lens[seq : seq + 1],
+            block_table=problem.block_table[seq : seq + 1],
+        )
+        assert_same_bits(run(alone), (out[begin:end], lse[begin:end]))
+
+
+def test_callers_from_several_threads_take_turns() -> None:
+    cpu.set_num_threads(3)
+    cases = [replace(CASE, seed=seed, q_lens=(1, 40, 20, seed)) for seed in range(4)]
+    problems = [case.build() for case in cases]
+    expected = [run(problem) for problem in problems]
+    failures: list[BaseException] = []
+
+    def caller(index: int) -> None:
+        try:
+            for _ in range(30):
+                assert_same_bits(run(problems[index]), expected[index])
+        except BaseException as error:
+            failures.append(error)
+
+    callers = [threading.Thread(target=caller, args=(index,)) for index in range(4)]
+    for thread in callers:
+        thread.start()
+    for count in (2, 5, 1, 4):  # resizing waits for its turn too
+        cpu.set_num_threads(count)
+    for thread in callers:
+        thread.join()
+    assert not failures, failures
+
+
+def test_calls_after_the_workers_went_to_sleep() -> None:
+    cpu.set_num_threads(4)
+    problem = CASE.build()
+    expected = run(problem)
+    for pause in (0.0, 0.0001, 0.02, 0.0, 0.05):
+        threading.Event().wait(pause)
+        assert_same_bits(run(problem), expected)
+
+
+def _alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Forks; the child computes and resizes its pool. A child that hangs is killed by its alarm."""
+    pid = os.fork()
+    if pid == 0:
+        import signal
+
+        signal.alarm(30)
+        status = 1
+        try:
+            assert_same_bits(run(problem), expected)
+            cpu.set_num_threads(2)
+            assert_same_bits(run(problem), expected)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_child_computes_with_a_pool_of_its_own() -> None:
+    cpu.set_num_threads(4)
+    problem = CASE.build()
+    expected = run(problem)
+    assert _alive_in_child(problem, expected)
+    assert_same_bits(run(problem), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_fork_while_another_thread_computes() -> None:
+    cpu.set_num_threads(3)
+    problem = CASE.build()
+    expected = run(problem)
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            run(problem)
+
+    worker = threading.Thread(target=busy)
+    worker.start()
+    try:
+        for _ in range(10):
+            assert _alive_in_child(problem, expected)
+    finally:
+        stop.set()
+        worker.join()
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_process_ends_cleanly_with_sleeping_spinning_and_computing_workers() -> None:
+    code = """
+import threading, time
+from fastattention_vllm.attention import cpu
+from tests.attention.test_cpu_threads import CASE, run
+cpu.set_num_threads(4)
+problem = CASE.build()
+{0}
+"""
+    endings = {
+        "spinning": "run(problem)",
+        "asleep": "run(problem); time.sleep(0.05)",
+        "computing": "\n".join(
+            [
+                "def forever():",
+                "    while True: run(problem)",
+                "threading.Thread(target=forever, daemon=True).start()",
+                "time.sleep(0.1)",
+            ]
+        ),
+    }
+    for ending in endings.values():
+        done = _python(code.format(ending))
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+
+
+def test_the_pool_survives_dlclose_and_reload() -> None:
+    code = """
+import _ctypes, ctypes, os, time
+from fastattention_vllm.attention import cpu
+for _ in range(3):
+    library = ctypes.CDLL(str(cpu.library_path()))
+    assert library.fa_cpu_set_num_threads(3, None, 0) == 0
+    assert len(os.listdir("/proc/self/task")) >= 3
+    _ctypes.dlclose(library._handle)
+    assert "libfastattention_cpu" not in open("/proc/self/maps").read()
+"""
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_default_is_one_thread_per_cpu_of_the_affinity_mask() -> None:
+    code = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from fastattention_vllm.attention import cpu
+print(cpu.num_threads())
+"""
+    assert _python(code).stdout == "1\n"
+
+
+def test_workers_run_on_the_cpus_named_and_the_caller_stays_where_it_is() -> None:
+    """vLLM binds a worker's main thread to one CPU; the pool must not crowd there with it."""
+    code = """
+import os, threading
+allowed = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, allowed[:1])
+from fastattention_vllm.attention import cpu
+before = set(os.listdir("/proc/self/task"))
+cpu.set_num_threads(3, allowed)
+workers = set(os.listdir("/proc/self/task")) - before
+assert len(workers) == 2, workers
+for worker in workers:
+    assert sorted(os.sched_getaffinity(int(worker))) == allowed
+assert sorted(os.sched_getaffinity(0)) == allowed[:1]
+"""
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("count", "cpus", "message"),
+    [
+        (0, None, "num_threads must lie between 1 and 4096, but is 0."),
+        (5000, None, "num_threads must lie between 1 and 4096, but is 5000."),
+        (2, [-1], "there is no CPU -1."),
+        (2, [100_000], "none of the CPUs named may be used"),
+    ],
+)
+def test_impossible_pools_are_refused_and_the_old_one_stays(count: int, cpus: list[int] | None, message: str) -> None:
+    cpu.set_num_threads(3)
+    with pytest.raises(ValueError, match=message):
+        cpu.set_num_threads(count, cpus)
+    assert cpu.num_threads() == 3
+    problem = Case((1, 5), (40, 50)).build()
+    oracle.assert_matches(problem, *run(problem), oracle.attention(problem))

@@ -1,0 +1,191 @@
+"""fast_attn_func and fast_attn_varlen_func: flash_attn's interface, eager and compiled."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
+from fastattention_vllm.attention import kernels_for
+from tests.attention import oracle
+from tests.attention.oracle import Case
+
+# flash_attn 2.8 flash_attn_interface.py, argument names and defaults.
+FLASH_ATTN_FUNC = (
+    "(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+)
+FLASH_ATTN_VARLEN_FUNC = (
+    "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+    "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+    "return_attn_probs=False, block_table=None)"
+)
+
+
+def batch(
+    seqlen_q: int = 20, seqlen_k: int = 50, heads: int = 4, kv_heads: int = 2, size: int = 64, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    q = torch.randn(3, seqlen_q, heads, size, generator=random, **options)
+    k, v = (torch.randn(3, seqlen_k, kv_heads, size, generator=random, **options) for _ in range(2))
+    return q, k, v
+
+
+def varlen(case: Case) -> dict[str, Any]:
+    problem = case.build()
+    seq_lens = problem.seq_lens
+    cu_seqlens_k = torch.cat([torch.zeros(1, dtype=torch.int32), seq_lens.cumsum(0, dtype=torch.int32)])
+    key, value = problem.key, problem.value
+    if problem.kv_start_loc is not None:  # the varlen interface has no gaps between sequences
+        rows = [
+            torch.arange(start, start + length)
+            for start, length in zip(problem.kv_start_loc.tolist(), seq_lens.tolist(), strict=True)
+        ]
+        key, value = key[torch.cat(rows)], value[torch.cat(rows)]
+    return {
+        "q": problem.query,
+        "k": key,
+        "v": value,
+        "cu_seqlens_q": problem.query_start_loc,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max(case.q_lens),
+        "max_seqlen_k": max(case.kv_lens),
+        "causal": case.causal,
+        "window_size": case.window,
+        "softcap": case.softcap,
+        "alibi_slopes": problem.alibi_slopes,
+        "block_table": problem.block_table,
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "theirs"), [(fast_attn_func, FLASH_ATTN_FUNC), (fast_attn_varlen_func, FLASH_ATTN_VARLEN_FUNC)]
+)
+def test_the_signature_is_flash_attns(function: Any, theirs: str) -> None:
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == theirs
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads first", "head_size strided"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (7, 3)}, {"softcap": 5.0}], ids=str)
+def test_fixed_length_matches_the_definition(layout: str, options: dict[str, Any]) -> None:
+    q, k, v = batch()
+    if layout == "heads first":  # [B, H, S, D] tensors, as torch SDPA has them
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    elif layout == "head_size strided":
+        q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v))
+    out, lse, nothing = fast_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert nothing is None
+    assert out.shape == q.shape
+    assert lse.shape == (3, 4, 20)
+    assert torch.equal(fast_attn_func(q, k, v, **options), out)
+
+    score = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)) / 8
+    if "softcap" in options:
+        score = 5 * torch.tanh(score / 5)
+    distance = torch.arange(50) - (torch.arange(20)[:, None] + 30)
+    if "causal" in options:
+        score = score.masked_fill(distance > 0, -math.inf)
+    if "window_size" in options:
+        score = score.masked_fill((distance < -7) | (distance > 3), -math.inf)
+    expected = torch.einsum("bhqk,bkhd->bqhd", score.softmax(-1), v.double().repeat_interleave(2, 2))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(lse.double(), score.logsumexp(-1), rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fixed_length_matches_torch_sdpa(causal: bool, dtype: torch.dtype) -> None:
+    q, k, v = (t.to(dtype) for t in batch(seqlen_q=50))
+    out = fast_attn_func(q, k, v, causal=causal, softmax_scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2).double() for t in (q, k, v)), is_causal=causal, scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    rtol, atol = oracle.OUTPUT_TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("alibi", ["", "shared", "per sequence"])
+def test_varlen_matches_the_oracle(page_size: int, alibi: str) -> None:
+    case = Case((5, 0, 70), (30, 9, 70), page_size=page_size, alibi=alibi, window=(50, -1))
+    out, lse, _ = fast_attn_varlen_func(**varlen(case), return_attn_probs=True)
+    assert lse.shape == (4, 75)
+    problem = case.build()
+    oracle.assert_matches(problem, out, lse.T, oracle.attention(problem))
+
+
+def test_no_keys_and_no_queries() -> None:
+    q, k, v = batch(seqlen_k=0)
+    assert (fast_attn_func(q, k, v) == 0).all()
+    q, k, v = batch(seqlen_q=0)
+    assert fast_attn_func(q, k, v).shape == (3, 0, 4, 64)
+
+
+def test_training_is_refused() -> None:
+    q, k, v = batch()
+    with pytest.raises(ValueError, match=r"dropout_p must be 0 .* not 0\.1"):
+        fast_attn_func(q, k, v, dropout_p=0.1)
+    for position in range(3):
+        tensors = list(batch())
+        tensors[position].requires_grad_()
+        with pytest.raises(ValueError, match=r"requires gradients.*torch.no_grad\(\)"):
+            fast_attn_func(*tensors)
+        with torch.no_grad():
+            assert not fast_attn_func(*tensors).requires_grad
+
+
+def test_devices_without_kernels_are_refused() -> None:
+    q, k, v = (t.to("meta") for t in batch())
+    with pytest.raises(ValueError, match="No attention kernels for device meta; available: cpu"):
+        fast_attn_func(q, k, v)
+    with pytest.raises(ValueError, match="No attention kernels for device cuda:1; available: cpu"):
+        kernels_for(torch.device("cuda:1"))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, v = batch()
+    with pytest.raises(ValueError, match=r"q, k and v must be \[batch, seqlen, num_heads, head_size\]"):
+        fast_attn_func(q[0], k[0], v[0])
+    with pytest.raises(ValueError, match="with one batch size"):
+        fast_attn_func(q[:2], k, v)
+    with pytest.raises(ValueError, match="key and value must agree"):
+        fast_attn_func(q, k, v[:, :-1])
+
+
+def test_compiled_without_graph_breaks() -> None:
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = fast_attn_func(q * 2, k, v, causal=True)
+        return out.sin() + 1  # type: ignore[union-attr]
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for seqlen in (20, 33):  # the second one with a dynamic shape
+        tensors = batch(seqlen_q=seqlen)
+        torch.testing.assert_close(compiled(*tensors), layer(*tensors), rtol=0, atol=0)
+
+
+def test_varlen_compiled_without_graph_breaks() -> None:
+    arguments = varlen(Case((5, 9), (30, 9)))
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        out, lse, _ = fast_attn_varlen_func(**{**arguments, "q": q}, return_attn_probs=True)
+        return out * lse.T[..., None]
+
+    q = arguments["q"]
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(q), layer(q), rtol=0, atol=0)
+
+
+def test_operators_pass_torchs_own_checks() -> None:
+    q, k, v = batch()
+    slopes = torch.rand(4)
+    for window, alibi in (((-1, -1), None), ((5, 0), slopes)):
+        torch.library.opcheck(torch.ops.fastattention.attention, (q, k, v, alibi, 0.1, True, *window, 0.0))
+    for page_size in (0, 16):
+        a = varlen(Case((5, 9), (30, 9), page_size=page_size))
+        tensors = [a[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes")]
+        torch.library.opcheck(torch.ops.fastattention.varlen_attention, (*tensors, 0.1, True, -1, -1, 0.0))

@@ -1,0 +1,57 @@
+"""In-process vLLM engines for tests, and what they are compared on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from tests.reference_models import Answer
+
+MAX_TOKENS = 12
+LOGPROB_TOLERANCE = 1e-4
+
+
+@contextmanager
+def engine(model: Path, **changes: Any) -> Iterator[LLM]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "attention_backend": "fastattention",
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "disable_log_stats": False,
+    }
+    llm = LLM(**(settings | changes))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = MAX_TOKENS) -> list[Any]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def check(outputs: Sequence[Any], expected: Sequence[Answer]) -> None:
+    for output, answer in zip(outputs, expected, strict=True):
+        completion = output.outputs[0]
+        assert list(completion.token_ids) == answer.token_ids, f"prompt of {len(output.prompt_token_ids)} tokens"
+        for step, token, wanted in zip(completion.logprobs, answer.token_ids, answer.logprobs, strict=True):
+            assert abs(step[token].logprob - wanted) < LOGPROB_TOLERANCE

@@ -1,0 +1,46 @@
+"""Two ranks over gloo give what one gives: under vLLM's multiprocessing executor and under Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+
+from fastattention_vllm.demo.haystack import make_haystack
+from fastattention_vllm.demo.model import build_demo_model
+from fastattention_vllm.demo.spec import DemoModelSpec
+from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
+
+LENGTHS = (1, 17, 64, 130, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(llama(4, 2, 64), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("executor", ["mp", "ray"])
+def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, tensor_parallel_size=2, distributed_executor_backend=executor) as llm:
+        check(generate(llm, prompts), expected)
+    if executor == "ray":
+        import ray
+
+        ray.shutdown()
+
+
+def test_two_ranks_find_the_needle(tmp_path: Path) -> None:
+    """Every head of every layer is needed for the answer, so both ranks have done their part."""
+    path = build_demo_model(tmp_path / "demo", DemoModelSpec(num_heads=4, num_kv_heads=2, dtype="bfloat16"))
+    prompts = [list(make_haystack(3000, {"alpha": "7319"}, depths=[d], ask="alpha").token_ids) for d in (0.1, 0.6)]
+    with engine(path, tensor_parallel_size=2, dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=512) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        tokens = [output.outputs[0].token_ids[0] for output in outputs]
+    from fastattention_vllm.demo.tokenizer import token_id
+
+    assert tokens == [token_id("7319")] * 2

@@ -1,0 +1,63 @@
+"""However `make serve` ends, it leaves no process behind. Runs servers of its own, one at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.server.conftest import ROOT, Served, start, stop
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def ended(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Served, list[psutil.Process], signal.Signals]:
+    own = start(tmp_path / "serve.log")
+    assert len(own.descendants()) >= 3, "API server, engine core and worker"
+    return own, stop(own, request.param), request.param
+
+
+def test_no_process_is_left(ended: tuple[Served, list[psutil.Process], signal.Signals]) -> None:
+    own, alive, signum = ended
+    assert alive == []
+    if signum is not signal.SIGKILL:
+        assert own.launcher.returncode == 0
+        assert "Traceback" not in own.log.read_text()
+
+
+@pytest.mark.parametrize("port", ["http", "0", "70000"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "serve.py")],
+        env=os.environ | {"PORT": port},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert f"PORT={port}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_taken_port_is_refused_before_anything_starts() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "serve.py")],
+            env=os.environ | {"PORT": port},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert result.returncode != 0
+    assert f"port {port}" in result.stderr
+    assert "PORT=" in result.stderr
