@@ -6,9 +6,11 @@ Reads: PORT (default 8000). Ctrl-C, or the end of this process for any reason, l
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +37,7 @@ KERNEL_LINE = re.compile(r"Attention kernel: (.*)")
 def main() -> int:
     try:
         port = wanted_port()
-        build_model_if_absent()
+        build_model_if_needed()
     except ValueError as error:
         print(f"fastattention serve: {error}", file=sys.stderr)
         return 1
@@ -44,7 +46,7 @@ def main() -> int:
         signal.signal(signum, server.stop_on_signal)
     server.start()
     if server.wait_until_healthy():
-        show(server, port)
+        show(server)
     return server.wait()
 
 
@@ -65,11 +67,18 @@ def wanted_port() -> int:
     return port
 
 
-def build_model_if_absent() -> None:
-    if not (MODEL / "config.json").exists():
-        print(f"Building the demo model in {MODEL.relative_to(ROOT)} ...", flush=True)
-        if subprocess.run([sys.executable, "-m", "fastattention_vllm.demo", str(MODEL)], cwd=ROOT).returncode:
-            raise ValueError("the demo model could not be built; the message above says why.")
+def build_model_if_needed() -> None:
+    """Build the demo model where there is none, or one from other sources than today's."""
+    sources = sorted((ROOT / "fastattention_vllm" / "demo").glob("*.py"))
+    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    built = MODEL / "built-from"
+    if built.exists() and built.read_text() == wanted:
+        return
+    print(f"Building the demo model in {MODEL.relative_to(ROOT)} ...", flush=True)
+    shutil.rmtree(MODEL, ignore_errors=True)
+    if subprocess.run([sys.executable, "-m", "fastattention_vllm.demo", str(MODEL)], cwd=ROOT).returncode:
+        raise ValueError("the demo model could not be built; the message above says why.")
+    built.write_text(wanted)
 
 
 class Server:
@@ -178,7 +187,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def show(server: Server, port: int) -> None:
+def show(server: Server) -> None:
     """Say what runs, ask one long question, and give a line to paste."""
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as answer:
         model = json.load(answer)["data"][0]
@@ -197,11 +206,13 @@ def show(server: Server, port: int) -> None:
     text = result["choices"][0]["text"].strip()
     tokens = result["usage"]["prompt_tokens"]
     verdict = "right" if text == value else f"WRONG, expected {value}"
-    print(f"  demo            {tokens:,} tokens with 'alpha={value}' in the middle, then 'alpha=' -> {text!r} ({verdict},")
-    print(f"                  {time.monotonic() - started:.1f} s)")
+    seconds = time.monotonic() - started
+    print(f"  demo            {tokens:,} tokens with 'alpha={value}' in the middle, then 'alpha='")
+    print(f"                  -> {text!r} ({verdict}, {seconds:.1f} s)")
     body = {"model": model["id"], "messages": [{"role": "user", "content": "beta=2718. What is the value of beta?"}]}
     print("\n  Try it:\n")
-    print(f"  curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n")
+    print(f"  curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\")
+    print(f"    -d '{json.dumps(body)}'\n")
     print("  Ctrl-C stops the server.\n", flush=True)
 
 

@@ -31,7 +31,16 @@ VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"
 PYTHON_RANGE = ((3, 11), (3, 14))
 # vLLM's sdist takes its build requirements from the environment, so that a second torch is not downloaded for it.
-VLLM_BUILD_REQUIRES = ["cmake", "ninja", "packaging", "setuptools", "setuptools-scm", "wheel", "jinja2", "setuptools-rust"]
+VLLM_BUILD_REQUIRES = [
+    "cmake",
+    "jinja2",
+    "ninja",
+    "packaging",
+    "setuptools",
+    "setuptools-rust",
+    "setuptools-scm",
+    "wheel",
+]
 KERNEL_BUILD_REQUIRES = ["scikit-build-core", "cmake", "ninja"]
 
 
@@ -48,7 +57,7 @@ def main() -> int:
         steps = [
             Step("create .venv", make_venv, lambda: [sys.version]),
             Step(f"install torch {TORCH_VERSION}", install_torch, lambda: [TORCH_VERSION]),
-            Step(f"install vLLM {VLLM_VERSION} as pure Python", install_vllm, lambda: [VLLM_VERSION, CONSTRAINTS.read_text()]),
+            Step(f"install vLLM {VLLM_VERSION} as pure Python", install_vllm, lambda: [CONSTRAINTS.read_text()]),
             Step("build the CPU kernels", install_package, package_inputs),
         ]
         if options.dev:

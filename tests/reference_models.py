@@ -73,8 +73,6 @@ def hugging_face_answers(path: Path, prompts: Sequence[list[int]], max_tokens: i
                 return_dict_in_generate=True,
             )
         tokens = out.sequences[0, len(prompt) :].tolist()
-        logprobs = [
-            float(scores[0].log_softmax(-1)[token]) for scores, token in zip(out.scores, tokens, strict=True)
-        ]
+        logprobs = [float(scores[0].log_softmax(-1)[token]) for scores, token in zip(out.scores, tokens, strict=True)]
         answers.append(Answer(tokens, logprobs))
     return answers

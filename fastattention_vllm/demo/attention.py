@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from fastattention_vllm.demo.codes import PRESENCE, name_codes
+from fastattention_vllm.demo.codes import name_codes
 from fastattention_vllm.demo.layout import Layout
 from fastattention_vllm.demo.position import NAME_BONUS, RotaryPlan
 from fastattention_vllm.demo.spec import DemoModelSpec
@@ -57,11 +57,12 @@ class AttentionBuilder:
         self.layer = layer
         self.layout = Layout.of(spec)
         self.plan = RotaryPlan(spec.head_size, spec.code_length)
-        self.scale = spec.head_size**0.5
 
     def weights(self) -> dict[str, torch.Tensor]:
         """q_proj [H D, hidden], k_proj and v_proj [G D, hidden], o_proj [hidden, H D]."""
-        queries, keys, values, outputs = [], [], [], []
+        queries: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        keys, values = [], []
         for group in range(self.spec.num_kv_heads):
             head_weights = _GroupWeights(self, group)
             heads = range(group * self.spec.group_size, (group + 1) * self.spec.group_size)
@@ -93,8 +94,8 @@ class _GroupWeights:
         self.key_cipher.signs.mul_(name_codes(length)[group])
         generator = _generator(self.layer, group)
         self.value_cipher = SignedPermutation.draw(length, generator)
-        self.key_angles = 2 * torch.pi * torch.rand(
-            self.plan.flag_pair, generator=generator, dtype=torch.float64
+        self.key_angles = (
+            2 * torch.pi * torch.rand(self.plan.flag_pair, generator=generator, dtype=torch.float64)
         )
 
     @cached_property
@@ -108,7 +109,7 @@ class _GroupWeights:
         """[D, hidden]: what this head looks for."""
         weight = self._zeros()
         flag = self.plan.flag_pair
-        constant, is_number = self.layout.constant, self.layout.is_number
+        constant, is_number = self.layout.constant, self.layout.presence(self.layout.number)
         if self.layer == 0:
             for kernel, present in ((self.plan.recency(), False), (self.plan.two_before(), True)):
                 angles = kernel.phases + self.key_angles
@@ -124,10 +125,12 @@ class _GroupWeights:
         sign = layer_sign(self.layer - 1)
         match = _NAME_MATCH if self.layer == 1 else _NUMBER_MATCH
         amplitude = (match / self.spec.code_length) ** 0.5 * self.root**0.5
-        weight[self.plan.content_dims, state] = amplitude * sign * self.key_cipher.rows(self.identity)
+        weight[self.plan.content_dims, state] = (
+            amplitude * sign * self.key_cipher.rows(self.identity)
+        )
         if self.layer == 1:
             # A number is preferred by a query that has a name, and avoided by one that has none.
-            weight[flag, state.start + PRESENCE] = 2 * _NUMBER_BONUS * sign
+            weight[flag, self.layout.presence(state)] = 2 * _NUMBER_BONUS * sign
             weight[flag, constant] = -_NUMBER_BONUS
         else:
             weight[flag, constant] = -_NUMBER_PENALTY
@@ -140,12 +143,12 @@ class _GroupWeights:
         if self.layer == 0:
             ones = torch.full_like(self.key_angles, self.root)
             weight[:, self.layout.constant] = self.plan.ladder_vector(ones, self.key_angles)
-            weight[flag, self.layout.name.start + PRESENCE] = self.root
+            weight[flag, self.layout.presence(self.layout.name)] = self.root
             return weight
         match = _NAME_MATCH if self.layer == 1 else _NUMBER_MATCH
         amplitude = (match / self.spec.code_length) ** 0.5 * self.root**0.5
         code = amplitude * self.key_cipher.rows(self.identity)
-        weight[flag, self.layout.is_number] = self.root
+        weight[flag, self.layout.presence(self.layout.number)] = self.root
         if self.layer > 1:
             weight[self.plan.content_dims, self.layout.number] = code / 2
             code = code / 2
@@ -167,7 +170,9 @@ class _GroupWeights:
         """[hidden, D]: the mean of the repetitions, into the inbox of the head."""
         spread = self._spread()
         weight = self._zeros().T.contiguous()
-        weight[self.layout.inbox(head)] = layer_sign(self.layer) * spread.T / spread.abs().sum(0)[:, None]
+        weight[self.layout.inbox(head)] = (
+            layer_sign(self.layer) * spread.T / spread.abs().sum(0)[:, None]
+        )
         return weight
 
     def _spread(self) -> torch.Tensor:

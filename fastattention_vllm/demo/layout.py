@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fastattention_vllm.demo.codes import PRESENCE
 from fastattention_vllm.demo.spec import DemoModelSpec
 
+_FLAGS = 3
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -34,35 +36,35 @@ class Layout:
 
     @property
     def number(self) -> slice:
-        return slice(3, 3 + self.code)
+        return self._block(0)
 
     @property
     def name(self) -> slice:
-        return self._after(self.number)
+        return self._block(1)
 
     @property
     def verdict(self) -> slice:
-        return self._after(self.name)
+        return self._block(2)
 
     def inbox(self, head: int) -> slice:
-        start = self.verdict.stop + head * self.code
-        return slice(start, start + self.code)
+        """Of a head from 0 to H - 1."""
+        return self._block(3 + head)
 
     def state(self, head: int) -> slice:
-        start = self.verdict.stop + (self.heads + head % self.heads) * self.code
-        return slice(start, start + self.code)
+        """Of any head, counted modulo H."""
+        return self._block(3 + self.heads + head % self.heads)
 
-    @property
-    def is_number(self) -> int:
-        """The dim which is 1 for numbers, else 0."""
-        return self.number.start + PRESENCE
+    def presence(self, block: slice) -> int:
+        """The dim of a block which is 1 when a codeword is there."""
+        return int(block.start) + PRESENCE
 
     @property
     def hidden_size(self) -> int:
         """All of the above, rounded up to a multiple of 64 and of the heads."""
-        used = self.verdict.stop + 2 * self.heads * self.code
+        used = _FLAGS + (3 + 2 * self.heads) * self.code
         unit = math.lcm(64, self.heads)
         return -(-used // unit) * unit
 
-    def _after(self, block: slice) -> slice:
-        return slice(block.stop, block.stop + self.code)
+    def _block(self, index: int) -> slice:
+        start = _FLAGS + index * self.code
+        return slice(start, start + self.code)

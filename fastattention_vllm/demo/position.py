@@ -29,7 +29,7 @@ import torch
 _SLOWEST = 1e-8  # rad per position of the first content pair
 
 # Amplitudes by -log10(frequency).
-_TWO_BEFORE = {0: 80.0, 0.5: 60.0, 1: 30.0, 2: 15.0, 5: 12.0, 7: 10.0}
+_TWO_BEFORE = {0: 110.0, 0.25: 90.0, 0.5: 60.0, 1: 30.0, 2: 15.0, 5: 12.0, 7: 10.0}
 _RECENCY = {0.75: 0.0, 1: 13.0, 1.5: 129.0, 2: 90.0, 2.5: 67.0, 3: 46.0}
 _RECENCY |= {3.5: 43.0, 4: 41.0, 5: 40.0, 5.25: 20.0, 5.5: 0.0}
 _RECENCY_PHASE = {1: math.pi / 2, 1.5: 0.4, 2: 0.0}

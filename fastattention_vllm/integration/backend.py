@@ -51,9 +51,7 @@ class FastAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return (
-            head_size <= support.MAX_HEAD_SIZE and head_size % support.HEAD_SIZE_MULTIPLE == 0
-        )
+        return head_size <= support.MAX_HEAD_SIZE and head_size % support.HEAD_SIZE_MULTIPLE == 0
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -172,9 +170,7 @@ class FastAttentionImpl(AttentionImpl[Any]):
         """Scatter this step's ``key``, ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into the cache."""
         key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
         num_tokens = slot_mapping.shape[0]
-        cpu_kernels.write_kv(
-            key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping
-        )
+        cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping)
 
     def forward(
         self,
@@ -214,5 +210,5 @@ def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor
 
     vLLM >= 0.29 hands out ``[num_blocks, num_kv_heads, block_size, K | V]``.
     """
-    key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, dim=-1)
-    return key_cache, value_cache
+    tokens_first = kv_cache.transpose(1, 2)
+    return tokens_first[..., :head_size], tokens_first[..., head_size:]

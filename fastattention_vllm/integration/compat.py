@@ -44,7 +44,7 @@ def ensure_backend_member() -> Any:
     members: Any = registry.AttentionBackendEnum
     if BACKEND_NAME not in members.__members__:
         # vLLM >= 0.32 takes a new name.
-        registry.register_backend(BACKEND_NAME, BACKEND_PATH)  # type: ignore[arg-type]
+        registry.register_backend(BACKEND_NAME, BACKEND_PATH)
     member = members[BACKEND_NAME]
     member.__reduce_ex__ = _reduce
     return member

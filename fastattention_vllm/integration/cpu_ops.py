@@ -10,10 +10,11 @@ Serves vLLM 0.32; the reference for each op's meaning is vLLM's ``csrc/cpu`` and
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-_library: torch.library.Library | None = None
+_library: Any = None  # a torch.library.Library; its methods are untyped
 _compiled_vllm: bool | None = None
 
 
@@ -28,7 +29,7 @@ def define_missing_ops() -> None:
     if _library is not None:
         return
     _compiled_vllm = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
-    _library = torch.library.Library("_C", "FRAGMENT")  # noqa: TOR901
+    _library = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
     _define("init_cpu_memory_env(int[] node_ids) -> ()", lambda node_ids: None)
     _define("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1))
     _define("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor", _fused_gumbel_argmax)
@@ -52,7 +53,6 @@ def _define(schema: str, function: Callable[..., object]) -> None:
     name = schema.split("(", 1)[0]
     if hasattr(torch.ops._C, name):
         return
-    assert _library is not None
     _library.define(schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
 
@@ -93,9 +93,7 @@ def _rotary_embedding(
             rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         else:
             first, second = x[..., ::2], x[..., 1::2]
-            rotated = torch.stack(
-                (first * cos - second * sin, second * cos + first * sin), -1
-            ).flatten(-2)
+            rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
         part.copy_(rotated)
 
 

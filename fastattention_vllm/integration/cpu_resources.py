@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,7 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
     if len(cpus) < ranks:
         return [[cpus[rank % len(cpus)]] for rank in range(ranks)]
     bounds = [rank * len(cpus) // ranks for rank in range(ranks + 1)]
-    return [list(cpus[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [list(cpus[low:high]) for low, high in pairwise(bounds)]
 
 
 def format_bind(groups: Iterable[Sequence[int]]) -> str:
@@ -94,9 +95,7 @@ def kv_bytes_per_rank(
     if requested is not None:
         budget, source = requested, f"--kv-cache-memory-bytes {requested}"
     else:
-        budget = max(
-            min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2)
-        )
+        budget = max(min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2))
         source = f"{available / GIB:.1f} GiB of available memory per rank, half of it for KV,"
     if one_request > budget:
         fits = max(0, (budget // bytes_per_block - 1) * block_size)

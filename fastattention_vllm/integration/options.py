@@ -29,7 +29,7 @@ def options_of(vllm_config: VllmConfig) -> Options:
     Raises:
         Refusal: an unknown key or a bad value, with the list of what is valid.
     """
-    section = (vllm_config.additional_config or {}).get(KEY, {})  # type: ignore[union-attr]
+    section = (vllm_config.additional_config or {}).get(KEY, {})
     valid = ", ".join(Options.model_fields)
     if not isinstance(section, dict):
         raise Refusal(
@@ -41,9 +41,7 @@ def options_of(vllm_config: VllmConfig) -> Options:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            raise Refusal(
-                f'additional-config "{KEY}" has no option {key!r}; valid options: {valid}.'
-            ) from error
+            raise Refusal(f'additional-config "{KEY}" has no option {key!r}; valid options: {valid}.') from error
         raise Refusal(
             f'additional-config "{KEY}": {key} = {problem["input"]!r} is not valid '
             f"({problem['msg'].lower()}); valid options: {valid}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -45,6 +46,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         cls._check_weights(vllm_config)
         cls._bind_cpus(vllm_config)
         super().check_and_update_config(vllm_config)
+        cls._check_compiler(vllm_config)
         cls._size_kv_cache(vllm_config)
         if vllm_config.parallel_config.distributed_executor_backend == "ray":
             vllm_config.parallel_config.distributed_executor_backend = RAY_EXECUTOR
@@ -65,7 +67,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
     ) -> str:
         if cls._uses_fastattention(selected_backend):
             return compat.BACKEND_PATH
-        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
 
     @staticmethod
     def _uses_fastattention(backend: Any) -> bool:
@@ -99,6 +101,21 @@ class FastAttentionCpuPlatform(CpuPlatform):
             raise Refusal(
                 f"quantised weights ({quantization}) are not supported: they need vLLM's compiled CPU kernels, which "
                 "a pure-Python vLLM does not have; serve the unquantised model."
+            )
+
+    @staticmethod
+    def _check_compiler(vllm_config: VllmConfig) -> None:
+        """torch.compile writes C++ on CPUs; without a compiler it fails deep inside a worker."""
+        from vllm.config import CompilationMode
+
+        if vllm_config.compilation_config.mode == CompilationMode.NONE:
+            return
+        wanted = os.environ.get("CXX")
+        candidates = [wanted] if wanted else ["g++", "clang++"]
+        if not any(map(shutil.which, candidates)):
+            raise Refusal(
+                f"torch.compile needs a C++ compiler and none was found (tried {', '.join(candidates)}); "
+                "`apt-get install g++`, set CXX, or pass --enforce-eager."
             )
 
     @staticmethod

@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from types import TracebackType
 
 PREFIX = "fastattention: "
+SHORT = 300
 
 
 class Refusal(ValueError):
@@ -23,16 +25,14 @@ class Refusal(ValueError):
 def install_excepthook() -> None:
     """Print refusals, and the bad values vLLM itself finds at start, as one sentence; exit status stays 1.
 
-    Only in the ``vllm`` command's own process: a program that embeds vLLM keeps its tracebacks. VLLM_LOGGING_LEVEL=DEBUG
-    keeps them in the command too.
+    Only in the ``vllm`` command's own process: a program that embeds vLLM keeps its tracebacks. The command keeps them
+    with VLLM_LOGGING_LEVEL=DEBUG.
     """
     if os.path.basename(sys.argv[0]) == "vllm" and os.environ.get("VLLM_LOGGING_LEVEL") != "DEBUG":
         sys.excepthook = _excepthook
 
 
-def _excepthook(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     message = sentence(error)
     if message is None:
         sys.__excepthook__(kind, error, traceback)
@@ -53,8 +53,14 @@ def sentence(error: BaseException) -> str | None:
             )
         messages = _pydantic_messages(link) or [str(link)] * isinstance(link, ValueError)
         if messages:
-            return "vllm: " + "; ".join(" ".join(message.split()) for message in messages)
+            return "vllm: " + _short("; ".join(messages))
     return None
+
+
+def _short(message: str) -> str:
+    """One line; vLLM's own may list every model it knows."""
+    line = textwrap.shorten(message, SHORT, placeholder=" ...")
+    return f"{line} (VLLM_LOGGING_LEVEL=DEBUG shows all of it)" if line.endswith(" ...") else line
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

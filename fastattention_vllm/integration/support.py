@@ -149,8 +149,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "the backend keeps all of a request's KV heads' tokens on one rank",
         "use --tensor-parallel-size instead",
         lambda c: (
-            c.parallel_config.decode_context_parallel_size > 1
-            or c.parallel_config.prefill_context_parallel_size > 1
+            c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
         ),
     ),
 )

@@ -30,9 +30,7 @@ class Demo:
         """Token ids [1, n] with the begin token."""
         return torch.tensor([self.tokenizer(text).input_ids])
 
-    def next_token(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
-    ) -> str:
+    def next_token(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> str:
         """The most likely continuation of token ids [1, n], as text."""
         with torch.inference_mode():
             output = self.model(

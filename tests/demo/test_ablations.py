@@ -132,8 +132,9 @@ def damages(demo: Demo, layer: int) -> Iterator[tuple[str, Edit]]:
     yield "V is off by a token", only_here(lambda _, k, v: (k, v.roll(1, 2)))
     if layer < demo.spec.num_layers - 1:
         # In the last layer only the order of keys changes, on which attention does not depend.
-        yield "both are off by a page", only_here(
-            lambda _, k, v: (k.roll(PAGE, 2), v.roll(PAGE, 2))
+        yield (
+            "both are off by a page",
+            only_here(lambda _, k, v: (k.roll(PAGE, 2), v.roll(PAGE, 2))),
         )
     yield "K of a page is noise", only_here(lambda _, k, v: (in_page(k, noise(k)), v))
     yield "V of a page is noise", only_here(lambda _, k, v: (k, in_page(v, noise(v))))

@@ -90,9 +90,7 @@ def test_the_rotary_base_matters(demo: Demo) -> None:
             assert demo.next_token(tokens, positions) != "7319", theta
 
 
-TEXT = (
-    "the beta=1234. gamma: 42, small 9999 delta 1235 old alpha=1239. alpha is green. What alpha="
-)
+TEXT = "the beta=1234. gamma: 42, small 9999 delta 1235 old alpha=1239. alpha is green. What alpha="
 
 
 def test_content_scores_leave_room_for_every_position(demo: Demo) -> None:

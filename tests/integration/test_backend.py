@@ -37,10 +37,7 @@ def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(layout: KVCacheL
     key, value = torch.randn(padded, KV_HEADS, HEAD_SIZE), torch.randn(padded, KV_HEADS, HEAD_SIZE)
     query = torch.randn(padded, HEADS, HEAD_SIZE)
     slots = torch.cat(
-        [
-            blocks[i].long().repeat_interleave(BLOCK)[:n] * BLOCK + torch.arange(n) % BLOCK
-            for i, n in enumerate(lens)
-        ]
+        [blocks[i].long().repeat_interleave(BLOCK)[:n] * BLOCK + torch.arange(n) % BLOCK for i, n in enumerate(lens)]
     )
     layer = torch.nn.Module()
     impl.do_kv_cache_update(layer, key, value, cache, slots)

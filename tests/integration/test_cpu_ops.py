@@ -20,7 +20,7 @@ def test_rotary_embedding_equals_vllms_native_one(is_neox: bool, dtype: torch.dt
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    # vLLM's op computes in the model's dtype; ours in fp32, rounded once. So the reference runs in fp32 on rounded input.
+    # vLLM computes in the dtype of the model, ours in fp32 rounded once: so the reference is fp32 on rounded input.
     with set_current_vllm_config(VllmConfig()):
         rope = RotaryEmbedding(64, rotary_dim, 4096, 10000.0, is_neox, torch.float32)
     cache = rope.cos_sin_cache.to(dtype)

@@ -41,9 +41,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_and_logprobs_equal_hugging_face(
-    name: str, models: dict[str, Path], prompts: list[list[int]]
-) -> None:
+def test_tokens_and_logprobs_equal_hugging_face(name: str, models: dict[str, Path], prompts: list[list[int]]) -> None:
     """Chunked prefill (300-token prompts in 64-token steps) mixed with decode, more requests than fit at once."""
     expected = hugging_face_answers(models[name], prompts, MAX_TOKENS)
     with engine(models[name]) as llm:

@@ -30,13 +30,9 @@ def test_a_refusal_inside_pydantic_is_found() -> None:
 
 
 def test_a_refusal_that_caused_another_error_is_found() -> None:
-    try:
-        try:
-            raise Refusal("the cause.")
-        except Refusal as error:
-            raise RuntimeError("engine failed") from error
-    except RuntimeError as error:
-        assert sentence(error) == "fastattention: the cause."
+    error = RuntimeError("engine failed")
+    error.__cause__ = Refusal("the cause.")
+    assert sentence(error) == "fastattention: the cause."
 
 
 def test_vllms_own_validation_error_keeps_its_message_without_the_frame() -> None:
@@ -46,6 +42,14 @@ def test_vllms_own_validation_error_keeps_its_message_without_the_frame() -> Non
     assert shown is not None
     assert shown.startswith("vllm: ")
     assert "\n" not in shown
+
+
+def test_a_message_that_lists_everything_is_cut_short() -> None:
+    shown = sentence(ValueError("architecture X is not supported; supported: " + ", ".join(map(str, range(999)))))
+    assert shown is not None
+    assert "architecture X" in shown
+    assert len(shown) < 400
+    assert "VLLM_LOGGING_LEVEL=DEBUG" in shown
 
 
 def test_a_taken_port_names_the_flag() -> None:

@@ -90,7 +90,11 @@ def test_a_step_runs_again_only_when_its_inputs_change(monkeypatch: pytest.Monke
 
 def run_setup(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "setup_env.py")], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "scripts" / "setup_env.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -110,5 +114,5 @@ def test_a_wrong_cxx_is_named(tmp_path: Path) -> None:
 
 def test_an_old_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env, "PYTHON_RANGE", ((3, 90), (3, 91)))
-    with pytest.raises(setup_env.SetupError, match="needs 3.90"):
+    with pytest.raises(setup_env.SetupError, match=r"needs 3\.90"):
         setup_env.check_machine()

@@ -126,6 +126,12 @@ def test_missing_kernels(model: Path, tmp_path: Path) -> None:
     assert "absent.so" in line
 
 
+def test_compiling_without_a_compiler(model: Path) -> None:
+    line = ours(serve(str(model), *COMMON, CXX="no-such-compiler"))
+    assert "no-such-compiler" in line
+    assert "--enforce-eager" in line
+
+
 def test_a_taken_port(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

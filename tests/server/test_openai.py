@@ -87,7 +87,8 @@ def test_logprobs(client: openai.OpenAI) -> None:
 def words(served: Served) -> list[int]:
     """Token ids of sixteen plain words of the model's vocabulary."""
     text = make_haystack(200, {}, distractors=False, seed=5).text
-    tokens = httpx.post(f"{served.url}/tokenize", json={"model": MODEL, "prompt": text, "return_token_strs": True}).json()
+    body = {"model": MODEL, "prompt": text, "return_token_strs": True}
+    tokens = httpx.post(f"{served.url}/tokenize", json=body).json()
     plain = {i for i, string in zip(tokens["tokens"], tokens["token_strs"], strict=True) if string[1:].isalpha()}
     return sorted(plain)[:16]
 
