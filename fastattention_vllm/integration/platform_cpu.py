@@ -29,6 +29,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
     # vLLM leaves this empty for CPUs and then refuses Ray. On a CPU-only machine Ray's "GPU" slots are abstract
     # worker slots, which CpuRayExecutor creates.
     ray_device_key: str = "GPU"
+    _own_bind = ""
 
     @classmethod
     def device_count(cls) -> int:
@@ -118,14 +119,15 @@ class FastAttentionCpuPlatform(CpuPlatform):
                 "`apt-get install g++`, set CXX, or pass --enforce-eager."
             )
 
-    @staticmethod
-    def _bind_cpus(vllm_config: VllmConfig) -> None:
+    @classmethod
+    def _bind_cpus(cls, vllm_config: VllmConfig) -> None:
         """Give every local rank its own CPUs. vLLM's "auto" demands one NUMA node per rank."""
-        if os.environ.get(cpu_resources.THREADS_BIND):
+        # What an earlier engine of this process was given is ours to replace; what the user set is not.
+        if os.environ.get(cpu_resources.THREADS_BIND, "") not in ("", cls._own_bind):
             return
         ranks = vllm_config.parallel_config.local_world_size
         groups = cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)
-        os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
+        cls._own_bind = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
         # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
         # after its turn steals the other's.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
