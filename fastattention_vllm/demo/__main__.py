@@ -23,9 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-heads", type=int, default=default.num_kv_heads)
     parser.add_argument("--head-size", type=int, default=default.head_size)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=default.dtype)
-    parser.add_argument(
-        "--max-positions", type=int, default=default.max_position_embeddings, help="context length"
-    )
+    parser.add_argument("--max-positions", type=int, default=default.max_position_embeddings, help="context length")
     options = parser.parse_args(arguments)
     try:
         spec = DemoModelSpec(

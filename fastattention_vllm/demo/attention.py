@@ -94,9 +94,7 @@ class _GroupWeights:
         self.key_cipher.signs.mul_(name_codes(length)[group])
         generator = _generator(self.layer, group)
         self.value_cipher = SignedPermutation.draw(length, generator)
-        self.key_angles = (
-            2 * torch.pi * torch.rand(self.plan.flag_pair, generator=generator, dtype=torch.float64)
-        )
+        self.key_angles = 2 * torch.pi * torch.rand(self.plan.flag_pair, generator=generator, dtype=torch.float64)
 
     @cached_property
     def identity(self) -> torch.Tensor:
@@ -125,9 +123,7 @@ class _GroupWeights:
         sign = layer_sign(self.layer - 1)
         match = _NAME_MATCH if self.layer == 1 else _NUMBER_MATCH
         amplitude = (match / self.spec.code_length) ** 0.5 * self.root**0.5
-        weight[self.plan.content_dims, state] = (
-            amplitude * sign * self.key_cipher.rows(self.identity)
-        )
+        weight[self.plan.content_dims, state] = amplitude * sign * self.key_cipher.rows(self.identity)
         if self.layer == 1:
             # A number is preferred by a query that has a name, and avoided by one that has none.
             weight[flag, self.layout.presence(state)] = 2 * _NUMBER_BONUS * sign
@@ -170,9 +166,7 @@ class _GroupWeights:
         """[hidden, D]: the mean of the repetitions, into the inbox of the head."""
         spread = self._spread()
         weight = self._zeros().T.contiguous()
-        weight[self.layout.inbox(head)] = (
-            layer_sign(self.layer) * spread.T / spread.abs().sum(0)[:, None]
-        )
+        weight[self.layout.inbox(head)] = layer_sign(self.layer) * spread.T / spread.abs().sum(0)[:, None]
         return weight
 
     def _spread(self) -> torch.Tensor:

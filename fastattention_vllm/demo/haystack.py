@@ -116,8 +116,7 @@ def _check_places(places: Sequence[int], room: int) -> None:
     for place, earliest in zip([*places, room], ends, strict=True):
         if place < earliest:
             raise ValueError(
-                f"The needles at {list(places)}, {NEEDLE_TOKENS} tokens each, overlap or do not "
-                f"fit into {room} tokens."
+                f"The needles at {list(places)}, {NEEDLE_TOKENS} tokens each, overlap or do not fit into {room} tokens."
             )
 
 

@@ -67,9 +67,7 @@ class MlpBuilder:
             inboxes = {self.layout.inbox(h).start + index: sign / heads for h in range(heads)}
             self._add_restoring_copy(index * 6 * heads, inboxes, target, ramp)
 
-    def _add_restoring_copy(
-        self, neuron: int, source: dict[int, float], target: int, ramp: _Ramp
-    ) -> None:
+    def _add_restoring_copy(self, neuron: int, source: dict[int, float], target: int, ramp: _Ramp) -> None:
         """Neurons `neuron` to `neuron + 3`: target += ramp(source) - ramp(-source)."""
         constant = self.layout.constant
         height = 1 / (ramp.steepness * (ramp.high - ramp.low))

@@ -96,6 +96,8 @@ def build_demo_model(path: str | os.PathLike[str], spec: DemoModelSpec | None = 
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write(draft, spec)
+        for file in draft.iterdir():
+            file.chmod(0o644)  # safetensors keeps its file to the owner
         draft.chmod(0o755)
         draft.rename(target)
     except BaseException:

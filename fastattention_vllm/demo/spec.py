@@ -39,19 +39,15 @@ class DemoModelSpec:
             raise ValueError(f"num_heads is {self.num_heads}, but must be from 1 to {MAX_HEADS}.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads}, but must divide num_heads, "
-                f"which is {self.num_heads}."
+                f"num_kv_heads is {self.num_kv_heads}, but must divide num_heads, which is {self.num_heads}."
             )
         if self.head_size % 16 or not 64 <= self.head_size <= 256:
-            raise ValueError(
-                f"head_size is {self.head_size}, but must be a multiple of 16 from 64 to 256."
-            )
+            raise ValueError(f"head_size is {self.head_size}, but must be a multiple of 16 from 64 to 256.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
         if not 64 <= self.max_position_embeddings <= MAX_POSITIONS:
             raise ValueError(
-                f"max_position_embeddings is {self.max_position_embeddings}, "
-                f"but must be from 64 to {MAX_POSITIONS}."
+                f"max_position_embeddings is {self.max_position_embeddings}, but must be from 64 to {MAX_POSITIONS}."
             )
 
     @property

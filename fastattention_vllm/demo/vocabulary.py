@@ -57,9 +57,7 @@ _OTHER_WORDS: tuple[str, ...] = tuple(
     "helpful".split()
 )
 
-WORDS: tuple[str, ...] = tuple(
-    dict.fromkeys((*_OTHER_WORDS, *NOUNS, *ADJECTIVES, *VERBS, *PREPOSITIONS, *ADVERBS))
-)
+WORDS: tuple[str, ...] = tuple(dict.fromkeys((*_OTHER_WORDS, *NOUNS, *ADJECTIVES, *VERBS, *PREPOSITIONS, *ADVERBS)))
 """Plain words, each one token in running text and at the start of a sentence."""
 
 MARKS: tuple[str, ...] = (

@@ -33,17 +33,13 @@ class Demo:
     def next_token(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> str:
         """The most likely continuation of token ids [1, n], as text."""
         with torch.inference_mode():
-            output = self.model(
-                tokens, position_ids=position_ids, use_cache=False, logits_to_keep=1
-            )
+            output = self.model(tokens, position_ids=position_ids, use_cache=False, logits_to_keep=1)
         return self.tokenizer.decode(output.logits[0, -1].argmax())
 
     def generate(self, tokens: torch.Tensor) -> str:
         """Greedy continuation of token ids [1, n], special tokens included."""
         with torch.inference_mode():
-            output = self.model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=5
-            )
+            output = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=5)
         return self.tokenizer.decode(output[0, tokens.shape[1] :])
 
 

@@ -13,9 +13,7 @@ SPECS = [
     DemoModelSpec(num_layers=6, num_heads=8, num_kv_heads=2),
     DemoModelSpec(num_layers=2, num_heads=8, num_kv_heads=8, head_size=80, dtype="float32"),
     DemoModelSpec(num_layers=3, num_heads=6, num_kv_heads=2, head_size=96),
-    pytest.param(
-        DemoModelSpec(num_layers=16, num_heads=16, num_kv_heads=4), marks=pytest.mark.more
-    ),
+    pytest.param(DemoModelSpec(num_layers=16, num_heads=16, num_kv_heads=4), marks=pytest.mark.more),
     pytest.param(
         DemoModelSpec(num_layers=2, num_heads=4, num_kv_heads=2, head_size=256),
         marks=pytest.mark.more,
@@ -62,9 +60,7 @@ def test_tells_needles_apart_and_admits_ignorance(demo: Demo) -> None:
     ],
 )
 @pytest.mark.parametrize("begin", [True, False])
-def test_phrasings(
-    default_demo: Demo, needle: str, question: str, answer: str, begin: bool
-) -> None:
+def test_phrasings(default_demo: Demo, needle: str, question: str, answer: str, begin: bool) -> None:
     first, last = (make_haystack(150, {}, seed=seed).text for seed in (1, 2))
     tokens = default_demo.encode(f"{first} {needle} {last} {question}")
     assert default_demo.generate(tokens if begin else tokens[:, 1:]) == f"{answer}<|end|>"

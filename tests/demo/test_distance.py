@@ -32,9 +32,7 @@ def demo(request: pytest.FixtureRequest, load_demo: LoadDemo) -> Demo:
 def rounded_rotations(demo: Demo) -> Iterator[None]:
     """cos and sin as vLLM keeps them for a bfloat16 model, whatever the dtype of this one."""
 
-    def rounded(
-        _: torch.nn.Module, __: object, tables: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def rounded(_: torch.nn.Module, __: object, tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(table.bfloat16().to(table.dtype) for table in tables)
 
     handle = demo.model.model.rotary_emb.register_forward_hook(rounded)

@@ -54,9 +54,7 @@ def test_codewords_are_far_apart(length: int) -> None:
     depths=st.tuples(st.floats(0, 0.4), st.floats(0.6, 1)),
     ask=st.sampled_from([None, "alpha"]),
 )
-def test_haystacks_are_exact(
-    num_tokens: int, seed: int, depths: tuple[float, float], ask: str | None
-) -> None:
+def test_haystacks_are_exact(num_tokens: int, seed: int, depths: tuple[float, float], ask: str | None) -> None:
     needles = {"alpha": 7319, "beta": "007"}
     hay = make_haystack(num_tokens, needles, depths=depths, ask=ask, seed=seed)
     ids = TOKENIZER.encode(hay.text, add_special_tokens=False).ids
