@@ -14,6 +14,9 @@ test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 	$(VENV)/python scripts/lint.py
 	$(VENV)/python -m pytest -m "not more"
 
+test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
+	$(VENV)/python -m pytest -m more
+
 lint: setup-dev   ## ruff, mypy --strict, clang-format
 	$(VENV)/python scripts/lint.py
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -98,8 +99,7 @@ def _alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, tor
     """Forks; the child computes and resizes its pool. A child that hangs is killed by its alarm."""
     pid = os.fork()
     if pid == 0:
-        import signal
-
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's handler would wait for the hung call to return
         signal.alarm(30)
         status = 1
         try:

@@ -15,16 +15,15 @@ void direct_scores(const float* query, int query_stride, const T* const* key, co
       Vec q[R];
       FA_UNROLL
       for (int r = 0; r < R; ++r) q[r] = load(query + r * query_stride + d);
+      const bool new_line = upcoming != nullptr && d * sizeof(T) % 64 == 0;
       FA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
         const Vec k = part.read(key[column + t] + d);
+        if (new_line) __builtin_prefetch(upcoming[column + t] + d, 0, 2);
         FA_UNROLL
         for (int r = 0; r < R; ++r) sums[r * kTokens + t] = fma(q[r], k, sums[r * kTokens + t]);
       }
     });
-    if (upcoming != nullptr) {
-      for (int t = 0; t < kTokens; ++t) prefetch_row(upcoming[column + t], head_size);
-    }
     alignas(64) float products[kWidth];
     store(products, reduce_add_each(sums));
     FA_UNROLL
