@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 # In-process engines: one interpreter, no spawned engine core, so that tests see errors where they happen.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# The same examples every time, so that a change and nothing else turns a run red. HYPOTHESIS_PROFILE=search looks for
+# new ones.
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
