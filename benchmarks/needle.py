@@ -93,7 +93,8 @@ def find_needles(model: Any, tokens: int, attention: str) -> dict[str, Any]:
 
 
 def report(device: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "unknown")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     hardware = f"{torch.get_num_threads()} threads of {cpu}"
     if device == "cuda":
         hardware = torch.cuda.get_device_name()
