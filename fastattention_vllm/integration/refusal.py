@@ -51,7 +51,7 @@ def sentence(error: BaseException) -> str | None:
                 f"{PREFIX}the port is already in use ({link.strerror}); stop the other server or "
                 "choose another port with --port."
             )
-        messages = _pydantic_messages(link) or [str(link)] * isinstance(link, ValueError)
+        messages = _pydantic_messages(link) or [str(link)] * isinstance(link, ValueError | OSError)
         if messages:
             return "vllm: " + _short("; ".join(messages))
     return None

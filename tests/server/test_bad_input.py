@@ -92,6 +92,10 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     assert "NoSuchModelForCausalLM" in serve(str(tmp_path), *COMMON)
 
 
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    assert "no-such-model" in serve(str(tmp_path / "no-such-model"), *COMMON)
+
+
 def test_a_kv_cache_that_cannot_hold_one_request(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, "--kv-cache-memory-bytes", "100000"))
     assert "--max-model-len" in line
