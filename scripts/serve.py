@@ -31,6 +31,8 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 20
 DEMO_TOKENS = 16_000
+# Never through a proxy that the environment names: the server is this machine.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 KERNEL_LINE = re.compile(r"Attention kernel: (.*)")
 
 
@@ -41,10 +43,10 @@ def main() -> int:
     except ValueError as error:
         print(f"fastattention serve: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nfastattention serve: stopped.", file=sys.stderr)
+        return 130
     server = Server(port)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, server.stop_on_signal)
-    server.start()
     if server.wait_until_healthy():
         show(server)
     return server.wait()
@@ -89,9 +91,8 @@ class Server:
         self.command = [str(BIN / "vllm"), "serve", "--config", str(CONFIG), "--host", HOST, "--port", str(port)]
         self.kernel = "unknown"
         self.stopping = False
+        self.failed = False
         self.started = time.monotonic()
-
-    def start(self) -> None:
         print(f"Starting: vllm {' '.join(self.command[1:])}".replace(str(ROOT) + "/", ""), flush=True)
         # A group of its own, so that Ctrl-C reaches this process alone and the server is stopped in order.
         self.process = subprocess.Popen(
@@ -102,6 +103,8 @@ class Server:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, self.stop_on_signal)
         self.reader = threading.Thread(target=self._forward_output, daemon=True)
         self.reader.start()
 
@@ -120,20 +123,26 @@ class Server:
     def wait_until_healthy(self) -> bool:
         while self.process.poll() is None and not self.stopping:
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return True
+                self.get("/health")
+                return True
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
             if time.monotonic() - self.started > START_TIMEOUT_S:
                 print(f"fastattention serve: not healthy after {START_TIMEOUT_S} s; stopping.", file=sys.stderr)
+                self.failed = True
                 self.stop()
         return False
+
+    def get(self, path: str) -> bytes:
+        with OPENER.open(self.url + path, timeout=30) as answer:
+            content: bytes = answer.read()
+            return content
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=600) as answer:
+        with OPENER.open(request, timeout=600) as answer:
             result: dict[str, Any] = json.load(answer)
             return result
 
@@ -162,6 +171,8 @@ class Server:
             time.sleep(0.1)
         self._signal_group(signal.SIGKILL)
         self.reader.join(5)
+        if self.failed:
+            return 1
         return 0 if self.stopping else self.process.wait()
 
     def _signal_group(self, signum: signal.Signals, leader_only: bool = False) -> None:
@@ -189,8 +200,7 @@ def _die_with_parent() -> None:
 
 def show(server: Server) -> None:
     """Say what runs, ask one long question, and give a line to paste."""
-    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as answer:
-        model = json.load(answer)["data"][0]
+    model = json.loads(server.get("/v1/models"))["data"][0]
     print(f"\n  healthy after   {time.monotonic() - server.started:.0f} s")
     print(f"  model           {model['id']} (up to {model['max_model_len']:,} tokens), {server.url}/v1")
     print(f"  kernel          {server.kernel}", flush=True)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -89,10 +88,10 @@ class Step:
 
 
 def run_steps(steps: list[Step]) -> None:
-    done = json.loads(DONE.read_text()) if DONE.exists() else {}
+    done = read_done()
     before = ""
     for number, step in enumerate(steps, 1):
-        # Each step depends on those before it: a new torch means a new vLLM. Test tools alone stand beside the chain.
+        # Each step depends on those before it: a new torch means a new vLLM.
         before = step.fingerprint(before)
         if done.get(step.name) == before:
             continue
@@ -100,6 +99,15 @@ def run_steps(steps: list[Step]) -> None:
             step.action()
         done[step.name] = before
         DONE.write_text(json.dumps(done, indent=1))
+
+
+def read_done() -> dict[str, str]:
+    """Fingerprints of the finished steps; none where the file is absent or was cut short: then all run again."""
+    try:
+        done: dict[str, str] = json.loads(DONE.read_text())
+    except (OSError, ValueError):
+        return {}
+    return done
 
 
 class Progress:
@@ -148,14 +156,19 @@ def find_compiler() -> str | None:
 
 
 def make_venv() -> None:
-    if not PYTHON.exists():
-        result = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True)
+    if not made_by_this_python():
+        result = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True)
         if result.returncode:
             shutil.rmtree(VENV, ignore_errors=True)
             raise SetupError(
                 "`python3 -m venv .venv` failed; on Debian the module is a package of its own: "
                 f"`apt-get install python3-venv`. It said: {' '.join((result.stdout + result.stderr).split())[-300:]}"
             )
+
+
+def made_by_this_python() -> bool:
+    settings = VENV / "pyvenv.cfg"
+    return PYTHON.exists() and settings.exists() and f"version = {sys.version.split()[0]}\n" in settings.read_text()
 
 
 def install_torch() -> None:
@@ -208,6 +221,8 @@ def package_inputs() -> Iterable[str]:
 
 
 def install_dev() -> None:
+    import tomllib  # since Python 3.11, and this file must explain itself to older ones
+
     # The extras' packages alone: naming the project itself would build the kernels once more.
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pip("install", *extras["dev"], *extras["ray"])

@@ -24,6 +24,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 
 ABI_VERSION = 1
 MAX_HEAD_SIZE = 256
+HEAD_SIZE_MULTIPLE = 8
 
 _LIBRARY_NAME = "libfastattention_cpu.so"
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -208,8 +209,9 @@ def can_run(problem: AttentionProblem) -> str | None:
             return f"{name} has dtype {tensor.dtype}, the CPU kernels take float32, float16 or bfloat16."
     if query.dim() != 3 or key.dim() != (4 if problem.is_paged else 3):
         return None  # not a question of this family: run() says what is wrong with the shapes
-    if query.shape[2] % 8 != 0 or not 0 < query.shape[2] <= MAX_HEAD_SIZE:
-        return f"head_size is {query.shape[2]}, the CPU kernels take multiples of 8 up to {MAX_HEAD_SIZE}."
+    if query.shape[2] % HEAD_SIZE_MULTIPLE != 0 or not 0 < query.shape[2] <= MAX_HEAD_SIZE:
+        sizes = f"multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}"
+        return f"head_size is {query.shape[2]}, the CPU kernels take {sizes}."
     try:
         _library()
     except RuntimeError as error:

@@ -47,11 +47,15 @@ class FastAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return False  # asked on GPUs only, for which there are no kernels here yet
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size <= support.MAX_HEAD_SIZE and head_size % support.HEAD_SIZE_MULTIPLE == 0
+        return head_size <= cpu_kernels.MAX_HEAD_SIZE and head_size % cpu_kernels.HEAD_SIZE_MULTIPLE == 0
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -103,7 +107,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
 
 
 def start_cpu_threads(vllm_config: Any) -> None:
-    """Size the attention pool to this rank's CPUs and say which kernel runs. Once per worker process."""
+    """Size the attention pool to this rank's CPUs and say (once) which kernel runs."""
     from vllm.distributed.parallel_state import get_world_group
 
     cpus = cpu_resources.cpus_of_rank(get_world_group().local_rank)

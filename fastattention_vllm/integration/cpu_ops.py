@@ -19,7 +19,9 @@ _compiled_vllm: bool | None = None
 
 
 def has_compiled_vllm_ops() -> bool:
-    """Whether this vLLM came with its own CPU kernels (known after ``define_missing_ops``)."""
+    """Whether this vLLM came with its own CPU kernels."""
+    if _compiled_vllm is None:
+        import vllm._custom_ops  # noqa: F401  its import loads the kernels, through the platform's import_kernels
     return bool(_compiled_vllm)
 
 
@@ -38,15 +40,25 @@ def define_missing_ops() -> None:
         "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
         _rotary_embedding,
     )
+    # vllm/model_executor/layers/activation.py looks these up on CPUs, and then computes natively.
+    for name, function in (
+        ("gelu_new", _gelu_tanh),
+        ("gelu_fast", _gelu_tanh),
+        ("gelu_quick", _gelu_quick),
+    ):
+        _define(f"{name}(Tensor(a!) out, Tensor input) -> ()", function)
 
 
 def register_kernel_overrides() -> None:
-    """Replace the Triton kernels on the path (there is no Triton for CPUs here) by torch code."""
+    """Keep a worker off kernels that are not there: Triton's (none for CPUs here) and vLLM's own."""
     if has_compiled_vllm_ops():
         return
+    from vllm.model_executor.layers import utils as linear_dispatch
     from vllm.triton_utils.dispatcher import register_kernels
 
     register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping})
+    # On a CPU with AMX, small weights would go to the compiled sgl-kernel; False leads to torch's own linear.
+    linear_dispatch.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 def _define(schema: str, function: Callable[..., object]) -> None:
@@ -63,6 +75,14 @@ def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Ten
     for row, seed in zip(noise, seeds.tolist(), strict=True):
         row.exponential_(generator=torch.Generator().manual_seed(seed))
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
+
+
+def _gelu_tanh(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_(torch.nn.functional.gelu(x, approximate="tanh"))
+
+
+def _gelu_quick(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_(x * torch.sigmoid(1.702 * x))
 
 
 def _rotary_embedding(

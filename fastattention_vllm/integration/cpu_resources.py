@@ -14,16 +14,26 @@ from fastattention_vllm.integration.refusal import Refusal
 GIB = 1 << 30
 DEFAULT_KV_BYTES = 4 * GIB
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own limits here
 
 
 def physical_cpus() -> list[int]:
-    """One logical CPU per physical core of this process's affinity mask, ascending (SMT siblings left out)."""
+    """One logical CPU per physical core of this process's affinity mask (SMT siblings left out), ascending.
+
+    Where a container's CPU quota is smaller, only as many as it pays for: threads beyond it would be throttled.
+    """
     chosen: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         core = siblings.read_text().strip() if siblings.exists() else str(cpu)
         chosen.setdefault(core, cpu)
-    return sorted(chosen.values())
+    return sorted(chosen.values())[: _quota_cpus()]
+
+
+def _quota_cpus() -> int | None:
+    """CPUs that the cgroup's quota pays for, rounded up, or None without a quota."""
+    quota, _, period = _read(CGROUP / "cpu.max", "max 100000").partition(" ")
+    return None if quota == "max" else max(1, -(-int(quota) // int(period)))
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
@@ -47,6 +57,27 @@ def cpus_of_rank(local_rank: int) -> list[int]:
     return physical_cpus()
 
 
+def check_bind(text: str, ranks: int) -> None:
+    """Refuse a ``VLLM_CPU_OMP_THREADS_BIND`` of the user's that vLLM would trip over in a worker.
+
+    Raises:
+        Refusal: not the syntax of :func:`format_bind`, or not one group per rank.
+    """
+    if text == "nobind":
+        return
+    groups = text.split("|")
+    try:
+        for group in groups:
+            _parse_cpu_list(group)
+    except ValueError:
+        groups = []
+    if len(groups) != ranks:
+        raise Refusal(
+            f"{THREADS_BIND}={text} does not name the CPUs of {ranks} rank(s); write them as in "
+            f"{format_bind([[2 * rank, 2 * rank + 1] for rank in range(ranks)])!r}, or unset it."
+        )
+
+
 def _parse_cpu_list(text: str) -> list[int]:
     cpus: set[int] = set()
     for part in text.split(","):
@@ -58,50 +89,74 @@ def _parse_cpu_list(text: str) -> list[int]:
 def available_bytes() -> int:
     """Memory this process may still take: the machine's available memory, or the cgroup's headroom if smaller."""
     available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text()
-        except OSError:
-            continue
-        if limit != "max":
-            available = min(available, max(0, int(limit) - int(usage)))
+    limit = _read(CGROUP / "memory.max", "max")
+    if limit != "max":
+        used = int(_read(CGROUP / "memory.current", "0"))
+        # Page cache that the kernel gives back on demand counts as used; without this, a fresh download looks full.
+        reclaimable = sum(
+            int(line.split()[1])
+            for line in _read(CGROUP / "memory.stat", "").splitlines()
+            if line.startswith("inactive_file ")
+        )
+        available = min(available, max(0, int(limit) - used + reclaimable))
     return available
 
 
+def checkpoint_bytes(model: str) -> int:
+    """Size of the weights in a local model directory, which will be in memory beside the KV cache; 0 if not local."""
+    files = (path for suffix in ("safetensors", "bin") for path in Path(model).glob(f"*.{suffix}"))
+    return sum(path.stat().st_size for path in files)
+
+
+def _read(path: Path, absent: str) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return absent
+
+
 def kv_bytes_per_rank(
-    requested: int | None, bytes_per_block: int, block_size: int, max_model_len: int, ranks: int
+    requested: int | None,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int | None,
+    weight_bytes: int,
+    ranks: int,
 ) -> int:
     """KV cache bytes of each rank: what the user asked for, else a default this machine can hold.
 
-    The default is 4 GiB over all ranks, bounded by a quarter of the available memory; more, up to half of it, where
-    one request of ``max_model_len`` tokens needs more. vLLM's own default (92 % of all RAM) aborts on a busy machine.
+    The default is 4 GiB over all ranks, bounded by a quarter of the memory that the weights leave; more, up to half of
+    it, where one request of ``max_model_len`` tokens needs more. vLLM's own default (92 % of all RAM) aborts on a busy
+    machine.
 
     Args:
         requested: ``--kv-cache-memory-bytes``, or None.
         bytes_per_block: KV bytes of one block over all layers of one rank.
         block_size: tokens per block.
-        max_model_len: tokens one request may hold.
+        max_model_len: tokens one request may hold; None if vLLM is to fit it to the cache.
+        weight_bytes: the checkpoint's, over all ranks.
         ranks: processes that share this machine's memory.
 
     Raises:
         Refusal: one request of ``max_model_len`` does not fit; names the largest length that does.
     """
     # Block 0 is vLLM's null block and never holds tokens.
-    one_request = (-(-max_model_len // block_size) + 1) * bytes_per_block
-    available = available_bytes() // ranks
+    one_request = 0 if max_model_len is None else (-(-max_model_len // block_size) + 1) * bytes_per_block
+    available = max(0, available_bytes() - weight_bytes) // ranks
     if requested is not None:
-        budget, source = requested, f"--kv-cache-memory-bytes {requested}"
+        budget, source = requested, f"--kv-cache-memory-bytes {requested} is"
     else:
         budget = max(min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2))
-        source = f"{available / GIB:.1f} GiB of available memory per rank, half of it for KV,"
+        source = f"half of the {_size(available)} that are free beside the weights are"
     if one_request > budget:
-        fits = max(0, (budget // bytes_per_block - 1) * block_size)
+        fits = (budget // bytes_per_block - 1) * block_size
+        shorter = f"pass --max-model-len {fits} or less, or " if fits > 0 else ""
         raise Refusal(
-            f"one request of max_model_len {max_model_len} needs {one_request / GIB:.2f} GiB of KV cache per rank, "
-            f"but {source} gives {budget / GIB:.2f} GiB; pass --max-model-len {fits} or less, or raise "
-            "--kv-cache-memory-bytes."
+            f"one request of max_model_len {max_model_len} needs {_size(one_request)} of KV cache per rank, but "
+            f"{source} {_size(budget)}; {shorter}raise --kv-cache-memory-bytes."
         )
     return budget
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / (1 << 20):.2f} MiB"

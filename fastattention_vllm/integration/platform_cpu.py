@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.integration import compat, cpu_ops, cpu_resources
@@ -29,6 +32,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
     # vLLM leaves this empty for CPUs and then refuses Ray. On a CPU-only machine Ray's "GPU" slots are abstract
     # worker slots, which CpuRayExecutor creates.
     ray_device_key: str = "GPU"
+    # vLLM compiles a few small functions even with --enforce-eager; on CPUs that would need a C++ compiler at run time.
+    simple_compile_backend: str = "eager"
     _own_bind = ""
 
     @classmethod
@@ -44,7 +49,6 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if cls._uses_fastattention(vllm_config.attention_config.backend):
             check_supported(vllm_config)
             cls._check_kernels()
-        cls._check_weights(vllm_config)
         cls._bind_cpus(vllm_config)
         super().check_and_update_config(vllm_config)
         cls._check_compiler(vllm_config)
@@ -96,36 +100,34 @@ class FastAttentionCpuPlatform(CpuPlatform):
             raise Refusal(str(error)) from error
 
     @staticmethod
-    def _check_weights(vllm_config: VllmConfig) -> None:
-        quantization = vllm_config.model_config.quantization
-        if quantization is not None and not cpu_ops.has_compiled_vllm_ops():
-            raise Refusal(
-                f"quantised weights ({quantization}) are not supported: they need vLLM's compiled CPU kernels, which "
-                "a pure-Python vLLM does not have; serve the unquantised model."
-            )
-
-    @staticmethod
     def _check_compiler(vllm_config: VllmConfig) -> None:
-        """torch.compile writes C++ on CPUs; without a compiler it fails deep inside a worker."""
+        """torch.compile writes C++ that includes Python.h; without either it fails deep inside a worker."""
         from vllm.config import CompilationMode
 
         if vllm_config.compilation_config.mode == CompilationMode.NONE:
             return
-        wanted = os.environ.get("CXX")
-        candidates = [wanted] if wanted else ["g++", "clang++"]
-        if not any(map(shutil.which, candidates)):
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
             raise Refusal(
-                f"torch.compile needs a C++ compiler and none was found (tried {', '.join(candidates)}); "
+                f"torch.compile needs a C++ compiler and {compiler} was not found; "
                 "`apt-get install g++`, set CXX, or pass --enforce-eager."
+            )
+        headers = Path(sysconfig.get_path("include"))
+        if not (headers / "Python.h").exists():
+            raise Refusal(
+                f"torch.compile needs Python's C headers and {headers} has no Python.h; "
+                "`apt-get install python3-dev`, or pass --enforce-eager."
             )
 
     @classmethod
     def _bind_cpus(cls, vllm_config: VllmConfig) -> None:
         """Give every local rank its own CPUs. vLLM's "auto" demands one NUMA node per rank."""
-        # What an earlier engine of this process was given is ours to replace; what the user set is not.
-        if os.environ.get(cpu_resources.THREADS_BIND, "") not in ("", cls._own_bind):
-            return
         ranks = vllm_config.parallel_config.local_world_size
+        # What an earlier engine of this process was given is ours to replace; what the user set is not.
+        asked = os.environ.get(cpu_resources.THREADS_BIND, "auto") or "auto"
+        if asked not in ("auto", cls._own_bind):
+            cpu_resources.check_bind(asked, ranks)
+            return
         groups = cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)
         cls._own_bind = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
         # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
@@ -136,19 +138,22 @@ class FastAttentionCpuPlatform(CpuPlatform):
     def _size_kv_cache(vllm_config: VllmConfig) -> None:
         model, cache = vllm_config.model_config, vllm_config.cache_config
         parallel = vllm_config.parallel_config
+        kv_dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
         bytes_per_block = (
             2
             * cache.block_size
             * model.get_num_layers(parallel)
             * model.get_num_kv_heads(parallel)
             * model.get_head_size()
-            * model.dtype.itemsize
+            * kv_dtype.itemsize
         )
         cache.kv_cache_memory_bytes = cpu_resources.kv_bytes_per_rank(
             cache.kv_cache_memory_bytes,
             bytes_per_block,
             cache.block_size,
-            model.max_model_len,
+            # -1 is `--max-model-len auto`: vLLM then fits the length to the cache, not the cache to the length.
+            None if model.original_max_model_len == -1 else model.max_model_len,
+            cpu_resources.checkpoint_bytes(model.model),
             parallel.local_world_size,
         )
         logger.info_once(

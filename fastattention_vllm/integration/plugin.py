@@ -5,13 +5,14 @@ Both run in every process vLLM starts (API server, engine core, workers, model i
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
 
-ACCELERATOR_DEVICES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/davinci[0-9]*", "/dev/accel/accel*")
+NPU_DEVICES = ("/dev/davinci[0-9]*",)
 CPU_PLATFORM = "fastattention_vllm.integration.platform_cpu.FastAttentionCpuPlatform"
 
 
@@ -29,13 +30,29 @@ def register() -> None:
         raise Refusal(
             "VLLM_TARGET_DEVICE=cpu is set, which makes vLLM ignore platform plugins and "
             "--attention-backend fastattention with them; unset VLLM_TARGET_DEVICE (it is needed at install time "
-            "only), or set VLLM_PLUGINS='' to run vLLM without fastattention."
+            "only), or set VLLM_PLUGINS='' to run a vLLM that has CPU kernels of its own without fastattention."
         )
     compat.ensure_backend_member()
 
 
 def platform() -> str | None:
     """``vllm.platform_plugins``: the CPU platform, only where there is no accelerator."""
-    if any(glob.glob(pattern) for pattern in ACCELERATOR_DEVICES):
-        return None
-    return CPU_PLATFORM
+    return None if has_accelerator() else CPU_PLATFORM
+
+
+def has_accelerator() -> bool:
+    """An NPU device, or an accelerator that vLLM itself recognises (NVIDIA, AMD, Intel GPUs, TPUs).
+
+    vLLM is asked because a platform plugin beats its built-in ones, and because a device node says little: WSL has
+    none for its GPU, and many a laptop has one for a GPU that vLLM cannot use.
+    """
+    if any(glob.glob(pattern) for pattern in NPU_DEVICES):
+        return True
+    from vllm.platforms import builtin_platform_plugins
+
+    for name, detect in builtin_platform_plugins.items():
+        # A probe that fails (no driver, no library) has found nothing; vLLM takes it the same way.
+        with contextlib.suppress(Exception):
+            if name != "cpu" and detect() is not None:
+                return True
+    return False

@@ -45,47 +45,37 @@ def sentence(error: BaseException) -> str | None:
     for link in _chain(error):
         if isinstance(link, Refusal):
             return PREFIX + str(link)
-    for link in _chain(error):
-        if isinstance(link, OSError) and link.errno == errno.EADDRINUSE:
-            return (
-                f"{PREFIX}the port is already in use ({link.strerror}); stop the other server or "
-                "choose another port with --port."
-            )
-        messages = _pydantic_messages(link) or [str(link)] * isinstance(link, ValueError | OSError)
-        if messages:
-            return "vllm: " + _short("; ".join(messages))
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return (
+            f"{PREFIX}the port is already in use ({error.strerror}); stop the other server or choose another port "
+            "with --port."
+        )
+    messages = [str(entry["msg"]).removeprefix("Value error, ") for entry in _pydantic_errors(error)]
+    if isinstance(error, ValueError | OSError):
+        return f"vllm: {_short('; '.join(messages) or str(error))} (VLLM_LOGGING_LEVEL=DEBUG shows more)"
     return None
 
 
 def _short(message: str) -> str:
     """One line; vLLM's own may list every model it knows."""
-    line = textwrap.shorten(message, SHORT, placeholder=" ...")
-    return f"{line} (VLLM_LOGGING_LEVEL=DEBUG shows all of it)" if line.endswith(" ...") else line
+    return textwrap.shorten(message, SHORT, placeholder=" ...")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, the errors pydantic wrapped in it, and whatever caused it, outermost first."""
+    """``error``, the errors pydantic wrapped in it, and what it says caused it, outermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        yield from _wrapped_by_pydantic(error)
-        error = error.__cause__ or error.__context__
+        for entry in _pydantic_errors(error):
+            context = entry.get("ctx")
+            wrapped = context.get("error") if isinstance(context, dict) else None
+            if isinstance(wrapped, BaseException):
+                yield wrapped
+        error = error.__cause__
 
 
 def _pydantic_errors(error: BaseException) -> list[dict[str, object]]:
     from pydantic import ValidationError
 
-    return [dict(e) for e in error.errors()] if isinstance(error, ValidationError) else []
-
-
-def _wrapped_by_pydantic(error: BaseException) -> Iterator[BaseException]:
-    for entry in _pydantic_errors(error):
-        context = entry.get("ctx")
-        wrapped = context.get("error") if isinstance(context, dict) else None
-        if isinstance(wrapped, BaseException):
-            yield wrapped
-
-
-def _pydantic_messages(error: BaseException) -> list[str]:
-    return [str(entry["msg"]).removeprefix("Value error, ") for entry in _pydantic_errors(error)]
+    return [dict(entry) for entry in error.errors()] if isinstance(error, ValidationError) else []

@@ -1,4 +1,4 @@
-"""What is refused at start, as data: the start-up check and the documentation read the same table."""
+"""What is refused at start, as data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastattention_vllm.attention.cpu import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
+from fastattention_vllm.integration import cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MAX_HEAD_SIZE = 256
-HEAD_SIZE_MULTIPLE = 8
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ def _sliding_window(config: VllmConfig) -> object:
 
 def _alibi(config: VllmConfig) -> object:
     text = _text_config(config)
-    attn_config = getattr(text, "attn_config", None)
-    nested = attn_config.get("alibi") if isinstance(attn_config, dict) else getattr(attn_config, "alibi", False)
-    return bool(nested or getattr(text, "alibi", False) or text.model_type in ("bloom", "jais"))
+    return getattr(text, "alibi", False) or text.model_type in ("bloom", "jais")
 
 
 def _head_size(config: VllmConfig) -> object:
@@ -104,7 +102,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "sliding-window attention",
         _NOT_YET,
-        "pass --disable-sliding-window (caps the length at the window) or serve a model without one",
+        "serve a model without one, or try --disable-sliding-window, which caps the length at the window",
         _sliding_window,
     ),
     Unsupported(
@@ -128,7 +126,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "a quantised KV cache",
-        "the kernels store KV in the model's dtype",
+        "the kernels store KV as fp32, fp16 or bf16",
         "pass --kv-cache-dtype auto",
         _kv_cache_dtype,
     ),
@@ -142,7 +140,31 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "a KV connector",
         "KV transfer and offloading connectors are untested with this backend's cache layout",
         "remove --kv-transfer-config and --kv-offloading-size",
-        lambda c: c.kv_transfer_config is not None,
+        lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
+    ),
+    Unsupported(
+        "data parallelism",
+        "the CPUs and the memory of this machine are divided among the ranks of one engine only",
+        "remove --data-parallel-size, or start one server per replica",
+        lambda c: c.parallel_config.data_parallel_size > 1 and c.parallel_config.data_parallel_size,
+    ),
+    Unsupported(
+        "LoRA",
+        "it is untested on this path",
+        "remove --enable-lora and merge the adapter into the weights",
+        lambda c: c.lora_config is not None,
+    ),
+    Unsupported(
+        "a mixture-of-experts model",
+        "its experts need vLLM's compiled CPU kernels, which a pure-Python vLLM does not have",
+        "serve a dense model",
+        lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.is_moe and _text_config(c).model_type,
+    ),
+    Unsupported(
+        "quantised weights",
+        "they need vLLM's compiled CPU kernels, which a pure-Python vLLM does not have",
+        "serve the unquantised model",
+        lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.quantization,
     ),
     Unsupported(
         "context parallelism",

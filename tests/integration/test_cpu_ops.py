@@ -34,6 +34,43 @@ def test_rotary_embedding_equals_vllms_native_one(is_neox: bool, dtype: torch.dt
         torch.testing.assert_close(ours, theirs.to(dtype))
 
 
+def test_every_activation_that_models_name_can_be_built() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import activation
+
+    x = torch.randn(3, 16)
+    with set_current_vllm_config(VllmConfig()):
+        for name in ("gelu_new", "gelu_fast", "quick_gelu", "gelu", "relu", "silu"):
+            assert activation.get_act_fn(name)(x).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("op", "layer"), [("gelu_new", "NewGELU"), ("gelu_fast", "FastGELU"), ("gelu_quick", "QuickGELU")]
+)
+def test_gelu_variants_equal_vllms_native_ones(op: str, layer: str) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import activation
+
+    x = torch.randn(5, 32)
+    out = torch.empty_like(x)
+    getattr(torch.ops._C, op)(out, x)
+    with set_current_vllm_config(VllmConfig()):
+        torch.testing.assert_close(out, getattr(activation, layer)().forward_native(x))
+
+
+def test_linear_layers_work_on_a_cpu_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would send small weights to a compiled kernel there, which a pure-Python vLLM does not have."""
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", utils.check_cpu_sgl_kernel)
+    cpu_ops.register_kernel_overrides()
+    layer = torch.nn.Linear(384, 512, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(2, 384, dtype=torch.bfloat16)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), layer(x))
+
+
 def test_slot_mapping_of_ragged_requests_and_padding() -> None:
     query_start_loc = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
     positions = torch.tensor([14, 15, 16, 0, 1, 2, 3, 4, 99, 99])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,51 @@ def test_cpu_ranges_and_missing_ranks_are_understood(monkeypatch: pytest.MonkeyP
     assert cpu_resources.cpus_of_rank(2) == cpu_resources.physical_cpus()
 
 
+@pytest.mark.parametrize(("text", "ranks"), [("0,a", 1), ("0|1", 1), ("0", 2), ("0||1", 3), ("-3", 1)])
+def test_a_binding_that_vllm_would_trip_over_is_refused(text: str, ranks: int) -> None:
+    with pytest.raises(Refusal, match="VLLM_CPU_OMP_THREADS_BIND") as caught:
+        cpu_resources.check_bind(text, ranks)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("0-1,4", 1), ("0|1", 2), ("nobind", 4)])
+def test_a_good_binding_is_accepted(text: str, ranks: int) -> None:
+    cpu_resources.check_bind(text, ranks)
+
+
+@pytest.fixture
+def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(cpu_resources, "CGROUP", tmp_path)
+    return tmp_path
+
+
+def test_a_cpu_quota_limits_the_cpus(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
+    assert len(cpu_resources.physical_cpus()) == 64
+    (cgroup / "cpu.max").write_text("max 100000\n")
+    assert len(cpu_resources.physical_cpus()) == 64
+    (cgroup / "cpu.max").write_text("250000 100000\n")
+    assert cpu_resources.physical_cpus() == [1000, 1001, 1002]
+
+
+def test_a_memory_limit_counts_but_page_cache_does_not(cgroup: Path) -> None:
+    unlimited = cpu_resources.available_bytes()
+    assert unlimited > 0
+    (cgroup / "memory.max").write_text(f"{1000 << 20}\n")
+    (cgroup / "memory.current").write_text(f"{900 << 20}\n")
+    assert cpu_resources.available_bytes() == 100 << 20
+    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {200 << 20}\nactive_file 2\n")
+    assert cpu_resources.available_bytes() == 300 << 20
+
+
+def test_the_weights_of_a_local_checkpoint_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 10)
+    (tmp_path / "b.safetensors").write_bytes(b"x" * 5)
+    (tmp_path / "config.json").write_bytes(b"x")
+    assert cpu_resources.checkpoint_bytes(str(tmp_path)) == 15
+    assert cpu_resources.checkpoint_bytes("owner/name") == 0
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_resources, "available_bytes", lambda: 16 * GIB)
@@ -45,24 +92,37 @@ class TestKvBytes:
     BLOCK = 1 << 20
 
     def test_default_is_4_gib(self) -> None:
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 1) == 4 * GIB
+        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 0, 1) == 4 * GIB
+
+    def test_the_weights_come_first(self) -> None:
+        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 12 * GIB, 1) == 1 * GIB
+
+    def test_an_automatic_length_is_never_refused(self) -> None:
+        assert kv_bytes_per_rank(None, self.BLOCK, 16, None, 0, 1) == 4 * GIB
+        assert kv_bytes_per_rank(self.BLOCK, self.BLOCK, 16, None, 0, 1) == self.BLOCK
+
+    def test_no_length_is_proposed_where_none_fits(self) -> None:
+        with pytest.raises(Refusal) as caught:
+            kv_bytes_per_rank(100_000, self.BLOCK, 16, 1024, 0, 1)
+        assert "--max-model-len" not in str(caught.value)
+        assert "0.10 MiB" in str(caught.value)
 
     def test_default_is_shared_by_the_ranks(self) -> None:
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 2) == 2 * GIB
+        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 0, 2) == 2 * GIB
 
     def test_a_long_request_may_take_up_to_half_of_what_is_free(self) -> None:
         tokens = 16 * (6 * GIB // self.BLOCK)
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, tokens, 1) == 6 * GIB + self.BLOCK
+        assert kv_bytes_per_rank(None, self.BLOCK, 16, tokens, 0, 1) == 6 * GIB + self.BLOCK
 
     def test_an_explicit_size_is_honoured(self) -> None:
-        assert kv_bytes_per_rank(10 * GIB, self.BLOCK, 16, 1024, 1) == 10 * GIB
+        assert kv_bytes_per_rank(10 * GIB, self.BLOCK, 16, 1024, 0, 1) == 10 * GIB
 
     @pytest.mark.parametrize(("requested", "tokens"), [(None, 16 * 9000), (64 << 20, 1024)])
     def test_what_does_not_fit_is_refused_with_the_length_that_does(self, requested: int | None, tokens: int) -> None:
         with pytest.raises(Refusal, match="--max-model-len") as caught:
-            kv_bytes_per_rank(requested, self.BLOCK, 16, tokens, 1)
+            kv_bytes_per_rank(requested, self.BLOCK, 16, tokens, 0, 1)
         fits = int(str(caught.value).split("--max-model-len ")[1].split()[0])
         assert fits % 16 == 0
-        assert kv_bytes_per_rank(requested, self.BLOCK, 16, fits, 1) > 0
+        assert kv_bytes_per_rank(requested, self.BLOCK, 16, fits, 0, 1) > 0
         with pytest.raises(Refusal):
-            kv_bytes_per_rank(requested, self.BLOCK, 16, fits + 1, 1)
+            kv_bytes_per_rank(requested, self.BLOCK, 16, fits + 1, 0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -79,6 +78,20 @@ def test_preemption_recomputes_to_the_same_answers(models: dict[str, Path]) -> N
     check(outputs, expected)
 
 
+@pytest.mark.parametrize("block_size", [8, 24])
+def test_any_block_size_runs(block_size: int, models: dict[str, Path], prompts: list[list[int]]) -> None:
+    expected = hugging_face_answers(models["llama-gqa-64"], prompts, MAX_TOKENS)
+    with engine(models["llama-gqa-64"], block_size=block_size) as llm:
+        check(generate(llm, prompts), expected)
+
+
+def test_an_automatic_length_fits_the_cache(models: dict[str, Path]) -> None:
+    with engine(models["llama-gqa-64"], max_model_len=-1, kv_cache_memory_bytes=3 << 20) as llm:
+        fitted = llm.llm_engine.vllm_config.model_config.max_model_len
+        assert 128 <= fitted < 4096
+        assert len(generate(llm, random_prompts([fitted - 20]))[0].outputs[0].token_ids) == MAX_TOKENS
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_stays_near_fp32(dtype: str, models: dict[str, Path], prompts: list[list[int]]) -> None:
     """The whole model is rounded, so only the first token's log-probability is compared, at the dtype's precision."""
@@ -95,8 +108,9 @@ def test_half_precision_stays_near_fp32(dtype: str, models: dict[str, Path], pro
 
 def test_attention_threads_follow_the_option(models: dict[str, Path]) -> None:
     from fastattention_vllm.attention import cpu
+    from fastattention_vllm.integration.cpu_resources import physical_cpus
 
     with engine(models["llama-gqa-64"], additional_config={"fastattention": {"cpu_threads": 1}}):
         assert cpu.num_threads() == 1
     with engine(models["llama-gqa-64"]):
-        assert cpu.num_threads() == len(os.sched_getaffinity(0))
+        assert cpu.num_threads() == len(physical_cpus())

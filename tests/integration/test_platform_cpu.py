@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,16 @@ class TestBinding:
 
     def test_what_the_user_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_BIND, "0|0")
-        assert self.bound(1) == ["0", "0"]
+        assert self.bound(2) == ["0", "0"]
+
+    def test_auto_is_ours_to_resolve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(THREADS_BIND, "auto")
+        assert len(self.bound(2)) == 2
+
+    def test_a_binding_for_another_number_of_ranks_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(THREADS_BIND, "0|0")
+        with pytest.raises(Refusal, match=r"0\|0"):
+            self.bound(1)
 
 
 def test_our_backend_is_the_default_where_vllm_has_no_kernels() -> None:
@@ -62,6 +72,19 @@ def test_a_vllm_with_kernels_of_its_own_keeps_its_default(monkeypatch: pytest.Mo
     assert Platform._uses_fastattention(compat.ensure_backend_member())
 
 
-def test_quantised_weights_are_refused() -> None:
-    with pytest.raises(Refusal, match="awq"):
-        Platform._check_weights(SimpleNamespace(model_config=SimpleNamespace(quantization="awq")))  # type: ignore[arg-type]
+def test_compiling_without_python_headers_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm.config import CompilationMode
+
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(mode=CompilationMode.DYNAMO_TRACE_ONCE))
+    Platform._check_compiler(config)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(Refusal, match="python3-dev"):
+        Platform._check_compiler(config)
+
+
+def test_gpus_are_told_that_there_is_no_kernel_for_them() -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    from fastattention_vllm.integration.backend import FastAttentionBackend
+
+    assert not FastAttentionBackend.supports_compute_capability(DeviceCapability(9, 0))

@@ -16,15 +16,44 @@ def test_the_entry_points_are_installed() -> None:
         assert entry.load() is function
 
 
-def test_the_platform_is_ours_without_an_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plugin, "ACCELERATOR_DEVICES", (str(tmp_path / "nvidia[0-9]*"),))
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine whose NPU device nodes are the files of a folder, and on which vLLM finds what the test says."""
+    monkeypatch.setattr(plugin, "NPU_DEVICES", (str(tmp_path / "davinci[0-9]*"),))
+    return tmp_path
+
+
+def found_by_vllm(monkeypatch: pytest.MonkeyPatch, **found: str | None) -> None:
+    import vllm.platforms
+
+    probes = {"cpu": lambda: "the CPU platform"} | {name: lambda path=path: path for name, path in found.items()}
+    monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", probes)
+
+
+def test_the_platform_is_ours_without_an_accelerator(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_by_vllm(monkeypatch, cuda=None, rocm=None)
     assert plugin.platform() == plugin.CPU_PLATFORM
 
 
-def test_the_platform_steps_back_for_an_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plugin, "ACCELERATOR_DEVICES", (str(tmp_path / "nvidia[0-9]*"),))
-    (tmp_path / "nvidia0").touch()
+def test_the_platform_steps_back_for_an_npu(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_by_vllm(monkeypatch, cuda=None)
+    (devices / "davinci0").touch()
     assert plugin.platform() is None
+
+
+def test_the_platform_steps_back_for_a_gpu_that_vllm_finds(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_by_vllm(monkeypatch, cuda="the CUDA platform")
+    assert plugin.platform() is None
+
+
+def test_a_probe_that_fails_has_found_nothing(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.platforms
+
+    def fail() -> str:
+        raise OSError("no driver")
+
+    monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", {"cuda": fail})
+    assert plugin.platform() == plugin.CPU_PLATFORM
 
 
 def test_vllm_resolves_its_platform_to_ours() -> None:

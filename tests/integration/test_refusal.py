@@ -44,6 +44,12 @@ def test_vllms_own_validation_error_keeps_its_message_without_the_frame() -> Non
     assert "\n" not in shown
 
 
+def test_what_merely_happened_before_does_not_hide_a_bug() -> None:
+    error = KeyError("bug")
+    error.__context__ = ValueError("handled before")
+    assert sentence(error) is None
+
+
 def test_a_message_that_lists_everything_is_cut_short() -> None:
     shown = sentence(ValueError("architecture X is not supported; supported: " + ", ".join(map(str, range(999)))))
     assert shown is not None

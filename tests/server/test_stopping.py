@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.server.conftest import ROOT, Served, start, stop
+from tests.server.conftest import ROOT, Served, free_port, start, stop
 
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
@@ -27,6 +28,26 @@ def test_no_process_is_left(ended: tuple[Served, list[psutil.Process], signal.Si
     if signum is not signal.SIGKILL:
         assert own.launcher.returncode == 0
         assert "Traceback" not in own.log.read_text()
+
+
+@pytest.mark.parametrize("moment", ["Starting: vllm serve", "EngineCore"])
+def test_no_process_is_left_when_stopped_while_starting(moment: str, tmp_path: Path) -> None:
+    log = tmp_path / "serve.log"
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / "serve.py")],
+            env=os.environ | {"PORT": str(free_port())},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    deadline = time.monotonic() + 120
+    while moment not in log.read_text():
+        assert launcher.poll() is None
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    assert stop(Served(0, "", launcher, log)) == []
+    assert launcher.returncode == 0
+    assert "Traceback" not in log.read_text().split("Stopping the server")[-1]
 
 
 @pytest.mark.parametrize("port", ["http", "0", "70000"])
