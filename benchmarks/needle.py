@@ -80,7 +80,7 @@ def find_needles(model: Any, tokens: int, attention: str) -> dict[str, Any]:
     print(f"{tokens:>7} tokens, {attention}: {sum(found)} of {len(found)} needles found, {seconds:.1f} s", flush=True)
     return {
         "case": f"needle {tokens} tokens {model.dtype} {attention}".replace("torch.", ""),
-        "metric": "serve needles found",
+        "metric": "prefill needles found",
         "unit": f"of {len(found)}",
         "ours": sum(found),
         "peer_name": None,

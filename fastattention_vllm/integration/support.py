@@ -149,6 +149,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda c: c.parallel_config.data_parallel_size > 1 and c.parallel_config.data_parallel_size,
     ),
     Unsupported(
+        "pipeline parallelism",
+        "vLLM's CPU workers fail when they pass activations between stages",
+        "use --tensor-parallel-size instead",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1 and c.parallel_config.pipeline_parallel_size,
+    ),
+    Unsupported(
         "LoRA",
         "it is untested on this path",
         "remove --enable-lora and merge the adapter into the weights",

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     ),
     "a KV connector": (plain(), {"kv_offloading_size": 1.0}),
     "data parallelism": (plain(), {"data_parallel_size": 2}),
+    "pipeline parallelism": (plain(), {"pipeline_parallel_size": 2}),
     "LoRA": (plain(), {"enable_lora": True}),
     "a mixture-of-experts model": (model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=64), {}),
     "quantised weights": (
