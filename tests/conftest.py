@@ -4,10 +4,10 @@ import os
 
 from hypothesis import settings
 
+import tests.environment  # noqa: F401  keeps a copy of the environment as it is now
+
 # In-process engines: one interpreter, no spawned engine core, so that tests see errors where they happen.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # The same examples every time, so that a change and nothing else turns a run red. HYPOTHESIS_PROFILE=search looks for
 # new ones.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.fastattention")
 
+# The value of VLLM_CPU_OMP_THREADS_BIND that was set here, to tell it from a user's.
+OWN_BIND = "FASTATTENTION_THREADS_BIND"
 RAY_EXECUTOR = "fastattention_vllm.integration.ray_executor.CpuRayExecutor"
 
 
@@ -34,7 +36,6 @@ class FastAttentionCpuPlatform(CpuPlatform):
     ray_device_key: str = "GPU"
     # vLLM compiles a few small functions even with --enforce-eager; on CPUs that would need a C++ compiler at run time.
     simple_compile_backend: str = "eager"
-    _own_bind = ""
 
     @classmethod
     def device_count(cls) -> int:
@@ -119,17 +120,17 @@ class FastAttentionCpuPlatform(CpuPlatform):
                 "`apt-get install python3-dev`, or pass --enforce-eager."
             )
 
-    @classmethod
-    def _bind_cpus(cls, vllm_config: VllmConfig) -> None:
+    @staticmethod
+    def _bind_cpus(vllm_config: VllmConfig) -> None:
         """Give every local rank its own CPUs. vLLM's "auto" demands one NUMA node per rank."""
         ranks = vllm_config.parallel_config.local_world_size
-        # What an earlier engine of this process was given is ours to replace; what the user set is not.
+        # What an earlier engine of this process, or of its parent, was given is ours to replace; the user's is not.
         asked = os.environ.get(cpu_resources.THREADS_BIND, "auto") or "auto"
-        if asked not in ("auto", cls._own_bind):
+        if asked not in ("auto", os.environ.get(OWN_BIND)):
             cpu_resources.check_bind(asked, ranks)
             return
         groups = cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)
-        cls._own_bind = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
+        os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
         # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
         # after its turn steals the other's.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

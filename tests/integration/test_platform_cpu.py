@@ -10,6 +10,7 @@ import pytest
 
 from fastattention_vllm.integration import compat, cpu_ops
 from fastattention_vllm.integration.cpu_resources import THREADS_BIND, physical_cpus
+from fastattention_vllm.integration.platform_cpu import OWN_BIND
 from fastattention_vllm.integration.platform_cpu import FastAttentionCpuPlatform as Platform
 from fastattention_vllm.integration.refusal import Refusal
 
@@ -22,7 +23,7 @@ def with_ranks(ranks: int) -> Any:
 def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(THREADS_BIND, "")
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
-    monkeypatch.setattr(Platform, "_own_bind", "")
+    monkeypatch.setenv(OWN_BIND, "")
 
 
 @pytest.mark.usefixtures("unbound")

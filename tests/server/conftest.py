@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -16,6 +15,8 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+
+from tests.environment import USER_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = "Ctrl-C stops the server."
@@ -51,7 +52,7 @@ def start(log: Path) -> Served:
         launcher = subprocess.Popen(
             [sys.executable, str(ROOT / "scripts" / "serve.py")],
             cwd=ROOT,
-            env=os.environ | {"PORT": str(port)},
+            env=USER_ENVIRONMENT | {"PORT": str(port)},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

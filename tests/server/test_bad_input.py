@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import DeepseekV3Config, Gemma3TextConfig
 
+from tests.environment import USER_ENVIRONMENT
 from tests.reference_models import VOCAB, llama, save_random
 
 VLLM = Path(sys.executable).parent / "vllm"
@@ -28,7 +29,7 @@ def serve(*arguments: str, **environment: str) -> str:
     """Run `vllm serve` with input that must be refused; return what it said."""
     process = subprocess.Popen(
         [str(VLLM), "serve", *arguments],
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"} | environment,
+        env=USER_ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "WARNING"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

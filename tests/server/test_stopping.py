@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.environment import USER_ENVIRONMENT
 from tests.server.conftest import ROOT, Served, free_port, start, stop
 
 
@@ -36,7 +36,7 @@ def test_no_process_is_left_when_stopped_while_starting(moment: str, tmp_path: P
     with log.open("wb") as output:
         launcher = subprocess.Popen(
             [sys.executable, str(ROOT / "scripts" / "serve.py")],
-            env=os.environ | {"PORT": str(free_port())},
+            env=USER_ENVIRONMENT | {"PORT": str(free_port())},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -54,7 +54,7 @@ def test_no_process_is_left_when_stopped_while_starting(moment: str, tmp_path: P
 def test_a_port_that_is_none_is_refused(port: str) -> None:
     result = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "serve.py")],
-        env=os.environ | {"PORT": port},
+        env=USER_ENVIRONMENT | {"PORT": port},
         capture_output=True,
         text=True,
         check=False,
@@ -73,7 +73,7 @@ def test_a_taken_port_is_refused_before_anything_starts() -> None:
         port = str(taken.getsockname()[1])
         result = subprocess.run(
             [sys.executable, str(ROOT / "scripts" / "serve.py")],
-            env=os.environ | {"PORT": port},
+            env=USER_ENVIRONMENT | {"PORT": port},
             capture_output=True,
             text=True,
             timeout=30,
