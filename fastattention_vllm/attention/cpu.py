@@ -22,7 +22,7 @@ import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 
@@ -53,6 +53,7 @@ class _AttentionProblem(ctypes.Structure):
         ("block_table", c_void_p),
         ("kv_start_loc", c_void_p),
         ("alibi_slopes", c_void_p),
+        ("sinks", c_void_p),
         ("num_tokens", c_int64),
         ("num_blocks", c_int64),
         ("block_table_width", c_int64),
@@ -238,7 +239,7 @@ def run(
     query, key, value = problem.query, problem.key, problem.value
     query_start_loc, seq_lens = problem.query_start_loc, problem.seq_lens
     block_table, kv_start_loc = problem.block_table, problem.kv_start_loc
-    slopes = problem.alibi_slopes
+    slopes, sinks = problem.alibi_slopes, problem.sinks
 
     reason = can_run(problem)
     if reason is not None:
@@ -286,6 +287,13 @@ def run(
         if num_heads > 1 and slopes.stride(-1) != 1:
             raise ValueError("alibi_slopes must be contiguous in its last dimension.")
         slope_stride = slopes.stride(0) if slopes.dim() == 2 else 0
+    if sinks is not None:
+        if sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or sinks.device != _CPU:
+            raise ValueError(
+                f"sinks must be [{num_heads}] float32 on cpu, not {_shape(sinks)} {sinks.dtype} on {sinks.device}."
+            )
+        if num_heads > 1 and sinks.stride(0) != 1:
+            raise ValueError(f"sinks must be contiguous, but its stride is {sinks.stride(0)}.")
 
     if out is None or (lse is None and return_lse):
         padded = num_seqs == 0 or int(query_start_loc[-1]) < num_tokens
@@ -326,6 +334,7 @@ def run(
         None if block_table is None else block_table.data_ptr() or key.data_ptr(),
         None if kv_start_loc is None else kv_start_loc.data_ptr(),
         None if slopes is None else slopes.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         num_tokens,
         key.shape[0],
         table_width,

@@ -26,6 +26,8 @@ def fast_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Attention over a batch of equally long sequences.
 
@@ -46,11 +48,15 @@ def fast_attn_func(
             ``|i + seqlen_k - seqlen_q - j|`` to the score.
         deterministic: accepted for compatibility; results are always bit-reproducible.
         return_attn_probs: also return the log-sum-exp of the scores.
+        sinks: ``[num_heads]`` float32, not part of flash_attn's interface: the learned attention sinks of GPT-OSS
+            (arXiv 2508.10925), an argument of that name in vLLM too. Each head's softmax gets one more key of that
+            score and of value zero: ``out = sum_j(exp(s_j) v_j) / (sum_j(exp(s_j)) + exp(sinks[h]))``. The score is
+            taken as it is, without scale, softcap, mask or slope, and ``softmax_lse`` includes it.
 
     Returns:
         ``[batch, seqlen_q, num_heads, head_size]`` in the dtype of ``q``; with ``return_attn_probs`` the tuple
         ``(out, softmax_lse, None)``, where ``softmax_lse`` is ``[batch, num_heads, seqlen_q]`` float32, natural log,
-        and -inf for a query that sees no key.
+        and -inf, or the head's sink, for a query that sees no key.
 
     Raises:
         ValueError: for dropout, for tensors that require gradients, for a device without kernels, and for tensors that
@@ -60,7 +66,7 @@ def fast_attn_func(
     kernels_for(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.ops.fastattention.attention(
-        q, k, v, alibi_slopes, scale, causal, window_size[0], window_size[1], softcap
+        q, k, v, alibi_slopes, sinks, scale, causal, window_size[0], window_size[1], softcap
     )
     return (out, lse, None) if return_attn_probs else out
 
@@ -82,6 +88,8 @@ def fast_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Attention over sequences of different lengths, lying one behind the other or in pages.
 
@@ -110,6 +118,7 @@ def fast_attn_varlen_func(
         cu_seqlens_k,
         block_table,
         alibi_slopes,
+        sinks,
         scale,
         causal,
         window_size[0],
@@ -132,14 +141,15 @@ def _refuse_training(dropout_p: float, *tensors: torch.Tensor) -> None:
 @torch.library.custom_op(
     "fastattention::attention",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, float scale, bool causal, SymInt window_left, "
-    "SymInt window_right, float softcap) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, float scale, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap) -> (Tensor, Tensor)",
 )
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     causal: bool,
     window_left: int,
@@ -168,6 +178,7 @@ def _attention(
         window=(window_left, window_right),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
     kernels_for(q.device).run(problem, out.view(-1, num_heads, head_size), token_lse)
     lse.copy_(token_lse.view(batch, seqlen_q, num_heads).transpose(1, 2))
@@ -180,6 +191,7 @@ def _attention_fake(
     k: torch.Tensor,
     v: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     causal: bool,
     window_left: int,
@@ -194,8 +206,8 @@ def _attention_fake(
     "fastattention::varlen_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? block_table, "
-    "Tensor? alibi_slopes, float scale, bool causal, SymInt window_left, SymInt window_right, float softcap) "
-    "-> (Tensor, Tensor)",
+    "Tensor? alibi_slopes, Tensor? sinks, float scale, bool causal, SymInt window_left, SymInt window_right, "
+    "float softcap) -> (Tensor, Tensor)",
 )
 def _varlen_attention(
     q: torch.Tensor,
@@ -205,6 +217,7 @@ def _varlen_attention(
     cu_seqlens_k: torch.Tensor,
     block_table: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     causal: bool,
     window_left: int,
@@ -226,6 +239,7 @@ def _varlen_attention(
         window=(window_left, window_right),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
     kernels_for(q.device).run(problem, out, lse.transpose(0, 1))
     return out, lse
@@ -240,6 +254,7 @@ def _varlen_attention_fake(
     cu_seqlens_k: torch.Tensor,
     block_table: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     causal: bool,
     window_left: int,

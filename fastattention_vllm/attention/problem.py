@@ -18,7 +18,7 @@ class AttentionProblem:
     With ``q_len = query_start_loc[s + 1] - query_start_loc[s]`` and ``kv_len = seq_lens[s]``, query row ``t`` of
     sequence ``s`` sits at KV position ``p = kv_len - q_len + t`` (bottom-right aligned, as in flash_attn >= 2.1) and
     sees position ``j`` if ``j <= p`` (when causal) and ``p - window[0] <= j <= p + window[1]`` (-1 is unlimited).
-    A row that sees nothing yields ``out = 0`` and ``lse = -inf``.
+    A row that sees nothing yields ``out = 0`` and ``lse = -inf``, or ``lse = sinks[head]`` where there are sinks.
 
     Tokens of ``query`` beyond ``query_start_loc[-1]`` are padding and stay untouched in ``out``.
     """
@@ -46,6 +46,10 @@ class AttentionProblem:
     """``> 0``: scores become ``softcap * tanh(score / softcap)``."""
     alibi_slopes: torch.Tensor | None = None
     """``[num_heads]`` or ``[num_seqs, num_heads]`` fp32: adds ``-slope * |p - j|``."""
+    sinks: torch.Tensor | None = None
+    """``[num_heads]`` fp32, contiguous: for each query head the score of one more key, whose value is zero and which
+    every row sees. Taken as it is: not scaled, capped, masked or sloped. ``lse`` includes it; -inf is no sink. The
+    learned sinks of GPT-OSS (arXiv 2508.10925); StreamingLLM (arXiv 2309.17453) says what they are good for."""
 
     @property
     def num_seqs(self) -> int:

@@ -53,8 +53,11 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
                 slope = problem.alibi_slopes.expand(problem.num_seqs, num_heads)[seq, head].double()
                 score = score - slope * (own - position).abs()
             score = score.masked_fill(~visible, -math.inf)
+            if problem.sinks is not None:  # one more key that every row sees, of value zero
+                sink = problem.sinks[head].double().expand(end - begin, 1)
+                score = torch.cat([score, sink], 1)
             lse[begin:end, head] = score.logsumexp(1)
-            weight = score.softmax(1).masked_fill(blind[:, None], 0.0)
+            weight = score.softmax(1)[:, :kv_len].masked_fill(blind[:, None], 0.0)
             out[begin:end, head] = weight @ value[:, head // group]
     return out, lse
 
@@ -108,6 +111,8 @@ class Case:
     softcap: float = 0.0
     alibi: str = ""
     """``""``, ``"shared"`` or ``"per sequence"``."""
+    sinks: float | None = None
+    """Where the heads' sinks lie, spread by about one; ``-math.inf`` is a sink that changes nothing."""
     padding: int = 0
     """Query tokens after the last sequence."""
     scale: float | None = None
@@ -140,6 +145,7 @@ class Case:
             window=self.window,
             softcap=self.softcap,
             alibi_slopes=slopes,
+            sinks=None if self.sinks is None else self.sinks + torch.randn(self.num_heads, generator=random),
         )
         if self.page_size == 0:
             gap = 3  # rows between sequences that belong to none

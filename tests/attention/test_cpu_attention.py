@@ -75,12 +75,16 @@ MASKS: dict[str, dict[str, object]] = {
     "window own position only": {"window": (0, -1)},
     "window left, one tile and more": {"window": (200, 0)},
     "window both, non-causal": {"causal": False, "window": (17, 40)},
+    "window symmetric, non-causal": {"causal": False, "window": (32, 32)},
     "window right, non-causal": {"causal": False, "window": (-1, 3)},
     "window right is cut by causal": {"window": (-1, 5)},
     "softcap": {"softcap": 3.0, "scale": 1.0},
     "alibi": {"alibi": "shared"},
     "alibi per sequence, non-causal": {"alibi": "per sequence", "causal": False},
-    "all of it": {"alibi": "per sequence", "softcap": 30.0, "window": (90, -1)},
+    "sinks": {"sinks": 4.0},
+    "sinks, non-causal": {"sinks": 4.0, "causal": False},
+    "all of it": {"alibi": "per sequence", "softcap": 30.0, "window": (90, -1), "sinks": 2.0},
+    "all of it, non-causal": {"alibi": "shared", "softcap": 5.0, "window": (60, 25), "sinks": 1.0, "causal": False},
 }
 
 
@@ -89,6 +93,37 @@ MASKS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("group", [1, 4])
 def test_masks(shape: str, mask: str, group: int) -> None:
     check(Case(**SHAPES[shape], num_heads=2 * group, **MASKS[mask]))  # type: ignore[arg-type]
+
+
+FEATURES = MASKS | {
+    "one query head per KV head": {"num_heads": 2},
+    "five": {"num_heads": 10},
+    "eight, one KV head": {"num_heads": 8, "num_kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 112, 128, 192, 256])
+def test_every_feature_at_every_head_size(feature: str, dtype: torch.dtype, head_size: int) -> None:
+    """Each with a decode step, a few query tokens at once (direct panels) and a prefill (packed panels)."""
+    case = Case(q_lens=(1, 3, 40), kv_lens=(259, 140, 75), dtype=dtype, head_size=head_size)
+    check(replace(case, **FEATURES[feature]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sinks", [0.0, 30.0, -30.0, 1e4, -1e4, 1e30, -1e30])
+def test_sinks_of_any_size(shape: str, sinks: float) -> None:
+    check(Case(**SHAPES[shape], sinks=sinks))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sink_of_minus_infinity_changes_no_bit(isa: str, shape: str) -> None:
+    problem = Case(**SHAPES[shape], sinks=-math.inf).build()
+    out, lse = cpu.run(problem, return_lse=True)
+    expected_out, expected_lse = cpu.run(replace(problem, sinks=None), return_lse=True)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -106,6 +141,16 @@ def test_rows_that_see_nothing_are_zero_with_lse_minus_infinity() -> None:
     assert torch.isfinite(lse[4]).all()
 
 
+def test_rows_that_see_nothing_but_a_sink_are_zero_with_the_sink_as_lse(isa: str) -> None:
+    problem = Case(q_lens=(3, 2), kv_lens=(0, 1), sinks=2.0).build()
+    out, lse = cpu.run(problem, return_lse=True)
+    assert lse is not None
+    assert problem.sinks is not None
+    assert (out[:4] == 0).all()
+    assert (lse[:4] == problem.sinks).all()
+    assert (out[4] != 0).any()
+
+
 @pytest.mark.parametrize("kv_dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_cache_in_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -119,6 +164,7 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
     case = Case((q_len, 1), (5000, 2100), 2 * num_kv_heads, num_kv_heads, head_size=40, page_size=page_size)
     check(case)
     check(replace(case, dtype=F16, window=(1777, -1)))
+    check(replace(case, sinks=9.0))  # about as much weight as all 5000 tokens: once more or less would show
 
 
 def test_scores_that_grow_along_the_sequence(isa: str) -> None:
@@ -162,9 +208,10 @@ def test_pages_that_slid_out_of_the_window_are_never_read(isa: str) -> None:
 
 
 @pytest.mark.parametrize("q_len", [1, 40])
-def test_nan_and_infinity_in_the_data_come_out(isa: str, q_len: int) -> None:
+@pytest.mark.parametrize("sinks", [None, 3.0])
+def test_nan_and_infinity_in_the_data_come_out(isa: str, sinks: float | None, q_len: int) -> None:
     """A broken model must not look healthy: whoever sees a NaN yields NaN, and nobody else does."""
-    problem = Case((q_len,), (300,), num_heads=2, num_kv_heads=2, page_size=0).build()
+    problem = Case((q_len,), (300,), num_heads=2, num_kv_heads=2, page_size=0, sinks=sinks).build()
     position = 300 - q_len // 2 - 1
     problem.key[problem.kv_start_loc[0] + position, 0, 3] = math.nan  # type: ignore[index]
     out, _ = cpu.run(problem)
@@ -173,11 +220,17 @@ def test_nan_and_infinity_in_the_data_come_out(isa: str, q_len: int) -> None:
     assert out[~sees].isfinite().all()
     assert out[:, 1].isfinite().all()
 
-    problem = Case((q_len,), (300,), num_heads=2, num_kv_heads=2, page_size=0).build()
+    problem = Case((q_len,), (300,), num_heads=2, num_kv_heads=2, page_size=0, sinks=sinks).build()
     problem.value[problem.kv_start_loc[0] + 7, 1, 5] = math.inf  # type: ignore[index]
     out, _ = cpu.run(problem)
     assert (out[:, 1, 5] == math.inf).all()
     assert out[:, 0].isfinite().all()
+
+    problem = Case((q_len,), (300,), sinks=0.0).build()
+    problem.sinks[3] = math.nan  # type: ignore[index]
+    out, _ = cpu.run(problem)
+    assert out[:, 3].isnan().all()
+    assert out[:, :3].isfinite().all()
 
 
 def test_lse_may_have_any_strides() -> None:
@@ -212,6 +265,7 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.tuples(st.integers(-1, 150), st.integers(-1, 150)) | st.just((-1, -1))),
         softcap=draw(st.sampled_from([0.0, 0.0, 5.0, 50.0])),
         alibi=draw(st.sampled_from(["", "", "shared", "per sequence"])),
+        sinks=draw(st.sampled_from([None, None, 0.0, 5.0, -5.0, 100.0, -1e4, 1e30, -math.inf])),
         padding=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 1 << 30)),
     )

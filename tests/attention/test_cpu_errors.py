@@ -77,6 +77,11 @@ def i32(*values: int) -> torch.Tensor:
         (PAGED, {"scale": math.nan}, "scale must be a number"),
         (PAGED, {"alibi_slopes": torch.zeros(3)}, r"alibi_slopes must be \[4\] or \[2, 4\], not \[3\]"),
         (PAGED, {"alibi_slopes": torch.zeros(4).double()}, "alibi_slopes must be float32 on cpu"),
+        (PAGED, {"sinks": torch.zeros(3)}, r"sinks must be \[4\] float32 on cpu, not \[3\] torch.float32 on cpu"),
+        (PAGED, {"sinks": torch.zeros(2, 4)}, r"sinks must be \[4\] float32 on cpu, not \[2, 4\]"),
+        (PAGED, {"sinks": torch.zeros(4).bfloat16()}, r"sinks must be .*, not \[4\] torch.bfloat16"),
+        (PAGED, {"sinks": torch.zeros(4, device="meta")}, "sinks must be .* on meta"),
+        (PAGED, {"sinks": torch.zeros(8)[::2]}, "sinks must be contiguous, but its stride is 2"),
     ],
 )
 def test_problems_that_do_not_fit(problem: AttentionProblem, change: dict[str, Any], message: str) -> None:
@@ -260,7 +265,7 @@ class TestLibrary:
         other = tmp_path / "other.so"
         subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
         done = python("cpu.isa()", FASTATTENTION_CPU_LIBRARY=str(other))
-        assert "speaks version 99 of the CPU kernel interface, this package version 1" in done.stderr
+        assert "speaks version 99 of the CPU kernel interface, this package version 2" in done.stderr
 
 
 def test_importing_attention_does_not_import_vllm() -> None:

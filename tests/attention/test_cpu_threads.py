@@ -21,7 +21,7 @@ from tests.attention.oracle import Case
 pytestmark = pytest.mark.usefixtures("restore_threads")
 
 # Prefill blocks, decode splits with merges, and short sequences, in one batch.
-CASE = Case((1, 200, 20, 1), (9000, 500, 4000, 30), num_heads=8, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+CASE = Case((1, 200, 20, 1), (9000, 500, 4000, 30), num_heads=8, num_kv_heads=2, dtype=torch.bfloat16, sinks=5.0)
 
 
 def run(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:

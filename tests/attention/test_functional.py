@@ -58,6 +58,7 @@ def varlen(case: Case) -> dict[str, Any]:
         "window_size": case.window,
         "softcap": case.softcap,
         "alibi_slopes": problem.alibi_slopes,
+        "sinks": problem.sinks,
         "block_table": problem.block_table,
     }
 
@@ -65,14 +66,18 @@ def varlen(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("function", "theirs"), [(fast_attn_func, FLASH_ATTN_FUNC), (fast_attn_varlen_func, FLASH_ATTN_VARLEN_FUNC)]
 )
-def test_the_signature_is_flash_attns(function: Any, theirs: str) -> None:
+def test_the_signature_is_flash_attns_and_one_argument_by_name(function: Any, theirs: str) -> None:
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    assert str(inspect.Signature(bare)) == theirs
+    assert str(inspect.Signature(bare)) == theirs[:-1] + ", *, sinks=None)"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "heads first", "head_size strided"])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (7, 3)}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (7, 3)}, {"softcap": 5.0}, {"sinks": torch.tensor([2.0, -1.0, 4.0, 0.0])}],
+    ids=str,
+)
 def test_fixed_length_matches_the_definition(layout: str, options: dict[str, Any]) -> None:
     q, k, v = batch()
     if layout == "heads first":  # [B, H, S, D] tensors, as torch SDPA has them
@@ -93,7 +98,10 @@ def test_fixed_length_matches_the_definition(layout: str, options: dict[str, Any
         score = score.masked_fill(distance > 0, -math.inf)
     if "window_size" in options:
         score = score.masked_fill((distance < -7) | (distance > 3), -math.inf)
-    expected = torch.einsum("bhqk,bkhd->bqhd", score.softmax(-1), v.double().repeat_interleave(2, 2))
+    if "sinks" in options:
+        score = torch.cat([score, options["sinks"].double()[:, None, None].expand(3, 4, 20, 1)], -1)
+    weight = score.softmax(-1)[..., :50]
+    expected = torch.einsum("bhqk,bkhd->bqhd", weight, v.double().repeat_interleave(2, 2))
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(lse.double(), score.logsumexp(-1), rtol=1e-6, atol=4e-6)
 
@@ -112,8 +120,9 @@ def test_fixed_length_matches_torch_sdpa(causal: bool, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("alibi", ["", "shared", "per sequence"])
-def test_varlen_matches_the_oracle(page_size: int, alibi: str) -> None:
-    case = Case((5, 0, 70), (30, 9, 70), page_size=page_size, alibi=alibi, window=(50, -1))
+@pytest.mark.parametrize("sinks", [None, 2.0])
+def test_varlen_matches_the_oracle(page_size: int, alibi: str, sinks: float | None) -> None:
+    case = Case((5, 0, 70), (30, 9, 70), page_size=page_size, alibi=alibi, sinks=sinks, window=(50, -1))
     out, lse, _ = fast_attn_varlen_func(**varlen(case), return_attn_probs=True)
     assert lse.shape == (4, 75)
     problem = case.build()
@@ -156,6 +165,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         fast_attn_func(q[:2], k, v)
     with pytest.raises(ValueError, match="key and value must agree"):
         fast_attn_func(q, k, v[:, :-1])
+    with pytest.raises(ValueError, match=r"sinks must be \[4\] float32 on cpu, not \[2\]"):
+        fast_attn_func(q, k, v, sinks=torch.zeros(2))
 
 
 def test_compiled_without_graph_breaks() -> None:
@@ -182,10 +193,11 @@ def test_varlen_compiled_without_graph_breaks() -> None:
 
 def test_operators_pass_torchs_own_checks() -> None:
     q, k, v = batch()
-    slopes = torch.rand(4)
-    for window, alibi in (((-1, -1), None), ((5, 0), slopes)):
-        torch.library.opcheck(torch.ops.fastattention.attention, (q, k, v, alibi, 0.1, True, *window, 0.0))
+    per_head = torch.rand(4)
+    for window, alibi, sinks in (((-1, -1), None, None), ((5, 0), per_head, per_head + 1)):
+        torch.library.opcheck(torch.ops.fastattention.attention, (q, k, v, alibi, sinks, 0.1, True, *window, 0.0))
     for page_size in (0, 16):
-        a = varlen(Case((5, 9), (30, 9), page_size=page_size))
-        tensors = [a[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes")]
+        a = varlen(Case((5, 9), (30, 9), page_size=page_size, sinks=1.0))
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "sinks")
+        tensors = [a[name] for name in names]
         torch.library.opcheck(torch.ops.fastattention.varlen_attention, (*tensors, 0.1, True, -1, -1, 0.0))

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or a signature below changes; the Python wrapper refuses any other number. */
-#define FA_CPU_ABI_VERSION 1
+#define FA_CPU_ABI_VERSION 2
 
 typedef enum fa_dtype { FA_F32 = 0, FA_F16 = 1, FA_BF16 = 2 } fa_dtype;
 
@@ -31,6 +31,10 @@ typedef enum fa_status {
  * Row t sees KV position j iff
  *     (!causal || j <= p)  &&  (window_left < 0 || j >= p - window_left)  &&  (window_right < 0 || j <= p +
  * window_right) with p = kv_len - q_len + t. A row that sees nothing gets out = 0 and lse = -inf.
+ *
+ * With sinks, each query head has one more key of score sinks[head] and value zero, which every row sees:
+ *     out = sum_j(e^(s_j - m) v_j) / (sum_j(e^(s_j - m)) + e^(sinks[head] - m)), m the highest of all scores,
+ * and lse includes it. A row that sees nothing else gets out = 0 and lse = sinks[head].
  *
  * KV position j of sequence s is read at
  *     paged      : block = block_table[s * block_table_stride + j / page_size], token = j % page_size
@@ -57,6 +61,7 @@ typedef struct fa_attention_problem {
   const int32_t* block_table;     /* [num_seqs, >= ceil(max kv_len / page_size)] or NULL */
   const int32_t* kv_start_loc;    /* [num_seqs], only when block_table is NULL */
   const float* alibi_slopes;      /* NULL, or [num_seqs or 1, num_heads]: adds -slope * |p - j| to the score */
+  const float* sinks;             /* NULL, or [num_heads]: taken as it is, without scale, softcap, mask or slope */
   int64_t num_tokens;             /* query rows; query_start_loc may not go beyond */
   int64_t num_blocks;             /* paged: pages in the cache; contiguous: rows of key and value */
   int64_t block_table_width;      /* pages a row of block_table can name */

@@ -85,13 +85,16 @@ void load_queries(const fa_attention_problem& problem, const WorkItem& item, int
   });
 }
 
+// Normalises a row once everything it sees is summed up: the one place, and the one time, that its sink is counted.
 void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head, const float* output, float maximum,
                 float sum) {
+  float weight = 1.0f;
+  if (problem.sinks != nullptr) weight = add_sink(problem.sinks[head], maximum, sum);
   const bool saw_nothing = sum == 0.0f;
   with_dtype(problem.dtype, [&](auto* type) {
     auto* out =
         static_cast<decltype(type)>(problem.out) + token * problem.out_token_stride + head * problem.out_head_stride;
-    store_output(output, problem.head_size, saw_nothing ? 0.0f : 1.0f / sum, out);
+    store_output(output, problem.head_size, saw_nothing ? 0.0f : weight / sum, out);
   });
   if (problem.lse != nullptr) {
     problem.lse[token * problem.lse_token_stride + head * problem.lse_head_stride] =

@@ -49,6 +49,17 @@ inline float softmax_row(float* scores, int begin, int end, bool boundary, int v
   return rescale;
 }
 
+// One more key with this score and value zero. Updates maximum and sum as a tile of that key alone would, and returns
+// the factor for what was summed before. A sink of -inf changes no bit.
+inline float add_sink(float sink, float& maximum, float& sum) {
+  const float new_maximum = sink > maximum ? sink : maximum;
+  const float shift = new_maximum == -kInfinity ? 0.0f : new_maximum;
+  const float rescale = new_maximum == maximum ? 1.0f : exp_nonpositive(maximum - shift);
+  maximum = new_maximum;
+  sum = sum * rescale + exp_nonpositive(sink - shift);
+  return rescale;
+}
+
 inline void apply_softcap(float* scores, int begin, int end, float softcap) {
   const Vec cap = splat(softcap);
   for (int column = begin; column < end; column += kWidth) {
