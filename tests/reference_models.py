@@ -7,9 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 1000
+WINDOW = 48
+"""Shorter than most prompts, and neither a multiple of a block nor of a tile."""
 
 
 def llama(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> LlamaConfig:
@@ -18,6 +34,80 @@ def llama(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) ->
 
 def qwen3(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> Qwen3Config:
     return Qwen3Config(**_shape(num_heads, num_kv_heads, head_size, layers))
+
+
+def mistral() -> MistralConfig:
+    """A sliding window in every layer."""
+    return MistralConfig(**_shape(4, 2, 64, 3), sliding_window=WINDOW)
+
+
+def gemma2() -> Gemma2Config:
+    """Soft-capped scores; windowed and full layers take turns; head size 256."""
+    return Gemma2Config(
+        **_shape(4, 2, 256, 4), sliding_window=WINDOW, query_pre_attn_scalar=256, attn_logit_softcapping=20.0
+    )
+
+
+def gemma3() -> Gemma3TextConfig:
+    """Five windowed layers for a full one."""
+    return Gemma3TextConfig(**_shape(4, 1, 256, 7), sliding_window=WINDOW, query_pre_attn_scalar=256)
+
+
+def gemma3n() -> Gemma3nTextConfig:
+    """The last layers have no KV cache of their own: each reads that of an earlier layer of its kind."""
+    config = Gemma3nTextConfig(
+        **_shape(4, 2, 64, 6),
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=3,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=32,
+        altup_num_inputs=2,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.0] * 6,
+    )
+    return config
+
+
+def gpt_oss() -> GptOssConfig:
+    """Attention sinks, windowed and full layers in turn, mixture of experts."""
+    shape = _shape(8, 2, 64, 4) | {"intermediate_size": 64, "hidden_size": 128}
+    return GptOssConfig(**shape, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2)
+
+
+def qwen3_moe() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        **_shape(4, 2, 64, 3), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1
+    )
+
+
+def phi3() -> Phi3Config:
+    """Fused projections and a sliding window; its head size is hidden_size / num_attention_heads."""
+    shape = _shape(4, 2, 96, 3) | {"hidden_size": 384}
+    del shape["head_dim"]
+    return Phi3Config(**shape, sliding_window=WINDOW, pad_token_id=0)
+
+
+def bloom() -> BloomConfig:
+    """ALiBi. Six heads: not a power of two, whose slopes come from another formula."""
+    return BloomConfig(
+        vocab_size=VOCAB, hidden_size=6 * 32, n_head=6, n_layer=3, bos_token_id=0, eos_token_id=1, initializer_range=0.15
+    )
+
+
+def opt() -> OPTConfig:
+    return OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        word_embed_proj_dim=128,
+        ffn_dim=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        bos_token_id=0,
+        eos_token_id=1,
+        init_std=0.15,
+    )
 
 
 def _shape(num_heads: int, num_kv_heads: int, head_size: int, layers: int) -> dict[str, object]:

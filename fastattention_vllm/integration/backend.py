@@ -58,6 +58,22 @@ class FastAttentionBackend(AttentionBackend):
         return head_size <= cpu_kernels.MAX_HEAD_SIZE and head_size % cpu_kernels.HEAD_SIZE_MULTIPLE == 0
 
     @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in support.ATTENTION_TYPES
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         # The kernels take strides, so any layout runs; this one keeps a head's tokens together for decode.
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
@@ -97,7 +113,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
     ) -> FastAttentionMetadata:
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
-            raise NotImplementedError("per-request causality is not supported by fastattention")
+            raise Refusal("this model asks for causality per request, which fastattention does not support.")
         return FastAttentionMetadata(
             query_start_loc=common.query_start_loc_cpu[: common.num_reqs + 1],
             seq_lens=common.seq_lens[: common.num_reqs],
@@ -124,7 +140,7 @@ def start_cpu_threads(vllm_config: Any) -> None:
 
 
 class FastAttentionImpl(AttentionImpl[Any]):
-    """One attention layer."""
+    """One attention layer: decoder attention over the KV cache, or encoder-only attention over this step's tokens."""
 
     def __init__(
         self,
@@ -138,23 +154,18 @@ class FastAttentionImpl(AttentionImpl[Any]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **features: Any,
     ) -> None:
         # The start-up check sees the model's config; a layer that still asks for more is refused here.
         unsupported = {
-            "ALiBi": alibi_slopes is not None,
-            "a sliding window": sliding_window is not None,
-            "logit soft-capping": bool(logits_soft_cap),
-            f"attention type {AttentionType(attn_type).value}": attn_type != AttentionType.DECODER,
+            f"attention type {AttentionType(attn_type).value}": attn_type not in support.ATTENTION_TYPES,
             f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype not in support.KV_CACHE_DTYPES,
-            f"sharing another layer's KV cache ({kv_sharing_target_layer_name})": (
-                kv_sharing_target_layer_name is not None
-            ),
-        } | {name: value is not None for name, value in features.items()}
+        } | {name: value not in (None, False) for name, value in features.items()}
         asked = [name for name, wanted in unsupported.items() if wanted]
         if asked:
             raise Refusal(
-                f"this model's attention layers use {', '.join(asked)}, which fastattention does not support yet; "
+                f"this model's attention layers use {', '.join(asked)}, which fastattention does not support; "
                 "serve another model."
             )
         self.num_heads = num_heads
@@ -162,6 +173,16 @@ class FastAttentionImpl(AttentionImpl[Any]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = logits_soft_cap or 0.0
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # The layer's own parameter: its weights are loaded later, and may be loaded anew.
+        self.sinks = sinks
+        self.is_encoder = attn_type == AttentionType.ENCODER_ONLY
+        # vLLM counts the token itself, the kernels what lies on either side of it.
+        reach = -1 if sliding_window is None else sliding_window - 1
+        self.window = (reach, reach if self.is_encoder else -1)
+        # vLLM skips the cache update of such a layer, and binds the other layer's cache to it.
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def do_kv_cache_update(
         self,
@@ -172,6 +193,8 @@ class FastAttentionImpl(AttentionImpl[Any]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Scatter this step's ``key``, ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into the cache."""
+        if self.is_encoder:  # has no cache: every request is whole in one step
+            return
         key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
         num_tokens = slot_mapping.shape[0]
         cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping)
@@ -188,22 +211,36 @@ class FastAttentionImpl(AttentionImpl[Any]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend ``query [num_tokens, num_heads, head_size]`` over the cache into ``output`` (same shape).
+        """Attend ``query [num_tokens, num_heads, head_size]`` into ``output`` (same shape).
+
+        Decoder layers attend over the cache; encoder-only ones over ``key`` and ``value``
+        ``[>= num_tokens, num_kv_heads, head_size]``, which decoder layers leave alone (a layer that shares another
+        one's cache has none).
 
         ``num_tokens`` may exceed the batch's real tokens (padding); those rows stay as they are.
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
-        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
+        block_table = kv_start_loc = None
+        if self.is_encoder:
+            kv_start_loc = attn_metadata.query_start_loc[:-1]
+        else:
+            key, value = split_kv_cache(kv_cache, self.head_size)
+            block_table = attn_metadata.block_table
         problem = AttentionProblem(
             query=query,
-            key=key_cache,
-            value=value_cache,
+            key=key,
+            value=value,
             query_start_loc=attn_metadata.query_start_loc,
             seq_lens=attn_metadata.seq_lens,
-            block_table=attn_metadata.block_table,
             scale=self.scale,
             causal=attn_metadata.causal,
+            block_table=block_table,
+            kv_start_loc=kv_start_loc,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=None if self.sinks is None else self.sinks.detach().float(),
         )
         cpu_kernels.run(problem, out=output)
         return output

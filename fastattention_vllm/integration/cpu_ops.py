@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fastattention_vllm.integration import cpu_moe, cpu_speculation
+
 _library: Any = None  # a torch.library.Library; its methods are untyped
 _compiled_vllm: bool | None = None
 
@@ -47,6 +49,12 @@ def define_missing_ops() -> None:
         ("gelu_quick", _gelu_quick),
     ):
         _define(f"{name}(Tensor(a!) out, Tensor input) -> ()", function)
+    _define("prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()", cpu_moe.prepack_moe_weight)
+    _define(
+        "cpu_fused_moe(Tensor(a!) out, Tensor input, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, "
+        "Tensor topk_weights, Tensor topk_ids, bool skip_weighted, str act, str isa) -> ()",
+        cpu_moe.cpu_fused_moe,
+    )
 
 
 def register_kernel_overrides() -> None:
@@ -56,7 +64,9 @@ def register_kernel_overrides() -> None:
     from vllm.model_executor.layers import utils as linear_dispatch
     from vllm.triton_utils.dispatcher import register_kernels
 
-    register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping})
+    register_kernels(
+        {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping} | cpu_speculation.KERNELS
+    )
     # On a CPU with AMX, small weights would go to the compiled sgl-kernel; False leads to torch's own linear.
     linear_dispatch.check_cpu_sgl_kernel = lambda n, k, dtype: False
 

@@ -1,8 +1,13 @@
-"""What is refused at start, as data."""
+"""What the attention backend runs and what it refuses at start, as data.
+
+The start-up check and the table in ``docs/supported.md`` both read ``FEATURES``, so neither can promise what the other
+denies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +19,33 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
+ATTENTION_TYPES = ("decoder", "encoder_only")
+SPECULATION = ("ngram",)
+
+Question = Callable[["VllmConfig"], object]
+"""The value by which a configuration asks for a feature, or something falsy."""
+
+
+@dataclass(frozen=True)
+class Supported:
+    """A feature that runs, and the test that says so."""
+
+    feature: str
+    scope: str
+    """Models that have it, or how far it goes."""
+    tested_by: str
+    """A pytest node of this repository."""
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """One feature the backend does not run (yet)."""
+    """A feature that stops the start."""
 
     feature: str
     why: str
     instead: str
     """What the user can change to get going."""
-    asked_for: Callable[[VllmConfig], object]
-    """The offending value in this configuration, or something falsy."""
+    asked_for: Question
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
@@ -45,26 +65,11 @@ def _text_config(config: VllmConfig) -> Any:
     return config.model_config.hf_text_config
 
 
-def _sliding_window(config: VllmConfig) -> object:
-    text = _text_config(config)
-    if config.model_config.disable_sliding_window:
-        return False
-    layer_types: Iterator[str] = iter(getattr(text, "layer_types", None) or ())
-    if any(kind == "sliding_attention" for kind in layer_types):
-        return f"sliding_window {getattr(text, 'sliding_window', None)}"
-    window = config.model_config.get_sliding_window()
-    return f"sliding_window {window}" if window else False
-
-
-def _alibi(config: VllmConfig) -> object:
-    text = _text_config(config)
-    return getattr(text, "alibi", False) or text.model_type in ("bloom", "jais")
-
-
 def _head_size(config: VllmConfig) -> object:
-    head_size = config.model_config.get_head_size()
-    supported = 0 < head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0
-    return False if supported else f"head_size {head_size}"
+    text = _text_config(config)
+    sizes = [config.model_config.get_head_size(), getattr(text, "global_head_dim", None)]
+    wrong = [size for size in sizes if size and (size > MAX_HEAD_SIZE or size % HEAD_SIZE_MULTIPLE)]
+    return wrong and f"head_size {wrong[0]}"
 
 
 def _kv_cache_dtype(config: VllmConfig) -> object:
@@ -74,11 +79,98 @@ def _kv_cache_dtype(config: VllmConfig) -> object:
 
 def _attention_type(config: VllmConfig) -> object:
     kind = config.model_config.attn_type
-    return False if kind == "decoder" else kind
+    return False if kind in ATTENTION_TYPES else kind
 
 
-_ANOTHER_MODEL = "serve a decoder-only model with standard attention (Llama, Qwen, Mistral, ...)"
-_NOT_YET = "it is not implemented yet in the fastattention backend"
+def _speculation(config: VllmConfig) -> object:
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method not in SPECULATION and speculative.method
+
+
+_ANOTHER_MODEL = "serve a decoder-only model with standard attention (Llama, Qwen, Mistral, Gemma, ...)"
+
+SUPPORTED: tuple[Supported, ...] = (
+    Supported(
+        "causal decoder attention",
+        "Llama, Qwen, Phi, OPT, ...: multi-head, grouped-query and multi-query",
+        "tests/integration/test_engine.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "head sizes",
+        f"multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}",
+        "tests/integration/test_models.py::test_head_sizes_equal_hugging_face",
+    ),
+    Supported(
+        "sliding-window attention",
+        "Mistral (every layer), Gemma-2, Gemma-3, GPT-OSS (mixed with full layers)",
+        "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "attention logit soft-capping",
+        "Gemma-2",
+        "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "ALiBi position bias",
+        "Bloom, MPT; not the square-root variant",
+        "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "attention sinks",
+        "GPT-OSS",
+        "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "KV cache sharing between layers",
+        "Gemma-3n",
+        "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "encoder-only attention",
+        "embedding models: BERT, ModernBERT (bidirectional window), ...",
+        "tests/integration/test_encoder.py::test_embeddings_equal_hugging_face",
+    ),
+    Supported(
+        "causal embedding models",
+        "any supported decoder, `--runner pooling`",
+        "tests/integration/test_encoder.py::test_causal_embeddings_equal_hugging_face",
+    ),
+    Supported(
+        "speculative decoding",
+        f"methods: {', '.join(SPECULATION)}",
+        "tests/integration/test_speculation.py::test_ngram_speculation_changes_no_token",
+    ),
+    Supported(
+        "LoRA",
+        "adapters chosen per request",
+        "tests/integration/test_lora.py::test_adapters_equal_hugging_face",
+    ),
+    Supported(
+        "mixture-of-experts models",
+        "unquantised experts: GPT-OSS, Qwen3-MoE",
+        "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "dtypes",
+        "fp32, fp16, bf16; KV cache in the model's dtype, fp16 or bf16",
+        "tests/integration/test_engine.py::test_half_precision_stays_near_fp32",
+    ),
+    Supported(
+        "torch.compile",
+        "vLLM's default on CPUs; `--enforce-eager` starts sooner",
+        "tests/integration/test_engine.py::test_compiled_equals_hugging_face",
+    ),
+    Supported(
+        "chunked prefill, prefix caching, preemption",
+        "any block size",
+        "tests/integration/test_engine.py::test_prefix_caching_serves_from_cache_without_changing_answers",
+    ),
+    Supported(
+        "tensor parallelism",
+        "gloo, under mp and Ray",
+        "tests/server/test_tensor_parallel.py",
+    ),
+)
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
@@ -88,8 +180,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda c: c.model_config.use_mla and _text_config(c).model_type,
     ),
     Unsupported(
-        "a model whose attention is not causal decoder attention",
-        "encoder, cross-attention, hybrid state-space and attention-free models need more than paged causal attention",
+        "a model that is neither a decoder nor encoder-only",
+        "cross attention, hybrid state-space and attention-free models need more than self-attention",
         _ANOTHER_MODEL,
         _attention_type,
     ),
@@ -100,23 +192,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda c: c.model_config.is_multimodal_model and _text_config(c).model_type,
     ),
     Unsupported(
-        "sliding-window attention",
-        _NOT_YET,
-        "serve a model without one, or try --disable-sliding-window, which caps the length at the window",
-        _sliding_window,
-    ),
-    Unsupported(
-        "attention logit soft-capping",
-        _NOT_YET,
+        "chunked local attention",
+        "it is untested in the fastattention backend",
         _ANOTHER_MODEL,
-        lambda c: getattr(_text_config(c), "attn_logit_softcapping", None),
-    ),
-    Unsupported("ALiBi position bias", _NOT_YET, _ANOTHER_MODEL, _alibi),
-    Unsupported(
-        "attention sinks",
-        _NOT_YET,
-        _ANOTHER_MODEL,
-        lambda c: _text_config(c).model_type == "gpt_oss" and "gpt_oss",
+        lambda c: getattr(_text_config(c), "attention_chunk_size", None),
     ),
     Unsupported(
         "this head size",
@@ -131,10 +210,16 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _kv_cache_dtype,
     ),
     Unsupported(
-        "speculative decoding",
-        "several query tokens per decode step are untested in the fastattention backend",
-        "remove --speculative-config",
-        lambda c: c.speculative_config is not None,
+        "this method of speculative decoding",
+        "its draft model is untested on this path",
+        f"use one of: {', '.join(SPECULATION)}, or remove --speculative-config",
+        _speculation,
+    ),
+    Unsupported(
+        "n-gram speculative decoding without numba",
+        "vLLM's n-gram proposer is compiled by numba, which is not installed",
+        "`pip install numba`, or remove --speculative-config",
+        lambda c: c.speculative_config is not None and importlib.util.find_spec("numba") is None,
     ),
     Unsupported(
         "a KV connector",
@@ -153,18 +238,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "vLLM's CPU workers fail when they pass activations between stages",
         "use --tensor-parallel-size instead",
         lambda c: c.parallel_config.pipeline_parallel_size > 1 and c.parallel_config.pipeline_parallel_size,
-    ),
-    Unsupported(
-        "LoRA",
-        "it is untested on this path",
-        "remove --enable-lora and merge the adapter into the weights",
-        lambda c: c.lora_config is not None,
-    ),
-    Unsupported(
-        "a mixture-of-experts model",
-        "its experts need vLLM's compiled CPU kernels, which a pure-Python vLLM does not have",
-        "serve a dense model",
-        lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.is_moe and _text_config(c).model_type,
     ),
     Unsupported(
         "quantised weights",

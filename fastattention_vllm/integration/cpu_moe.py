@@ -1,0 +1,82 @@
+"""Torch stand-ins for vLLM's compiled mixture-of-experts kernels, for unquantised experts.
+
+Why and until when: as ``cpu_ops``, which defines them. Written for exactness and clarity; a model whose experts matter
+for speed wants a vLLM with compiled CPU kernels. Reference: ``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+# GPT-OSS's clamped swiglu; vLLM's compiled kernel has the same two numbers built in.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
+def prepack_moe_weight(weight: torch.Tensor, packed: torch.Tensor, isa: str) -> None:
+    """The compiled kernels reorder weights for their tiles; torch's matmul wants them as they are."""
+    packed.copy_(weight)
+
+
+def cpu_fused_moe(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    skip_weighted: bool,
+    activation: str,
+    isa: str,
+) -> None:
+    """Sum of each token's experts.
+
+    Args:
+        out, hidden: ``[num_tokens, hidden_size]``.
+        w13: ``[num_experts, 2 * intermediate_size, hidden_size]``; ``w2``: ``[num_experts, hidden_size,
+            intermediate_size]``; the biases without the last dimension.
+        topk_weights, topk_ids: ``[num_tokens, experts_per_token]``.
+        skip_weighted: the weights are in ``hidden`` already.
+        activation: a key of ``ACTIVATIONS``.
+    """
+    activate = ACTIVATIONS[activation]
+    total = torch.zeros(hidden.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        if not 0 <= expert < w13.shape[0]:
+            continue
+        tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+        gate_up = functional.linear(hidden[tokens], w13[expert], None if w13_bias is None else w13_bias[expert])
+        result = functional.linear(activate(gate_up), w2[expert], None if w2_bias is None else w2_bias[expert]).float()
+        if not skip_weighted:
+            result *= topk_weights[tokens, choices, None]
+        total.index_add_(0, tokens, result)
+    out.copy_(total)
+
+
+def _packed(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """All gates, then all ups."""
+
+    def activate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return activate
+
+
+def _swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS: gate and up take turns."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(gate * SWIGLU_ALPHA)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": _packed(functional.silu),
+    "gelu": _packed(functional.gelu),
+    "gelu_tanh": _packed(lambda gate: functional.gelu(gate, approximate="tanh")),
+    "swigluoai": _swiglu_oai,
+}

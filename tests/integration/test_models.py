@@ -1,0 +1,47 @@
+"""Every attention feature, in the models that have it, against Hugging Face transformers in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PretrainedConfig
+
+from tests import reference_models as reference
+from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.reference_models import hugging_face_answers, random_prompts, save_random
+
+# One token, around block and window borders, several windows and chunks of 64.
+LENGTHS = (1, 15, 17, 47, 48, 49, 64, 65, 130, 300)
+
+MODELS: dict[str, Callable[[], PretrainedConfig]] = {
+    "mistral": reference.mistral,
+    "gemma2": reference.gemma2,
+    "gemma3": reference.gemma3,
+    "gemma3n": reference.gemma3n,
+    "gpt-oss": reference.gpt_oss,
+    "qwen3-moe": reference.qwen3_moe,
+    "phi3": reference.phi3,
+    "bloom": reference.bloom,
+    "opt": reference.opt,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> None:
+    """Chunked prefill (300-token prompts in 64-token steps) mixed with decode."""
+    model = save_random(MODELS[name](), tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model) as llm:
+        check(generate(llm, prompts), expected)
+
+
+@pytest.mark.parametrize("head_size", [32, 96, 112, 192, 256])
+def test_head_sizes_equal_hugging_face(head_size: int, tmp_path: Path) -> None:
+    model = save_random(reference.llama(4, 2, head_size, layers=2), tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model) as llm:
+        check(generate(llm, prompts), expected)
