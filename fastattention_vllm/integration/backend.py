@@ -15,7 +15,6 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
@@ -26,7 +25,7 @@ from fastattention_vllm.integration.refusal import Refusal
 logger = init_logger("vllm.fastattention")
 
 
-class FastAttentionBackend(AttentionBackend):
+class FastAttentionBackend(compat.BackendMembers, AttentionBackend):
     """``--attention-backend fastattention``: what vLLM asks before it builds any layer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
@@ -73,11 +72,6 @@ class FastAttentionBackend(AttentionBackend):
     def supports_non_causal(cls) -> bool:
         return True
 
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # The kernels take strides, so any layout runs; this one keeps a head's tokens together for decode.
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
-
 
 @dataclass
 class FastAttentionMetadata:
@@ -90,6 +84,8 @@ class FastAttentionMetadata:
     block_table: torch.Tensor
     """``[num_reqs, max_blocks]`` int32."""
     causal: bool
+    slot_mapping: torch.Tensor | None = None
+    """``[num_tokens]`` int64. vLLM hands it to ``do_kv_cache_update`` itself; upstream's backend tests read it here."""
 
 
 class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
@@ -119,6 +115,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor[: common.num_reqs],
             causal=common.causal,
+            slot_mapping=common.slot_mapping,
         )
 
 
@@ -195,7 +192,7 @@ class FastAttentionImpl(AttentionImpl[Any]):
         """Scatter this step's ``key``, ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into the cache."""
         if self.is_encoder:  # has no cache: every request is whole in one step
             return
-        key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
+        key_cache, value_cache = compat.split_kv_cache(kv_cache, self.head_size)
         num_tokens = slot_mapping.shape[0]
         cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping)
 
@@ -225,7 +222,7 @@ class FastAttentionImpl(AttentionImpl[Any]):
         if self.is_encoder:
             kv_start_loc = attn_metadata.query_start_loc[:-1]
         else:
-            key, value = split_kv_cache(kv_cache, self.head_size)
+            key, value = compat.split_kv_cache(kv_cache, self.head_size)
             block_table = attn_metadata.block_table
         problem = AttentionProblem(
             query=query,
@@ -244,12 +241,3 @@ class FastAttentionImpl(AttentionImpl[Any]):
         )
         cpu_kernels.run(problem, out=output)
         return output
-
-
-def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``, in vLLM's cache tensor.
-
-    vLLM >= 0.29 hands out ``[num_blocks, num_kv_heads, block_size, K | V]``.
-    """
-    tokens_first = kv_cache.transpose(1, 2)
-    return tokens_first[..., :head_size], tokens_first[..., head_size:]

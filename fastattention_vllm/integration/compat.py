@@ -1,18 +1,30 @@
-"""Every difference between vLLM versions, found by feature test, each with the versions it serves."""
+"""Every difference between vLLM versions, found by feature test, each with the versions it serves.
+
+No version number is compared here, except to refuse what was never tested. What differs in ways that need no code:
+``use_cascade_attention`` (asked up to 0.31) has a default in vLLM's own base class; on CPUs ``seq_lens`` is on the CPU
+everywhere; arguments that newer versions add are taken by ``**kwargs`` or a default where they arrive. The compiled CPU
+ops that each version calls are listed in ``cpu_ops``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from fastattention_vllm.integration.refusal import Refusal
 
-SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.33")
-"""Tested range. Widened, never narrowed, and only together with the tests that prove it."""
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+GIB = 1 << 30
+SUPPORTED_VLLM = SpecifierSet(">=0.19.1,<0.33")
+"""Tested range. Widened, never narrowed, and only together with the tests that prove it (`make conformance`)."""
 
 BACKEND_NAME = "FASTATTENTION"
 BACKEND_PATH = "fastattention_vllm.integration.backend.FastAttentionBackend"
@@ -43,12 +55,126 @@ def ensure_backend_member() -> Any:
 
     members: Any = registry.AttentionBackendEnum
     if BACKEND_NAME not in members.__members__:
-        # vLLM >= 0.32 takes a new name.
-        registry.register_backend(BACKEND_NAME, BACKEND_PATH)
+        if hasattr(members, "register"):  # >= 0.32
+            registry.register_backend(BACKEND_NAME, BACKEND_PATH)
+        else:  # <= 0.31
+            _add_member(members)
+            registry.register_backend(members[BACKEND_NAME], BACKEND_PATH)
     member = members[BACKEND_NAME]
     member.__reduce_ex__ = _reduce
     return member
 
 
+def _add_member(members: Any) -> None:
+    """What ``Enum`` does for a name in the class body, once more after it is closed; Python offers no call for it."""
+    member = object.__new__(members)
+    member._name_, member._value_ = BACKEND_NAME, BACKEND_PATH
+    member.__objclass__ = members
+    member._sort_order_ = len(members._member_names_)
+    members._member_map_[BACKEND_NAME] = member
+    members._value2member_map_[BACKEND_PATH] = member
+    members._member_names_.append(BACKEND_NAME)
+
+
 def _reduce(protocol: int) -> tuple[Callable[[], Any], tuple[()]]:
     return ensure_backend_member, ()
+
+
+class BackendMembers:
+    """Members of an ``AttentionBackend`` that only some versions ask for. Goes before vLLM's base class."""
+
+    accept_output_buffer = True
+    """<= 0.19: forward() writes into the output it is given. Newer ones take that for granted."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """<= 0.28: the backend chooses. This is the 4-D shape that newer versions hand out in their default layout."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """>= 0.29. The kernels take strides, so any layout runs; the first keeps a head's tokens together."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+
+
+def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``, in vLLM's cache tensor.
+
+    That is ``[num_blocks, num_kv_heads, block_size, K | V]``, with any strides; in upstream's tests up to 0.25 it is
+    ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
+    """
+    if kv_cache.dim() == 5:
+        key, value = kv_cache.unbind(1)
+        return key, value
+    tokens_first = kv_cache.transpose(1, 2)
+    return tokens_first[..., :head_size], tokens_first[..., head_size:]
+
+
+def requested_kv_bytes(vllm_config: VllmConfig) -> int | None:
+    """KV cache bytes per rank that the user asked for: --kv-cache-memory-bytes; <= 0.19 also VLLM_CPU_KVCACHE_SPACE."""
+    from vllm import envs
+
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is None and hasattr(cache, "cpu_kvcache_space_bytes"):
+        space = envs.VLLM_CPU_KVCACHE_SPACE
+        return None if space is None else int(space) * GIB
+    requested: int | None = cache.kv_cache_memory_bytes
+    return requested
+
+
+def set_kv_bytes(vllm_config: VllmConfig, count: int) -> None:
+    """Give every rank's KV cache ``count`` bytes, after vLLM's CPU platform has chosen its own."""
+    cache: Any = vllm_config.cache_config
+    cache.kv_cache_memory_bytes = count
+    if hasattr(cache, "cpu_kvcache_space_bytes"):  # <= 0.19: the CPU worker reads nothing else
+        cache.cpu_kvcache_space_bytes = count
+
+
+def check_ray(vllm_config: VllmConfig) -> None:
+    """Refuse Ray where vLLM has none that runs on CPUs: <= 0.19 has only the executor built on compiled graphs.
+
+    Raises:
+        Refusal: --distributed-executor-backend ray is asked for.
+    """
+    asked = vllm_config.parallel_config.distributed_executor_backend
+    if asked == "ray" and importlib.util.find_spec("vllm.v1.executor.ray_executor_v2") is None:
+        raise Refusal(
+            f"--distributed-executor-backend ray does not run on CPUs with vLLM {metadata.version('vllm')}; "
+            "use --distributed-executor-backend mp, or vLLM 0.23 or newer."
+        )
+
+
+def has_kernel_dispatcher() -> bool:
+    """>= 0.32: other implementations of Triton kernels are registered by name, when a worker asks for them."""
+    return importlib.util.find_spec("vllm.triton_utils.dispatcher") is not None
+
+
+def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
+    """Put ``kernels``, by their Triton kernel's full name, in the place of the Triton kernels.
+
+    <= 0.31: the CPU model runner takes replacements from ``cpu_triton_utils`` by the kernel's own name; those for names
+    that this version's runner does not look up stay unused.
+    """
+    if has_kernel_dispatcher():
+        from vllm.triton_utils.dispatcher import register_kernels
+
+        register_kernels(dict(kernels))
+        return
+    from vllm.utils import cpu_triton_utils
+
+    for name, function in kernels.items():
+        setattr(cpu_triton_utils, name.rpartition(".")[2], _Launchable(function))
+
+
+class _Launchable:
+    """A function that is launched as a Triton kernel: ``kernel[grid](...)``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: object) -> Callable[..., Any]:
+        return self.function

@@ -53,7 +53,7 @@ def cpus_of_rank(local_rank: int) -> list[int]:
     """The CPUs bound to ``local_rank``, as the platform (or the user) put them into the environment."""
     groups = os.environ.get(THREADS_BIND, "").split("|")
     if local_rank < len(groups) and groups[local_rank] not in ("", "auto", "nobind"):
-        return _parse_cpu_list(groups[local_rank])
+        return parse_cpu_list(groups[local_rank])
     return physical_cpus()
 
 
@@ -68,7 +68,7 @@ def check_bind(text: str, ranks: int) -> None:
     groups = text.split("|")
     try:
         for group in groups:
-            _parse_cpu_list(group)
+            parse_cpu_list(group)
     except ValueError:
         groups = []
     if len(groups) != ranks:
@@ -78,7 +78,8 @@ def check_bind(text: str, ranks: int) -> None:
         )
 
 
-def _parse_cpu_list(text: str) -> list[int]:
+def parse_cpu_list(text: str) -> list[int]:
+    """CPU numbers of vLLM's and the kernel's list syntax: ``0,2-5``."""
     cpus: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -50,6 +50,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if cls._uses_fastattention(vllm_config.attention_config.backend):
             check_supported(vllm_config)
             cls._check_kernels()
+        compat.check_ray(vllm_config)
         cls._bind_cpus(vllm_config)
         super().check_and_update_config(vllm_config)
         cls._check_compiler(vllm_config)
@@ -71,6 +72,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
+        # In every version a worker asks this while it builds the model, before it lays out the weights.
+        cpu_ops.keep_linears_off_compiled_kernels()
         if cls._uses_fastattention(selected_backend):
             return compat.BACKEND_PATH
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
@@ -148,8 +151,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
             * model.get_head_size()
             * kv_dtype.itemsize
         )
-        cache.kv_cache_memory_bytes = cpu_resources.kv_bytes_per_rank(
-            cache.kv_cache_memory_bytes,
+        kv_bytes = cpu_resources.kv_bytes_per_rank(
+            compat.requested_kv_bytes(vllm_config),
             bytes_per_block,
             cache.block_size,
             # -1 is `--max-model-len auto`: vLLM then fits the length to the cache, not the cache to the length.
@@ -157,8 +160,9 @@ class FastAttentionCpuPlatform(CpuPlatform):
             cpu_resources.checkpoint_bytes(model.model),
             parallel.local_world_size,
         )
+        compat.set_kv_bytes(vllm_config, kv_bytes)
         logger.info_once(
             "KV cache: %.2f GiB per rank, %d tokens.",
-            cache.kv_cache_memory_bytes / cpu_resources.GIB,
-            cache.kv_cache_memory_bytes // bytes_per_block * cache.block_size,
+            kv_bytes / cpu_resources.GIB,
+            kv_bytes // bytes_per_block * cache.block_size,
         )
