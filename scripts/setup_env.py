@@ -87,8 +87,10 @@ class Step:
         return digest.hexdigest()
 
 
-def run_steps(steps: list[Step]) -> None:
-    done = read_done()
+def run_steps(steps: list[Step], record: Path | None = None) -> None:
+    """Run those of ``steps`` that are not done; ``record`` is the file that remembers it."""
+    record = record or DONE
+    done = read_done(record)
     before = ""
     for number, step in enumerate(steps, 1):
         # Each step depends on those before it: a new torch means a new vLLM.
@@ -98,13 +100,13 @@ def run_steps(steps: list[Step]) -> None:
         with Progress(f"[{number}/{len(steps)}] {step.name}"):
             step.action()
         done[step.name] = before
-        DONE.write_text(json.dumps(done, indent=1))
+        record.write_text(json.dumps(done, indent=1))
 
 
-def read_done() -> dict[str, str]:
+def read_done(record: Path) -> dict[str, str]:
     """Fingerprints of the finished steps; none where the file is absent or was cut short: then all run again."""
     try:
-        done: dict[str, str] = json.loads(DONE.read_text())
+        done: dict[str, str] = json.loads(record.read_text())
     except (OSError, ValueError):
         return {}
     return done
@@ -191,14 +193,14 @@ def install_vllm() -> None:
         raise SetupError(f"{problem}; run `{PYTHON} -m pip cache remove vllm` and start again.")
 
 
-def wrong_vllm(packages: Path) -> str | None:
+def wrong_vllm(packages: Path, wanted: str = VLLM_VERSION) -> str | None:
     """Why the vLLM installed in ``packages`` is not the pure-Python one of the wanted version, or None."""
     records = list(packages.glob("vllm-*.dist-info/RECORD"))
     if len(records) != 1:
         return f"{len(records)} vLLM installs found in .venv"
     version = records[0].parent.name.removeprefix("vllm-").removesuffix(".dist-info")
-    if version != VLLM_VERSION:
-        return f"vLLM {version} is installed instead of {VLLM_VERSION}"
+    if version != wanted:
+        return f"vLLM {version} is installed instead of {wanted}"
     files = (line.split(",", 1)[0] for line in records[0].read_text().splitlines())
     compiled = [name for name in files if name.startswith("vllm/") and name.endswith(".so")]
     if compiled:

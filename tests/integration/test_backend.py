@@ -5,32 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from fastattention_vllm.integration.backend import (
-    FastAttentionBackend,
     FastAttentionImpl,
     FastAttentionMetadata,
     FastAttentionMetadataBuilder,
-    split_kv_cache,
 )
+from fastattention_vllm.integration.compat import split_kv_cache
 from fastattention_vllm.integration.refusal import Refusal
+from tests.integration import kv_caches
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 2, 64, 16
 
 
-def make_cache(layout: KVCacheLayout, num_blocks: int) -> torch.Tensor:
-    """A cache tensor as vLLM hands it out: logical [B, H, N, 2D], physically permuted, full of NaN."""
-    logical = (num_blocks, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
-    order = layout.layer_view_order
-    physical = torch.full([logical[i] for i in order], float("nan"))
-    return physical.permute([order.index(i) for i in range(4)])
-
-
-@pytest.mark.parametrize("layout", FastAttentionBackend.supported_kv_cache_layouts())
-def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(layout: KVCacheLayout) -> None:
+@pytest.mark.parametrize("kind", kv_caches.kinds())
+def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(kind: str) -> None:
     torch.manual_seed(0)
-    cache = make_cache(layout, 9)
+    cache = kv_caches.empty_cache(kind, 9, BLOCK, KV_HEADS, HEAD_SIZE)
     impl = FastAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
     lens, blocks = [21, 5], torch.tensor([[7, 2], [4, 0]], dtype=torch.int32)
     tokens, padded = sum(lens), sum(lens) + 3

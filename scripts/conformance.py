@@ -1,0 +1,197 @@
+"""Upstream vLLM's own attention tests, and its server, on this backend: one table over several vLLM versions.
+
+Installs what it needs under build/conformance/ (kept; 20 GB for all versions, most of it CUDA builds of torch).
+Exits with 1 if a test failed or a suite ran no test. `tests/conformance/README.md` says what is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.conformance_env import TORCH, Environment  # noqa: E402
+from scripts.setup_env import SetupError, check_machine  # noqa: E402
+
+PLUGINS = ROOT / "tests" / "conformance"
+SUITE_TIMEOUT_S = 3600
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    file: str
+    """Relative to upstream's root, or absolute."""
+    select: str = ""
+    """pytest -k: which of the file's tests ask a backend that runs on CPUs."""
+    versions: tuple[str, ...] = tuple(TORCH)
+
+
+SUITES = (
+    Suite(
+        "upstream: attention backends",
+        "tests/v1/attention/test_attention_backends.py",
+        "backend_correctness",
+        # The file of 0.19.1 names CUDA as its device.
+        tuple(version for version in TORCH if version != "0.19.1"),
+    ),
+    Suite("upstream: backend registry", "tests/test_attention_backend_registry.py"),
+    Suite("vllm serve: needle over HTTP", str(PLUGINS / "served_needle.py")),
+)
+
+
+@dataclass
+class Result:
+    """What one suite did in one version."""
+
+    version: str
+    torch: str
+    suite: str
+    passed: int = 0
+    failed: int = 0
+    not_run: int = 0
+    """Skipped by the suite itself: neither passed nor failed."""
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    skips: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.failed == 0 and self.passed > 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", nargs="+", choices=tuple(TORCH), default=list(TORCH), help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the result")
+    options = parser.parse_args(arguments)
+    results: list[Result] = []
+    try:
+        check_machine()
+        for version in options.versions:
+            environment = Environment(version)
+            environment.prepare()
+            results += [
+                run_suite(suite, environment.python, environment.folder, environment.upstream, version)
+                for suite in SUITES
+                if version in suite.versions
+            ]
+    except SetupError as error:
+        print(f"fastattention conformance: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nfastattention conformance: stopped.", file=sys.stderr)
+        return 130
+    print(table(results))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    return exit_status(results)
+
+
+def run_suite(suite: Suite, python: Path, folder: Path, upstream: Path, version: str) -> Result:
+    """Run one suite with ``python``; ``folder`` takes model configurations, log and result."""
+    print(f"vLLM {version}: {suite.name} ...", flush=True)
+    models, entries = folder / "models", folder / "result.json"
+    entries.unlink(missing_ok=True)
+    subprocess.run([str(python), str(PLUGINS / "conformance_models.py"), str(models)], check=True)
+    file = suite.file if Path(suite.file).is_absolute() else str(upstream / suite.file)
+    plugins = (
+        ["conformance_recorder"] if file.startswith(str(PLUGINS)) else ["conformance_recorder", "conformance_upstream"]
+    )
+    command = [str(python), "-m", "pytest", file, "-q", "--noconftest", "-p", "no:cacheprovider"]
+    command += ["-c", os.devnull, "--rootdir", str(folder), *(f"-p{name}" for name in plugins)]
+    command += ["-k", suite.select] if suite.select else []
+    environment = os.environ | {
+        # Upstream's package of tests is called `tests`, as ours is: ours must not be found.
+        "PYTHONPATH": os.pathsep.join([str(PLUGINS), str(upstream)]),
+        "CONFORMANCE_RESULT": str(entries),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    log = folder / (suite.name.split(":")[-1].strip().replace(" ", "-") + ".log")
+    started = time.monotonic()
+    with log.open("wb") as output:
+        try:
+            subprocess.run(
+                command,
+                # Where the models' names are paths.
+                cwd=models,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=SUITE_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            entries.unlink(missing_ok=True)
+    result = read_result(entries, Result(version, installed_torch(python), suite.name), log)
+    result.seconds = round(time.monotonic() - started, 1)
+    return result
+
+
+def read_result(entries: Path, result: Result, log: Path) -> Result:
+    """Count what the recorder wrote; no file means that the run broke off."""
+    if not entries.exists():
+        result.failed, result.problems = 1, [f"the run broke off; see {log}"]
+        return result
+    for name, entry in json.loads(entries.read_text()).items():
+        case = f"{name.rsplit('::', 1)[-1]}: {entry['why']}"
+        if entry["outcome"] == "passed":
+            result.passed += 1
+        elif entry["outcome"] == "skipped":
+            result.not_run += 1
+            result.skips.append(case)
+        else:
+            result.failed += 1
+            result.problems.append(case)
+    return result
+
+
+def installed_torch(python: Path) -> str:
+    code = "from importlib.metadata import version; print(version('torch'))"
+    return subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def table(results: Sequence[Result]) -> str:
+    """The table, then every failure and each reason for which cases were not run."""
+    head = ("vLLM", "torch", "suite", "cases", "passed", "failed", "not run", "seconds")
+    rows = [
+        (
+            result.version,
+            result.torch,
+            result.suite,
+            str(result.passed + result.failed + result.not_run),
+            str(result.passed),
+            str(result.failed),
+            str(result.not_run),
+            f"{result.seconds:.0f}",
+        )
+        for result in results
+    ]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    for result in results:
+        where = f"{result.version} {result.suite}"
+        lines += [f"FAILED {where}: {problem}" for problem in result.problems]
+        reasons = sorted({skip.partition(": ")[2] for skip in result.skips})
+        lines += [f"not run {where}: {reason}" for reason in reasons]
+        if not result.ok and not result.problems:
+            lines.append(f"FAILED {where}: no test passed")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def exit_status(results: Sequence[Result]) -> int:
+    return 0 if results and all(result.ok for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
