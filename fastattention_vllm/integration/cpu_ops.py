@@ -18,6 +18,7 @@ from fastattention_vllm.integration import cpu_moe, cpu_speculation
 
 _library: Any = None  # a torch.library.Library; its methods are untyped
 _compiled_vllm: bool | None = None
+_kernels_replaced = False
 
 
 def has_compiled_vllm_ops() -> bool:
@@ -58,9 +59,11 @@ def define_missing_ops() -> None:
 
 
 def register_kernel_overrides() -> None:
-    """Keep a worker off kernels that are not there: Triton's (none for CPUs here) and vLLM's own."""
-    if has_compiled_vllm_ops():
+    """Keep a worker off kernels that are not there: Triton's (none for CPUs here) and vLLM's own. Idempotent."""
+    global _kernels_replaced
+    if has_compiled_vllm_ops() or _kernels_replaced:
         return
+    _kernels_replaced = True
     from vllm.model_executor.layers import utils as linear_dispatch
     from vllm.triton_utils.dispatcher import register_kernels
 

@@ -25,6 +25,7 @@ logger = init_logger("vllm.fastattention")
 
 # The value of VLLM_CPU_OMP_THREADS_BIND that was set here, to tell it from a user's.
 OWN_BIND = "FASTATTENTION_THREADS_BIND"
+PUNICA_WRAPPER = "fastattention_vllm.integration.cpu_lora.CpuPunicaWrapper"
 RAY_EXECUTOR = "fastattention_vllm.integration.ray_executor.CpuRayExecutor"
 
 
@@ -64,8 +65,14 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        super().register_triton_kernel_overrides()
-        cpu_ops.register_kernel_overrides()
+        if cpu_ops.has_compiled_vllm_ops():
+            super().register_triton_kernel_overrides()
+        else:
+            cpu_ops.register_kernel_overrides()
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return PUNICA_WRAPPER
 
     @classmethod
     def get_attn_backend_cls(

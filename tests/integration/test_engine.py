@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 from transformers import PretrainedConfig
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
-from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
 from tests.reference_models import hugging_face_answers, llama, qwen3, random_prompts, save_random
 
 # One token, around block and tile borders, several chunks of 64.
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 300)
-
-
-def counter(llm: LLM, name: str) -> float:
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 MODELS: dict[str, PretrainedConfig] = {
