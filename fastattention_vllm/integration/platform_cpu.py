@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
-from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.integration import compat, cpu_ops, cpu_resources
+from fastattention_vllm.integration.kv_size import kv_size_of
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import check_supported
@@ -145,27 +145,12 @@ class FastAttentionCpuPlatform(CpuPlatform):
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:
         model, cache = vllm_config.model_config, vllm_config.cache_config
-        parallel = vllm_config.parallel_config
-        kv_dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
-        bytes_per_block = (
-            2
-            * cache.block_size
-            * model.get_num_layers(parallel)
-            * model.get_num_kv_heads(parallel)
-            * model.get_head_size()
-            * kv_dtype.itemsize
-        )
         cache.kv_cache_memory_bytes = cpu_resources.kv_bytes_per_rank(
             cache.kv_cache_memory_bytes,
-            bytes_per_block,
-            cache.block_size,
+            kv_size_of(vllm_config),
             # -1 is `--max-model-len auto`: vLLM then fits the length to the cache, not the cache to the length.
             None if model.original_max_model_len == -1 else model.max_model_len,
             cpu_resources.checkpoint_bytes(model.model),
-            parallel.local_world_size,
+            vllm_config.parallel_config.local_world_size,
         )
-        logger.info_once(
-            "KV cache: %.2f GiB per rank, %d tokens.",
-            cache.kv_cache_memory_bytes / cpu_resources.GIB,
-            cache.kv_cache_memory_bytes // bytes_per_block * cache.block_size,
-        )
+        logger.info_once("KV cache: %.2f GiB per rank.", cache.kv_cache_memory_bytes / cpu_resources.GIB)
