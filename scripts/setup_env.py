@@ -209,7 +209,7 @@ def wrong_vllm(packages: Path) -> str | None:
 def install_package() -> None:
     pip("install", *KERNEL_BUILD_REQUIRES)
     pip("install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
-    pip("install", "packaging", "psutil", "pydantic")
+    pip("install", "numba", "packaging", "psutil", "pydantic")
 
 
 def package_inputs() -> Iterable[str]:

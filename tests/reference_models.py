@@ -97,7 +97,13 @@ def phi3() -> Phi3Config:
 def bloom() -> BloomConfig:
     """ALiBi. Six heads: not a power of two, whose slopes come from another formula."""
     return BloomConfig(
-        vocab_size=VOCAB, hidden_size=6 * 32, n_head=6, n_layer=3, bos_token_id=0, eos_token_id=1, initializer_range=0.15
+        vocab_size=VOCAB,
+        hidden_size=6 * 32,
+        n_head=6,
+        n_layer=3,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.15,
     )
 
 
@@ -123,7 +129,9 @@ def bert() -> BertConfig:
 
 def modernbert() -> ModernBertConfig:
     """Encoder-only, with a window on both sides in two layers of three."""
-    return ModernBertConfig(**_encoder_shape(), local_attention=2 * WINDOW, global_attn_every_n_layers=3, pad_token_id=0)
+    return ModernBertConfig(
+        **_encoder_shape(), local_attention=2 * WINDOW, global_attn_every_n_layers=3, pad_token_id=0
+    )
 
 
 def _encoder_shape() -> dict[str, object]:
@@ -157,7 +165,7 @@ def _shape(num_heads: int, num_kv_heads: int, head_size: int, layers: int) -> di
 
 
 def save_random(config: PretrainedConfig, path: Path, seed: int = 0, kind: type = AutoModelForCausalLM) -> Path:
-    """Write a model with random weights to ``path``. ``kind`` ``AutoModel``: without a head, as embedding models are."""
+    """Write a model with random weights to ``path``; ``kind=AutoModel`` leaves out the head, as embedding models do."""
     torch.manual_seed(seed)
     kind.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path

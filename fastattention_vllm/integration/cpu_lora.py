@@ -1,8 +1,8 @@
 """LoRA on CPUs: requests without an adapter get none.
 
-Why: vLLM marks such tokens with adapter index -1, and its torch implementation (``vllm/lora/ops/torch_ops``) indexes the
-stacked adapters with it, which in torch means the last one. Once ``--max-loras`` adapters are loaded, the base model's
-requests are answered with the last adapter. Seen in 0.32.0. Remove when: vLLM's ``bgmv_*`` torch ops heed -1.
+Why: vLLM marks such tokens with adapter index -1, and its torch implementation (``vllm/lora/ops/torch_ops``) indexes
+the stacked adapters with it, which in torch means the last one. Once ``--max-loras`` adapters are loaded, the base
+model's requests are answered with the last adapter. Seen in 0.32.0. Remove when: vLLM's ``bgmv_*`` torch ops heed -1.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention import cpu as cpu_kernels
-from fastattention_vllm.integration import compat, cpu_ops, cpu_resources
+from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, cpu_sampling
 from fastattention_vllm.integration.kv_size import kv_size_of
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -78,6 +78,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
+        # In every version a worker asks this while it builds the model, before it lays out the weights.
+        cpu_sampling.spare_generators_of_unfinished_prompts()
         if cls._uses_fastattention(selected_backend):
             return compat.BACKEND_PATH
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))

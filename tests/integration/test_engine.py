@@ -81,6 +81,17 @@ def test_any_block_size_runs(block_size: int, models: dict[str, Path], prompts: 
         check(generate(llm, prompts), expected)
 
 
+def test_seeded_sampling_does_not_depend_on_the_chunks(models: dict[str, Path]) -> None:
+    prompts = random_prompts([200, 30])
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    sampled = []
+    for step in (64, 512):
+        with engine(models["llama-gqa-64"], max_num_batched_tokens=step) as llm:
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        sampled.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert sampled[0] == sampled[1]
+
+
 def test_an_automatic_length_fits_the_cache(models: dict[str, Path]) -> None:
     with engine(models["llama-gqa-64"], max_model_len=-1, kv_cache_memory_bytes=3 << 20) as llm:
         fitted = llm.llm_engine.vllm_config.model_config.max_model_len

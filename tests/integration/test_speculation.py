@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm import SamplingParams
 
 from tests.integration.engine import check, counter, engine, generate
 from tests.reference_models import gemma2, hugging_face_answers, llama, random_prompts, save_random
@@ -23,5 +24,11 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
         outputs = generate(llm, prompts, max_tokens=MAX_TOKENS)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+        # A sampled request beside greedy ones: the other half of the rejection sampler, in the same step.
+        greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
+        sampled = SamplingParams(temperature=0.5, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+        mixed = llm.generate([{"prompt_token_ids": p} for p in prompts], [greedy, sampled, greedy], use_tqdm=False)
     check(outputs, expected)
+    check([mixed[0], mixed[2]], [expected[0], expected[2]])
+    assert len(mixed[1].outputs[0].token_ids) == MAX_TOKENS
     assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: nothing was tested"
