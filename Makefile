@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: help serve test test-more lint build setup setup-dev clean
+.PHONY: help serve test test-more lint docs build setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -19,6 +19,9 @@ test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
 
 lint: setup-dev   ## ruff, mypy --strict, clang-format
 	$(VENV)/python scripts/lint.py
+
+docs: setup-dev   ## write the generated pages of docs/
+	$(VENV)/python -m scripts.docs
 
 build: setup      ## build the CPU kernels into .venv
 

@@ -211,7 +211,7 @@ def wrong_vllm(packages: Path, wanted: str = VLLM_VERSION) -> str | None:
 def install_package() -> None:
     pip("install", *KERNEL_BUILD_REQUIRES)
     pip("install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
-    pip("install", "packaging", "psutil", "pydantic")
+    pip("install", "numba", "packaging", "psutil", "pydantic")
 
 
 def package_inputs() -> Iterable[str]:

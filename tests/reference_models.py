@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -16,12 +18,14 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    ModernBertConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.bloom.modeling_bloom import BloomGelu
 
 VOCAB = 1000
 WINDOW = 48
@@ -44,7 +48,10 @@ def mistral() -> MistralConfig:
 def gemma2() -> Gemma2Config:
     """Soft-capped scores; windowed and full layers take turns; head size 256."""
     return Gemma2Config(
-        **_shape(4, 2, 256, 4), sliding_window=WINDOW, query_pre_attn_scalar=256, attn_logit_softcapping=20.0
+        **_shape(4, 2, 256, 4) | {"tie_word_embeddings": True},
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=256,
+        attn_logit_softcapping=20.0,
     )
 
 
@@ -55,8 +62,8 @@ def gemma3() -> Gemma3TextConfig:
 
 def gemma3n() -> Gemma3nTextConfig:
     """The last layers have no KV cache of their own: each reads that of an earlier layer of its kind."""
-    config = Gemma3nTextConfig(
-        **_shape(4, 2, 64, 6),
+    return Gemma3nTextConfig(
+        **_shape(4, 2, 64, 6) | {"tie_word_embeddings": True},
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=3,
@@ -66,7 +73,6 @@ def gemma3n() -> Gemma3nTextConfig:
         laurel_rank=16,
         activation_sparsity_pattern=[0.0] * 6,
     )
-    return config
 
 
 def gpt_oss() -> GptOssConfig:
@@ -91,7 +97,13 @@ def phi3() -> Phi3Config:
 def bloom() -> BloomConfig:
     """ALiBi. Six heads: not a power of two, whose slopes come from another formula."""
     return BloomConfig(
-        vocab_size=VOCAB, hidden_size=6 * 32, n_head=6, n_layer=3, bos_token_id=0, eos_token_id=1, initializer_range=0.15
+        vocab_size=VOCAB,
+        hidden_size=6 * 32,
+        n_head=6,
+        n_layer=3,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.15,
     )
 
 
@@ -108,6 +120,30 @@ def opt() -> OPTConfig:
         eos_token_id=1,
         init_std=0.15,
     )
+
+
+def bert() -> BertConfig:
+    """Encoder-only: every token sees every token."""
+    return BertConfig(**_encoder_shape(), layer_norm_eps=1e-12, pad_token_id=0)
+
+
+def modernbert() -> ModernBertConfig:
+    """Encoder-only, with a window on both sides in two layers of three."""
+    return ModernBertConfig(
+        **_encoder_shape(), local_attention=2 * WINDOW, global_attn_every_n_layers=3, pad_token_id=0
+    )
+
+
+def _encoder_shape() -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+    }
 
 
 def _shape(num_heads: int, num_kv_heads: int, head_size: int, layers: int) -> dict[str, object]:
@@ -128,9 +164,10 @@ def _shape(num_heads: int, num_kv_heads: int, head_size: int, layers: int) -> di
     }
 
 
-def save_random(config: PretrainedConfig, path: Path, seed: int = 0) -> Path:
+def save_random(config: PretrainedConfig, path: Path, seed: int = 0, kind: type = AutoModelForCausalLM) -> Path:
+    """Write a model with random weights to ``path``; ``kind=AutoModel`` leaves out the head, as embedding models do."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    kind.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path
 
 
@@ -149,6 +186,10 @@ class Answer:
 
 def hugging_face_answers(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for module in model.modules():
+        # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.
+        if isinstance(getattr(module, "gelu_impl", None), BloomGelu):
+            module.gelu_impl = torch.nn.GELU()
     answers = []
     for prompt in prompts:
         with torch.no_grad():
@@ -166,3 +207,10 @@ def hugging_face_answers(path: Path, prompts: Sequence[list[int]], max_tokens: i
         logprobs = [float(scores[0].log_softmax(-1)[token]) for scores, token in zip(out.scores, tokens, strict=True)]
         answers.append(Answer(tokens, logprobs))
     return answers
+
+
+def hugging_face_states(path: Path, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
+    """The last hidden state of every token, ``[tokens, hidden_size]`` per prompt."""
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return [model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]

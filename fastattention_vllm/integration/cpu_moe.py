@@ -1,7 +1,8 @@
 """Torch stand-ins for vLLM's compiled mixture-of-experts kernels, for unquantised experts.
 
 Why and until when: as ``cpu_ops``, which defines them. Written for exactness and clarity; a model whose experts matter
-for speed wants a vLLM with compiled CPU kernels. Reference: ``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``.
+for speed wants a vLLM with compiled CPU kernels.
+Reference: ``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def cpu_fused_moe(
     """
     activate = ACTIVATIONS[activation]
     total = torch.zeros(hidden.shape, dtype=torch.float32)
-    for expert in topk_ids.unique().tolist():
-        if not 0 <= expert < w13.shape[0]:
-            continue
+    for expert in range(w13.shape[0]):
         tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+        if not tokens.numel():
+            continue
         gate_up = functional.linear(hidden[tokens], w13[expert], None if w13_bias is None else w13_bias[expert])
         result = functional.linear(activate(gate_up), w2[expert], None if w2_bias is None else w2_bias[expert]).float()
         if not skip_weighted:

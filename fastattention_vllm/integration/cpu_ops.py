@@ -22,6 +22,7 @@ from fastattention_vllm.integration.cpu_resources import parse_cpu_list
 
 _library: Any = None  # a torch.library.Library; its methods are untyped
 _compiled_vllm: bool | None = None
+_kernels_replaced = False
 
 
 def has_compiled_vllm_ops() -> bool:
@@ -73,13 +74,18 @@ def define_missing_ops() -> None:
 
 
 def register_kernel_overrides() -> None:
-    """Keep a worker off Triton's kernels, of which there are none for CPUs here. Serves vLLM >= 0.32, which asks for it
-    through ``Platform.register_triton_kernel_overrides``; for older ones ``define_missing_ops`` does this too.
+    """Keep a worker off Triton's kernels, of which there are none for CPUs here. Idempotent.
+
+    Serves vLLM >= 0.32, which asks for it through ``Platform.register_triton_kernel_overrides``; for older ones
+    ``define_missing_ops`` does this too.
     """
-    if not has_compiled_vllm_ops():
-        compat.replace_triton_kernels(
-            {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping} | cpu_speculation.KERNELS
-        )
+    global _kernels_replaced
+    if has_compiled_vllm_ops() or _kernels_replaced:
+        return
+    _kernels_replaced = True
+    compat.replace_triton_kernels(
+        {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping} | cpu_speculation.KERNELS
+    )
 
 
 def keep_linears_off_compiled_kernels() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from fastattention_vllm.integration.kv_size import KvSize
 from fastattention_vllm.integration.refusal import Refusal
 
 GIB = 1 << 30
@@ -118,8 +119,7 @@ def _read(path: Path, absent: str) -> str:
 
 def kv_bytes_per_rank(
     requested: int | None,
-    bytes_per_block: int,
-    block_size: int,
+    size: KvSize,
     max_model_len: int | None,
     weight_bytes: int,
     ranks: int,
@@ -132,8 +132,7 @@ def kv_bytes_per_rank(
 
     Args:
         requested: ``--kv-cache-memory-bytes``, or None.
-        bytes_per_block: KV bytes of one block over all layers of one rank.
-        block_size: tokens per block.
+        size: what a request takes on one rank.
         max_model_len: tokens one request may hold; None if vLLM is to fit it to the cache.
         weight_bytes: the checkpoint's, over all ranks.
         ranks: processes that share this machine's memory.
@@ -141,8 +140,7 @@ def kv_bytes_per_rank(
     Raises:
         Refusal: one request of ``max_model_len`` does not fit; names the largest length that does.
     """
-    # Block 0 is vLLM's null block and never holds tokens.
-    one_request = 0 if max_model_len is None else (-(-max_model_len // block_size) + 1) * bytes_per_block
+    one_request = 0 if max_model_len is None else size.of_request(max_model_len)
     available = max(0, available_bytes() - weight_bytes) // ranks
     if requested is not None:
         budget, source = requested, f"--kv-cache-memory-bytes {requested} is"
@@ -150,7 +148,7 @@ def kv_bytes_per_rank(
         budget = max(min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2))
         source = f"half of the {_size(available)} that are free beside the weights are"
     if one_request > budget:
-        fits = (budget // bytes_per_block - 1) * block_size
+        fits = size.longest_request(budget)
         shorter = f"pass --max-model-len {fits} or less, or " if fits > 0 else ""
         raise Refusal(
             f"one request of max_model_len {max_model_len} needs {_size(one_request)} of KV cache per rank, but "

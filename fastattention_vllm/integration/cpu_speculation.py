@@ -48,7 +48,7 @@ def rejection_random_sample(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Accept a draft token with probability ``target / draft``; the first one refused is replaced by a recovered one."""
+    """Accept a draft token with probability ``target / draft``; a recovered one replaces the first one refused."""
     rows = torch.arange(draft_token_ids.numel())
     proposed = draft_token_ids.long()
     known = proposed.clamp(min=0)  # -1 pads, and is refused below

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
-from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from fastattention_vllm.attention import cpu as cpu_kernels
-from fastattention_vllm.integration import compat, cpu_ops, cpu_resources
+from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, cpu_sampling
+from fastattention_vllm.integration.kv_size import kv_size_of
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import check_supported
@@ -25,6 +25,7 @@ logger = init_logger("vllm.fastattention")
 
 # The value of VLLM_CPU_OMP_THREADS_BIND that was set here, to tell it from a user's.
 OWN_BIND = "FASTATTENTION_THREADS_BIND"
+PUNICA_WRAPPER = "fastattention_vllm.integration.cpu_lora.CpuPunicaWrapper"
 RAY_EXECUTOR = "fastattention_vllm.integration.ray_executor.CpuRayExecutor"
 
 
@@ -65,8 +66,14 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        super().register_triton_kernel_overrides()
-        cpu_ops.register_kernel_overrides()
+        if cpu_ops.has_compiled_vllm_ops():
+            super().register_triton_kernel_overrides()
+        else:
+            cpu_ops.register_kernel_overrides()
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return PUNICA_WRAPPER
 
     @classmethod
     def get_attn_backend_cls(
@@ -74,6 +81,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
     ) -> str:
         # In every version a worker asks this while it builds the model, before it lays out the weights.
         cpu_ops.keep_linears_off_compiled_kernels()
+        cpu_sampling.spare_generators_of_unfinished_prompts()
         if cls._uses_fastattention(selected_backend):
             return compat.BACKEND_PATH
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
@@ -140,29 +148,14 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:
-        model, cache = vllm_config.model_config, vllm_config.cache_config
-        parallel = vllm_config.parallel_config
-        kv_dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
-        bytes_per_block = (
-            2
-            * cache.block_size
-            * model.get_num_layers(parallel)
-            * model.get_num_kv_heads(parallel)
-            * model.get_head_size()
-            * kv_dtype.itemsize
-        )
+        model = vllm_config.model_config
         kv_bytes = cpu_resources.kv_bytes_per_rank(
             compat.requested_kv_bytes(vllm_config),
-            bytes_per_block,
-            cache.block_size,
+            kv_size_of(vllm_config),
             # -1 is `--max-model-len auto`: vLLM then fits the length to the cache, not the cache to the length.
             None if model.original_max_model_len == -1 else model.max_model_len,
             cpu_resources.checkpoint_bytes(model.model),
-            parallel.local_world_size,
+            vllm_config.parallel_config.local_world_size,
         )
         compat.set_kv_bytes(vllm_config, kv_bytes)
-        logger.info_once(
-            "KV cache: %.2f GiB per rank, %d tokens.",
-            kv_bytes / cpu_resources.GIB,
-            kv_bytes // bytes_per_block * cache.block_size,
-        )
+        logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / cpu_resources.GIB)

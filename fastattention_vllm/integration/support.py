@@ -61,6 +61,10 @@ def check_supported(vllm_config: VllmConfig) -> None:
             raise Refusal(f"{row.feature}{named} is not supported: {row.why}; {row.instead}.")
 
 
+def has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
 def _text_config(config: VllmConfig) -> Any:
     return config.model_config.hf_text_config
 
@@ -84,7 +88,10 @@ def _attention_type(config: VllmConfig) -> object:
 
 def _speculation(config: VllmConfig) -> object:
     speculative = config.speculative_config
-    return speculative is not None and speculative.method not in SPECULATION and speculative.method
+    if speculative is None:
+        return False
+    sampling = getattr(speculative, "rejection_sample_method", "standard")
+    return speculative.method if speculative.method not in SPECULATION else sampling != "standard" and sampling
 
 
 _ANOTHER_MODEL = "serve a decoder-only model with standard attention (Llama, Qwen, Mistral, Gemma, ...)"
@@ -112,7 +119,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "ALiBi position bias",
-        "Bloom, MPT; not the square-root variant",
+        "Bloom; not the square-root variant",
         "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(
@@ -168,7 +175,7 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         "tensor parallelism",
         "gloo, under mp and Ray",
-        "tests/server/test_tensor_parallel.py",
+        "tests/integration/test_tensor_parallel.py::test_two_ranks_equal_hugging_face",
     ),
 )
 
@@ -211,7 +218,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "this method of speculative decoding",
-        "its draft model is untested on this path",
+        "its drafter or its sampler is untested on this path",
         f"use one of: {', '.join(SPECULATION)}, or remove --speculative-config",
         _speculation,
     ),
@@ -219,7 +226,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "n-gram speculative decoding without numba",
         "vLLM's n-gram proposer is compiled by numba, which is not installed",
         "`pip install numba`, or remove --speculative-config",
-        lambda c: c.speculative_config is not None and importlib.util.find_spec("numba") is None,
+        lambda c: c.speculative_config is not None and not has_numba(),
     ),
     Unsupported(
         "a KV connector",

@@ -34,19 +34,26 @@ def engine(model: Path, **changes: Any) -> Iterator[LLM]:
         "seed": 0,
         "disable_log_stats": False,
     }
-    llm = LLM(**(settings | changes))
+    llm = None
     try:
+        llm = LLM(**(settings | changes))
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
 
 
-def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = MAX_TOKENS) -> list[Any]:
+def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = MAX_TOKENS, **arguments: Any) -> list[Any]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False)
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, **arguments)
+
+
+def counter(llm: LLM, name: str) -> float:
+    """The sum of one of vLLM's metrics since the process started."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 def check(outputs: Sequence[Any], expected: Sequence[Answer]) -> None:

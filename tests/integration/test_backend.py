@@ -86,13 +86,9 @@ def test_metadata_is_cut_to_the_real_requests() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
-        ({"sliding_window": 128}, "sliding window"),
-        ({"logits_soft_cap": 30.0}, "soft-capping"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
         ({"kv_cache_dtype": "fp8"}, "fp8"),
-        ({"kv_sharing_target_layer_name": "layers.0.attn"}, "layers.0.attn"),
-        ({"sinks": torch.zeros(HEADS)}, "sinks"),
+        ({"use_alibi_sqrt": True}, "use_alibi_sqrt"),
     ],
 )
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, object], named: str) -> None:

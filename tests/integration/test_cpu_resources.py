@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.integration import cpu_resources
 from fastattention_vllm.integration.cpu_resources import GIB, format_bind, kv_bytes_per_rank, split_cpus
+from fastattention_vllm.integration.kv_size import KvSize
 from fastattention_vllm.integration.refusal import Refusal
 
 
@@ -90,39 +91,40 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("memory")
 class TestKvBytes:
     BLOCK = 1 << 20
+    SIZE = KvSize(block_size=16, bytes_per_block=BLOCK, full_layers=1)
 
     def test_default_is_4_gib(self) -> None:
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 0, 1) == 4 * GIB
+        assert kv_bytes_per_rank(None, self.SIZE, 1024, 0, 1) == 4 * GIB
 
     def test_the_weights_come_first(self) -> None:
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 12 * GIB, 1) == 1 * GIB
+        assert kv_bytes_per_rank(None, self.SIZE, 1024, 12 * GIB, 1) == 1 * GIB
 
     def test_an_automatic_length_is_never_refused(self) -> None:
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, None, 0, 1) == 4 * GIB
-        assert kv_bytes_per_rank(self.BLOCK, self.BLOCK, 16, None, 0, 1) == self.BLOCK
+        assert kv_bytes_per_rank(None, self.SIZE, None, 0, 1) == 4 * GIB
+        assert kv_bytes_per_rank(self.BLOCK, self.SIZE, None, 0, 1) == self.BLOCK
 
     def test_no_length_is_proposed_where_none_fits(self) -> None:
         with pytest.raises(Refusal) as caught:
-            kv_bytes_per_rank(100_000, self.BLOCK, 16, 1024, 0, 1)
+            kv_bytes_per_rank(100_000, self.SIZE, 1024, 0, 1)
         assert "--max-model-len" not in str(caught.value)
         assert "0.10 MiB" in str(caught.value)
 
     def test_default_is_shared_by_the_ranks(self) -> None:
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, 1024, 0, 2) == 2 * GIB
+        assert kv_bytes_per_rank(None, self.SIZE, 1024, 0, 2) == 2 * GIB
 
     def test_a_long_request_may_take_up_to_half_of_what_is_free(self) -> None:
         tokens = 16 * (6 * GIB // self.BLOCK)
-        assert kv_bytes_per_rank(None, self.BLOCK, 16, tokens, 0, 1) == 6 * GIB + self.BLOCK
+        assert kv_bytes_per_rank(None, self.SIZE, tokens, 0, 1) == 6 * GIB + self.BLOCK
 
     def test_an_explicit_size_is_honoured(self) -> None:
-        assert kv_bytes_per_rank(10 * GIB, self.BLOCK, 16, 1024, 0, 1) == 10 * GIB
+        assert kv_bytes_per_rank(10 * GIB, self.SIZE, 1024, 0, 1) == 10 * GIB
 
     @pytest.mark.parametrize(("requested", "tokens"), [(None, 16 * 9000), (64 << 20, 1024)])
     def test_what_does_not_fit_is_refused_with_the_length_that_does(self, requested: int | None, tokens: int) -> None:
         with pytest.raises(Refusal, match="--max-model-len") as caught:
-            kv_bytes_per_rank(requested, self.BLOCK, 16, tokens, 0, 1)
+            kv_bytes_per_rank(requested, self.SIZE, tokens, 0, 1)
         fits = int(str(caught.value).split("--max-model-len ")[1].split()[0])
         assert fits % 16 == 0
-        assert kv_bytes_per_rank(requested, self.BLOCK, 16, fits, 0, 1) > 0
+        assert kv_bytes_per_rank(requested, self.SIZE, fits, 0, 1) > 0
         with pytest.raises(Refusal):
-            kv_bytes_per_rank(requested, self.BLOCK, 16, fits + 1, 0, 1)
+            kv_bytes_per_rank(requested, self.SIZE, fits + 1, 0, 1)

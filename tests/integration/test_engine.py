@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 from transformers import PretrainedConfig
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
-from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
 from tests.reference_models import hugging_face_answers, llama, qwen3, random_prompts, save_random
 
 # One token, around block and tile borders, several chunks of 64.
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 300)
-
-
-def counter(llm: LLM, name: str) -> float:
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 MODELS: dict[str, PretrainedConfig] = {
@@ -83,6 +79,17 @@ def test_any_block_size_runs(block_size: int, models: dict[str, Path], prompts: 
     expected = hugging_face_answers(models["llama-gqa-64"], prompts, MAX_TOKENS)
     with engine(models["llama-gqa-64"], block_size=block_size) as llm:
         check(generate(llm, prompts), expected)
+
+
+def test_seeded_sampling_does_not_depend_on_the_chunks(models: dict[str, Path]) -> None:
+    prompts = random_prompts([200, 30])
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    sampled = []
+    for step in (64, 512):
+        with engine(models["llama-gqa-64"], max_num_batched_tokens=step) as llm:
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        sampled.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert sampled[0] == sampled[1]
 
 
 def test_an_automatic_length_fits_the_cache(models: dict[str, Path]) -> None:

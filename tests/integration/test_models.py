@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PretrainedConfig
@@ -27,8 +28,15 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "opt": reference.opt,
 }
 
+# One model of every attention feature runs in `make test`, the others in `make test-more`.
+CORE = ("gemma2", "gemma3n", "gpt-oss", "bloom")
 
-@pytest.mark.parametrize("name", MODELS)
+
+def core_first(names: Iterable[Any], core: Container[Any]) -> list[Any]:
+    return [name if name in core else pytest.param(name, marks=pytest.mark.more) for name in names]
+
+
+@pytest.mark.parametrize("name", core_first(MODELS, CORE))
 def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> None:
     """Chunked prefill (300-token prompts in 64-token steps) mixed with decode."""
     model = save_random(MODELS[name](), tmp_path)
@@ -38,7 +46,17 @@ def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> No
         check(generate(llm, prompts), expected)
 
 
-@pytest.mark.parametrize("head_size", [32, 96, 112, 192, 256])
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_compiled_equals_hugging_face(name: str, tmp_path: Path) -> None:
+    model = save_random(MODELS[name](), tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, enforce_eager=False) as llm:
+        check(generate(llm, prompts), expected)
+
+
+@pytest.mark.parametrize("head_size", core_first([32, 96, 112, 192, 256], [96]))
 def test_head_sizes_equal_hugging_face(head_size: int, tmp_path: Path) -> None:
     model = save_random(reference.llama(4, 2, head_size, layers=2), tmp_path)
     prompts = random_prompts(LENGTHS)

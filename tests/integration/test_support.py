@@ -10,8 +10,9 @@ import transformers
 from transformers import PretrainedConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from fastattention_vllm.integration import support
 from fastattention_vllm.integration.refusal import Refusal, sentence
-from fastattention_vllm.integration.support import UNSUPPORTED
+from fastattention_vllm.integration.support import SUPPORTED, UNSUPPORTED, Supported
 from tests.reference_models import VOCAB, llama
 
 SMALL: dict[str, Any] = {
@@ -52,32 +53,24 @@ def engine_config(config: PretrainedConfig, path: Path, **arguments: Any) -> Any
     return EngineArgs(**(settings | arguments)).create_engine_config()
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
 # For each row: the model, and what else is asked of the engine.
 CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "multi-head latent attention": (model("DeepseekV3Config", "DeepseekV3ForCausalLM"), {}),
-    "a model whose attention is not causal decoder attention": (
-        model("BertConfig", "BertModel"),
-        {"runner": "pooling"},
-    ),
+    "a model that is neither a decoder nor encoder-only": (model("MambaConfig", "MambaForCausalLM"), {}),
     "a multimodal model": (model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"), {}),
-    "sliding-window attention": (model("Gemma3TextConfig", "Gemma3ForCausalLM", num_hidden_layers=6), {}),
-    "attention logit soft-capping": (plain(attn_logit_softcapping=50.0), {}),
-    "ALiBi position bias": (model("BloomConfig", "BloomForCausalLM", n_head=2, n_layer=2), {}),
-    "attention sinks": (
-        model("GptOssConfig", "GptOssForCausalLM", layer_types=["full_attention"] * 2, sliding_window=None),
-        {},
-    ),
+    "chunked local attention": (plain(attention_chunk_size=64), {}),
     "this head size": (plain(head_size=512), {}),
     "a quantised KV cache": (plain(), {"kv_cache_dtype": "fp8"}),
-    "speculative decoding": (
+    "this method of speculative decoding": (
         plain(),
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
     ),
+    "n-gram speculative decoding without numba": (plain(), {"speculative_config": NGRAM}),
     "a KV connector": (plain(), {"kv_offloading_size": 1.0}),
     "data parallelism": (plain(), {"data_parallel_size": 2}),
     "pipeline parallelism": (plain(), {"pipeline_parallel_size": 2}),
-    "LoRA": (plain(), {"enable_lora": True}),
-    "a mixture-of-experts model": (model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=64), {}),
     "quantised weights": (
         plain(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}),
         {"dtype": "float16"},
@@ -90,9 +83,19 @@ def test_every_row_has_a_case() -> None:
     assert set(CASES) == {row.feature for row in UNSUPPORTED}
 
 
+@pytest.mark.parametrize("row", SUPPORTED, ids=lambda row: row.feature)
+def test_what_is_promised_names_a_test_that_exists(row: Supported) -> None:
+    path, _, name = row.tested_by.partition("::")
+    assert f"def {name}(" in Path(path).read_text()
+
+
 @pytest.mark.parametrize("feature", CASES)
-def test_the_sentence_names_feature_reason_and_remedy(feature: str, tmp_path: Path) -> None:
+def test_the_sentence_names_feature_reason_and_remedy(
+    feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, arguments = CASES[feature]
+    if "without numba" in feature:
+        monkeypatch.setattr(support, "has_numba", lambda: False)
     (row,) = (row for row in UNSUPPORTED if row.feature == feature)
     with pytest.raises(ValueError, match=feature) as caught:
         engine_config(config, tmp_path, **arguments)
@@ -112,6 +115,8 @@ def test_the_sentence_names_feature_reason_and_remedy(feature: str, tmp_path: Pa
         ({"layer_types": ["full_attention"] * 3}, {}),
         ({}, {"kv_cache_dtype": "float16"}),
         ({}, {"tensor_parallel_size": 2}),
+        ({}, {"enable_lora": True}),
+        ({}, {"speculative_config": NGRAM}),
     ],
 )
 def test_what_runs_is_accepted(changes: dict[str, Any], arguments: dict[str, Any], tmp_path: Path) -> None:

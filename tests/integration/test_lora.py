@@ -1,0 +1,50 @@
+"""LoRA: each request gets its own adapter's answers, equal to Hugging Face with that adapter merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from vllm.lora.request import LoRARequest
+
+from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
+
+RANK, ALPHA = 8, 16
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def make_adapter(base: Path, adapter: Path, merged: Path, seed: int) -> None:
+    """A random adapter in PEFT's file format, and the model with it merged into the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.endswith(TARGETS):
+            down = 0.2 * torch.randn(RANK, module.in_features, generator=generator)
+            up = 0.2 * torch.randn(module.out_features, RANK, generator=generator)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up
+            module.weight.data += ALPHA / RANK * up @ down
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    model.save_pretrained(merged)
+
+
+def test_adapters_equal_hugging_face(tmp_path: Path) -> None:
+    base = save_random(llama(4, 2, 64), tmp_path / "base")
+    prompts = random_prompts([3, 20, 70])
+    expected = [hugging_face_answers(base, prompts[:1], MAX_TOKENS)[0]]
+    requests: list[LoRARequest | None] = [None]
+    for number in (1, 2):
+        adapter, merged = tmp_path / f"adapter{number}", tmp_path / f"merged{number}"
+        make_adapter(base, adapter, merged, seed=number)
+        expected += hugging_face_answers(merged, prompts[number : number + 1], MAX_TOKENS)
+        requests.append(LoRARequest(f"adapter{number}", number, str(adapter)))
+    with engine(base, enable_lora=True, max_loras=2, max_lora_rank=RANK) as llm:
+        check(generate(llm, prompts, lora_request=requests), expected)
