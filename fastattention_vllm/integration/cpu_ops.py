@@ -105,7 +105,12 @@ def _define(schema: str, function: Callable[..., object]) -> None:
     if hasattr(torch.ops._C, name):
         return
     _library.define(schema)
-    _library.impl(name, function, "CompositeExplicitAutograd")
+    if "!)" in schema:
+        # Writes in place. torch.compile traces with tensors that have no data: nothing to compute or to branch on.
+        _library.impl(name, function, "CPU")
+        _library.impl(name, lambda *arguments, **named: None, "Meta")
+    else:
+        _library.impl(name, function, "CompositeExplicitAutograd")
 
 
 def _bind_threads(cpu_ids: str) -> str:
