@@ -4,13 +4,17 @@ import pickle
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
+from enum import Enum
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cloudpickle
 import pytest
 
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import compat, cpu_speculation
 from fastattention_vllm.integration.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,17 +46,75 @@ def test_the_member_survives_pickling_into_a_process_that_has_loaded_no_plugin(d
     assert compat.BACKEND_PATH in result.stdout.decode()
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.19.1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.33.0", "1.0.0"])
 def test_a_vllm_outside_the_range_is_refused_by_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     with pytest.raises(Refusal, match=version):
         compat.check_vllm_version()
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.1.post1", "0.32.0rc1"])
+@pytest.mark.parametrize("version", ["0.19.1", "0.23.0", "0.28.0", "0.32.0", "0.32.0+cpu", "0.32.1.post1", "0.32.0rc1"])
 def test_builds_of_a_supported_vllm_are_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     compat.check_vllm_version()
+
+
+def test_a_member_added_to_a_closed_enum_is_found_by_name_and_value() -> None:
+    """What serves vLLM <= 0.31, tried on an enum that no version registers names with."""
+
+    class Backends(Enum):
+        OTHER = "other.Backend"
+
+    compat._add_member(Backends)
+    member = Backends[compat.BACKEND_NAME]
+    assert isinstance(member, Backends)
+    assert Backends(compat.BACKEND_PATH) is member
+    assert [member.name for member in Backends] == ["OTHER", compat.BACKEND_NAME]
+    assert {member, Backends.OTHER} == set(Backends)
+
+
+def kv_config(**cache: Any) -> Any:
+    return SimpleNamespace(cache_config=SimpleNamespace(**cache))
+
+
+@pytest.mark.parametrize("older", [{}, {"cpu_kvcache_space_bytes": 77}], ids=["newer", "0.19"])
+def test_kv_bytes_reach_every_setting_that_the_version_has(older: dict[str, int]) -> None:
+    config = kv_config(kv_cache_memory_bytes=None, **older)
+    compat.set_kv_bytes(config, 5 << 20)
+    assert set(vars(config.cache_config).values()) == {5 << 20}
+
+
+def test_the_old_environment_variable_counts_where_the_version_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert compat.requested_kv_bytes(kv_config(kv_cache_memory_bytes=None)) is None
+    assert compat.requested_kv_bytes(kv_config(kv_cache_memory_bytes=None, cpu_kvcache_space_bytes=77)) == 3 << 30
+    assert compat.requested_kv_bytes(kv_config(kv_cache_memory_bytes=8, cpu_kvcache_space_bytes=77)) == 8
+
+
+@pytest.mark.parametrize("has_executor", [True, False])
+def test_ray_is_refused_where_no_executor_runs_on_cpus(has_executor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_executor else None)
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend="ray"))
+    with nullcontext() if has_executor else pytest.raises(Refusal, match="--distributed-executor-backend mp"):
+        compat.check_ray(config)
+    config.parallel_config.distributed_executor_backend = "mp"
+    compat.check_ray(config)
+
+
+def test_the_installed_versions_runner_finds_our_kernels() -> None:
+    """By the way this version looks them up: its dispatcher, or the module of CPU replacements."""
+    calls: list[str] = []
+    name = "vllm.v1.sample.rejection_sampler.expand_kernel"
+    try:
+        compat.replace_triton_kernels({name: lambda text: calls.append(text)})
+        if compat.has_kernel_dispatcher():
+            from vllm.v1.sample.rejection_sampler import expand_kernel
+        else:
+            from vllm.utils.cpu_triton_utils import expand_kernel
+        expand_kernel[(1,)]("called")
+    finally:
+        compat.replace_triton_kernels(cpu_speculation.KERNELS)
+    assert calls == ["called"]
 
 
 def test_the_cpu_extra_installs_a_supported_vllm() -> None:
