@@ -187,8 +187,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda c: c.model_config.use_mla and _text_config(c).model_type,
     ),
     Unsupported(
-        "a model that is neither a decoder nor encoder-only",
-        "cross attention, hybrid state-space and attention-free models need more than self-attention",
+        "cross attention",
+        "the backend attends to a request's own tokens only, not to an encoder's",
+        _ANOTHER_MODEL,
+        lambda c: c.model_config.attn_type == "encoder_decoder" and _text_config(c).model_type,
+    ),
+    Unsupported(
+        "a model that is not made of attention layers alone",
+        "state-space and linear-attention layers need kernels that fastattention does not have",
         _ANOTHER_MODEL,
         _attention_type,
     ),

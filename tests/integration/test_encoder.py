@@ -41,5 +41,11 @@ def test_embeddings_equal_hugging_face(name: str, tmp_path: Path) -> None:
     check_embeddings(model, max_model_len=512, max_num_batched_tokens=512)
 
 
+@pytest.mark.more
+def test_compiled_equals_hugging_face(tmp_path: Path) -> None:
+    model = save_random(reference.modernbert(), tmp_path, kind=AutoModel)
+    check_embeddings(model, max_model_len=512, max_num_batched_tokens=512, enforce_eager=False)
+
+
 def test_causal_embeddings_equal_hugging_face(tmp_path: Path) -> None:
     check_embeddings(save_random(reference.llama(4, 2, 64), tmp_path, kind=AutoModel))

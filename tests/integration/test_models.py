@@ -56,6 +56,41 @@ def test_compiled_equals_hugging_face(name: str, tmp_path: Path) -> None:
         check(generate(llm, prompts), expected)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["gpt-oss", "bloom"])
+def test_two_ranks_equal_hugging_face(name: str, tmp_path: Path) -> None:
+    """Each rank has its own heads' sinks and slopes."""
+    model = save_random(MODELS[name](), tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
+        check(generate(llm, prompts), expected)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n"])
+def test_prefix_caching_of_windowed_and_shared_layers(name: str, tmp_path: Path) -> None:
+    model = save_random(MODELS[name](), tmp_path)
+    shared = random_prompts([200], seed=7)[0]
+    prompts = [shared + tail for tail in random_prompts([3, 40, 90], seed=8)]
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, enable_prefix_caching=True, block_size=16) as llm:
+        check(generate(llm, prompts[:1]), expected[:1])
+        outputs = generate(llm, prompts)
+    check(outputs, expected)
+    assert all(output.num_cached_tokens >= 128 for output in outputs), [o.num_cached_tokens for o in outputs]
+
+
+@pytest.mark.more
+def test_fast_prefill_of_shared_layers(tmp_path: Path) -> None:
+    """The layers that share a cache compute the last token of a prompt only."""
+    model = save_random(reference.gemma3n(), tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, kv_sharing_fast_prefill=True) as llm:
+        check(generate(llm, prompts), expected)
+
+
 @pytest.mark.parametrize("head_size", core_first([32, 96, 112, 192, 256], [96]))
 def test_head_sizes_equal_hugging_face(head_size: int, tmp_path: Path) -> None:
     model = save_random(reference.llama(4, 2, head_size, layers=2), tmp_path)

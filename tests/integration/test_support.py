@@ -58,7 +58,19 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 # For each row: the model, and what else is asked of the engine.
 CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "multi-head latent attention": (model("DeepseekV3Config", "DeepseekV3ForCausalLM"), {}),
-    "a model that is neither a decoder nor encoder-only": (model("MambaConfig", "MambaForCausalLM"), {}),
+    "cross attention": (
+        model(
+            "WhisperConfig",
+            "WhisperForConditionalGeneration",
+            d_model=64,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+        ),
+        {},
+    ),
+    "a model that is not made of attention layers alone": (model("MambaConfig", "MambaForCausalLM"), {}),
     "a multimodal model": (model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"), {}),
     "chunked local attention": (plain(attention_chunk_size=64), {}),
     "this head size": (plain(head_size=512), {}),
