@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -63,6 +61,9 @@ class KvSize:
 
 
 def kv_size_of(vllm_config: VllmConfig) -> KvSize:
+    # Not at the top: vLLM 0.24 to 0.28 resolve the platform, and so import this module, while they import that one.
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     scheduler = vllm_config.scheduler_config
     text: Any = model.hf_text_config

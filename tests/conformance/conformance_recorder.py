@@ -28,11 +28,11 @@ def pytest_sessionfinish() -> None:
 
 
 def _why(report: Any) -> str:
-    """The reason of a skip, or the last line of an error, which names it."""
+    """The reason of a skip, or an error's message: its beginning and its end, where the cause stands."""
     if report.outcome == "passed":
         return ""
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = str(crash.message if crash else report.longrepr).strip()
-    return " ".join(text.split())[:400]
+    text = " ".join(str(crash.message if crash else report.longrepr).split())
+    return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"

@@ -1,4 +1,4 @@
-"""Upstream's backend tests for the vLLM that `make test` installs; `make conformance` runs all of them, in all versions."""
+"""Upstream's backend tests for the installed vLLM; `make conformance` runs all of them, in several versions."""
 
 from __future__ import annotations
 
