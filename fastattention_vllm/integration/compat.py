@@ -156,8 +156,8 @@ def has_kernel_dispatcher() -> bool:
 def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
     """Put ``kernels``, by their Triton kernel's full name, in the place of the Triton kernels.
 
-    <= 0.31: the CPU model runner takes replacements from ``cpu_triton_utils`` by the kernel's own name; those for names
-    that this version's runner does not look up stay unused.
+    <= 0.31: the CPU model runner takes replacements from ``cpu_triton_utils``, by the kernel's own name. Kernels that
+    the version does not replace there are left alone.
     """
     if has_kernel_dispatcher():
         from vllm.triton_utils.dispatcher import register_kernels
@@ -167,7 +167,18 @@ def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
     from vllm.utils import cpu_triton_utils
 
     for name, function in kernels.items():
-        setattr(cpu_triton_utils, name.rpartition(".")[2], _Launchable(function))
+        attribute = name.rpartition(".")[2]
+        if hasattr(cpu_triton_utils, attribute):
+            setattr(cpu_triton_utils, attribute, _Launchable(function))
+
+
+def verifies_speculated_tokens() -> bool:
+    """>= 0.20: the CPU worker runs speculative decoding; that of 0.19 asserts that there is none."""
+    if has_kernel_dispatcher():
+        return True
+    from vllm.utils import cpu_triton_utils
+
+    return hasattr(cpu_triton_utils, "rejection_greedy_sample_kernel")
 
 
 class _Launchable:

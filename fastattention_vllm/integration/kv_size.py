@@ -61,7 +61,7 @@ class KvSize:
 
 
 def kv_size_of(vllm_config: VllmConfig) -> KvSize:
-    # Not at the top: vLLM 0.24 to 0.28 resolve the platform, and so import this module, while they import that one.
+    # Not at the top: while vLLM (seen in 0.28) imports that module, it resolves the platform, which imports this one.
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config

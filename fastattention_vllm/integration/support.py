@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastattention_vllm.attention.cpu import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
-from fastattention_vllm.integration import cpu_ops
+from fastattention_vllm.integration import compat, cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -227,6 +227,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "its drafter or its sampler is untested on this path",
         f"use one of: {', '.join(SPECULATION)}, or remove --speculative-config",
         _speculation,
+    ),
+    Unsupported(
+        "speculative decoding with this old a vLLM",
+        "its CPU worker does not verify speculated tokens",
+        "install vLLM 0.23 or newer, or remove --speculative-config",
+        lambda c: c.speculative_config is not None and not compat.verifies_speculated_tokens(),
     ),
     Unsupported(
         "n-gram speculative decoding without numba",
