@@ -148,14 +148,19 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:
-        model = vllm_config.model_config
+        model, size = vllm_config.model_config, kv_size_of(vllm_config)
+        automatic_length = model.original_max_model_len == -1  # `--max-model-len auto`
         kv_bytes = cpu_resources.kv_bytes_per_rank(
             compat.requested_kv_bytes(vllm_config),
-            kv_size_of(vllm_config),
-            # -1 is `--max-model-len auto`: vLLM then fits the length to the cache, not the cache to the length.
-            None if model.original_max_model_len == -1 else model.max_model_len,
+            size,
+            # An automatic length is fitted to the cache, not the cache to the length.
+            None if automatic_length else model.max_model_len,
             cpu_resources.checkpoint_bytes(model.model),
             vllm_config.parallel_config.local_world_size,
         )
+        if automatic_length:
+            # vLLM fits it too, but up to 0.29 forgets the block that it holds back itself: the longest requests would
+            # wait for it forever.
+            model.max_model_len = min(model.max_model_len, size.longest_request(kv_bytes) or model.max_model_len)
         compat.set_kv_bytes(vllm_config, kv_bytes)
         logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / cpu_resources.GIB)
