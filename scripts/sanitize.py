@@ -194,8 +194,8 @@ class Run:
         reports.mkdir(exist_ok=True)
         for old in reports.iterdir():
             old.unlink()
-        self.reports = reports
-        # pytest captures what a process prints and loses it when that process is killed: reports go to files.
+        self.reports, self.output = reports, ""
+        # Processes that tests start and that keep their output to themselves: reports go to files.
         log = f"log_path={reports / 'report'}"
         options = {
             name: f"{value}:{log}" if name.endswith("SAN_OPTIONS") else value
@@ -217,15 +217,18 @@ class Run:
 
     def pytest(self, *arguments: str, quiet: bool = False) -> tuple[bool, str]:
         """Whether all tests passed, and pytest's last line."""
-        command = [*self.prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        # -s: what pytest captures is lost when a report ends it, and UBSan beside ASan ignores log_path.
+        command = [*self.prefix, sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
+        self.output += done.stdout + done.stderr
         if done.returncode and not quiet:
             print(done.stdout[-5000:] + done.stderr[-5000:])
         lines = done.stdout.strip().splitlines()
         return done.returncode == 0, lines[-1].split(" in ")[0] if lines else "no output"
 
     def report(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.reports.iterdir()))
+        printed = [line for line in self.output.splitlines() if "runtime error: " in line]
+        return "\n".join([*printed, *(path.read_text() for path in sorted(self.reports.iterdir()))])
 
 
 def runtime(name: str) -> str:
