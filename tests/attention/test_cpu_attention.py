@@ -72,6 +72,7 @@ def test_page_sizes_and_layouts(shape: str, page_size: int, layout: str) -> None
 MASKS: dict[str, dict[str, object]] = {
     "non-causal": {"causal": False},
     "window left": {"window": (20, -1)},
+    "window left, non-causal": {"causal": False, "window": (20, -1)},
     "window own position only": {"window": (0, -1)},
     "window left, one tile and more": {"window": (200, 0)},
     "window both, non-causal": {"causal": False, "window": (17, 40)},
