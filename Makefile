@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: help serve test test-more conformance lint docs build setup setup-dev clean
+.PHONY: help serve test test-more conformance lint docs sanitize mutate build setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -25,6 +25,13 @@ lint: setup-dev   ## ruff, mypy --strict, clang-format
 
 docs: setup-dev   ## write the generated pages of docs/
 	$(VENV)/python -m scripts.docs
+
+sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, with a proof that each would report: needs g++
+	$(VENV)/python scripts/sanitize.py --self-check
+
+mutate: setup-dev ## break the code in many places and demand that the tests notice each
+	$(VENV)/python scripts/mutate.py tests/mutations/kernels.toml --jobs 2
+	$(VENV)/python scripts/mutate.py tests/mutations/integration.toml
 
 build: setup      ## build the CPU kernels into .venv
 

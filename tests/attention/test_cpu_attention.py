@@ -72,6 +72,7 @@ def test_page_sizes_and_layouts(shape: str, page_size: int, layout: str) -> None
 MASKS: dict[str, dict[str, object]] = {
     "non-causal": {"causal": False},
     "window left": {"window": (20, -1)},
+    "window left, non-causal": {"causal": False, "window": (20, -1)},
     "window own position only": {"window": (0, -1)},
     "window left, one tile and more": {"window": (200, 0)},
     "window both, non-causal": {"causal": False, "window": (17, 40)},
@@ -231,6 +232,24 @@ def test_nan_and_infinity_in_the_data_come_out(isa: str, sinks: float | None, q_
     out, _ = cpu.run(problem)
     assert out[:, 3].isnan().all()
     assert out[:, :3].isfinite().all()
+
+
+def test_keys_and_values_with_strides_of_their_own(isa: str) -> None:
+    problem = Case(**MIXED, layout="NHD").build()
+    expected = oracle.attention(problem)
+    separate = problem.value.transpose(1, 2).contiguous().transpose(1, 2)
+    assert separate.stride() != problem.key.stride()
+    oracle.assert_matches(problem, *cpu.run(replace(problem, value=separate), return_lse=True), expected)
+
+
+def test_a_block_table_that_is_part_of_a_wider_one(isa: str) -> None:
+    problem = Case(**MIXED).build()
+    assert problem.block_table is not None
+    wide = torch.nn.functional.pad(problem.block_table, (2, 5), value=-1)
+    part = wide[:, 2:-5]
+    oracle.assert_matches(
+        problem, *cpu.run(replace(problem, block_table=part), return_lse=True), oracle.attention(problem)
+    )
 
 
 def test_lse_may_have_any_strides() -> None:

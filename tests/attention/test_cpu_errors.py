@@ -65,6 +65,7 @@ def i32(*values: int) -> torch.Tensor:
             {"block_table": i32(0, 1, 9, 1, 2, 0).view(2, 3), "seq_lens": i32(33, 3)},
             r"\[0\]\[2\] is 9, but pages",
         ),
+        (PAGED, {"block_table": i32(0, len(PAGED.key), 1, 2).view(2, 2)}, r"\[0\]\[1\] is 6, but pages are .* 0 to 5"),
         (
             PAGED,
             {"block_table": i32(0, -1, 2, 1, 2, 0).view(2, 3)},

@@ -86,6 +86,41 @@ def test_callers_from_several_threads_take_turns() -> None:
     assert not failures, failures
 
 
+def test_writes_and_attention_from_several_threads(isa: str) -> None:
+    """Each caller fills a part of the cache: in one call that the pool shares, then again in calls too small for it."""
+    cpu.set_num_threads(3)
+    problem = CASE.build()
+    expected = run(problem)
+    rows = torch.randn(1600, 2, 64)
+    later = rows + 1
+    key_cache, value_cache = torch.zeros(2, 8, 200, 2, 64)
+    failures: list[BaseException] = []
+
+    def write(first: int, count: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        part = slice(first, first + count)
+        cpu.write_kv(key[part], value[part], key_cache, value_cache, torch.arange(first, first + count))
+
+    def caller(index: int) -> None:
+        try:
+            first = index * 400
+            write(first, 400, rows, rows)
+            assert_same_bits(run(problem), expected)
+            for few in range(first, first + 400, 4):
+                write(few, 4, later, -rows)
+        except BaseException as error:
+            failures.append(error)
+
+    callers = [threading.Thread(target=caller, args=(index,)) for index in range(4)]
+    for thread in callers:
+        thread.start()
+    cpu.set_num_threads(2)
+    for thread in callers:
+        thread.join()
+    assert not failures, failures
+    assert torch.equal(key_cache.view(1600, 2, 64), later)
+    assert torch.equal(value_cache.view(1600, 2, 64), -rows)
+
+
 def test_calls_after_the_workers_went_to_sleep() -> None:
     cpu.set_num_threads(4)
     problem = CASE.build()

@@ -38,19 +38,20 @@ std::atomic<const KernelTable*>& active() {
 
 }  // namespace
 
+// These two are never destroyed: a daemon thread may call for the first time while the process ends.
 const std::vector<const KernelTable*>& usable_kernels() {
-  static const std::vector<const KernelTable*> kernels = detect();
-  return kernels;
+  static const auto* kernels = new std::vector<const KernelTable*>(detect());
+  return *kernels;
 }
 
 const char* usable_isas() {
-  static const std::string names = [] {
-    std::string joined;
+  static const std::string* names = [] {
+    auto* joined = new std::string;
     for (const KernelTable* kernel : usable_kernels())
-      joined += (joined.empty() ? "" : ",") + std::string(kernel->name);
+      *joined += (joined->empty() ? "" : ",") + std::string(kernel->name);
     return joined;
   }();
-  return names.c_str();
+  return names->c_str();
 }
 
 const KernelTable& active_kernel() { return *active().load(std::memory_order_acquire); }

@@ -1,0 +1,207 @@
+"""Break the code on purpose, one place at a time, and demand that the tests notice.
+
+    python scripts/mutate.py [LIST.toml ...] [--only WORD] [--jobs N]
+
+A list (tests/mutations/*.toml; all of them by default) names for each mutation a file, a text that occurs in it exactly
+once, what to put there, and the tests that must then fail. All happens in a copy of the tree. The same tests must pass
+on the copy as it is. Exits with 1 if a mutation survives, 2 if a list does not fit the code.
+
+Reads:  CXX (C++ compiler), and what the tests read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LISTS = ROOT / "tests" / "mutations"
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "models", "__pycache__", ".*_cache", ".hypothesis")
+KERNELS = "kernels/cpu/"
+# A mutant may wait forever, inside C++ too, where only ending the whole process helps.
+PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-o", "timeout_method=thread"]
+FAILED = 1  # pytest's status when tests ran and one failed; others mean that there was nothing to run
+
+# An editable install finds the package by an import hook, which comes before PYTHONPATH and would lead out of the copy.
+WITHOUT_EDITABLE_INSTALL = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "fastattention_vllm" not in getattr(f, "known_source_files", {})]
+"""
+
+
+class DoesNotFit(Exception):
+    """One sentence: which entry, and why."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: tuple[str, ...]
+    isa: str = ""
+    """The instruction set whose code this is, if it is one's alone; skipped where the machine lacks it."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", nargs="*", type=Path, default=sorted(LISTS.glob("*.toml")), metavar="LIST.toml")
+    parser.add_argument("--only", default="", metavar="WORD", help="only mutations with this in their name")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time; each runs tests")
+    options = parser.parse_args()
+    try:
+        mutations = [m for path in options.lists for m in read(path) if options.only in m.name]
+        if not mutations:
+            print("no mutation to run")
+            return 2 if options.only else 0
+        with tempfile.TemporaryDirectory(prefix="fastattention-mutate-") as directory:
+            return survivors([Copy(Path(directory) / str(job)) for job in range(options.jobs)], mutations)
+    except DoesNotFit as error:
+        print(f"fastattention mutate: {error}", file=sys.stderr)
+        return 2
+
+
+def read(path: Path) -> list[Mutation]:
+    entries = tomllib.loads(path.read_text()).get("mutation", [])
+    mutations = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            mutation = Mutation(**{**entry, "tests": tuple(entry["tests"])})
+        except (KeyError, TypeError) as error:
+            raise DoesNotFit(f"{path.name}, entry {number} ({entry.get('name')}): {error}.") from None
+        check(mutation)
+        mutations.append(mutation)
+    return mutations
+
+
+def check(mutation: Mutation) -> None:
+    source = ROOT / mutation.file
+    if not source.is_file():
+        raise DoesNotFit(f"{mutation.name!r}: there is no file {mutation.file}.")
+    found = source.read_text().count(mutation.text)
+    if found != 1:
+        raise DoesNotFit(f"{mutation.name!r}: its text occurs {found} times in {mutation.file}, not once.")
+    if not mutation.tests or mutation.text == mutation.replacement:
+        raise DoesNotFit(f"{mutation.name!r}: names no test or changes nothing.")
+
+
+def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
+    """1 if any mutation survives, else 0."""
+    started = time.monotonic()
+    if any(m.file.startswith(KERNELS) for m in mutations):
+        library = copies[0].keep_unmutated_library()
+        for copy in copies:
+            copy.environment["FASTATTENTION_CPU_LIBRARY"] = str(library)
+    isas = copies[0].isas() if any(m.isa for m in mutations) else []
+    status, output = copies[0].pytest(sorted({test for m in mutations for test in m.tests}))
+    if status != 0:
+        print(output)
+        raise DoesNotFit("the tests named do not all pass without a mutation, see above.")
+    width = max(len(m.name) for m in mutations)
+    print(f"{'unmutated':<{width}}  passes    {time.monotonic() - started:>4.0f} s", flush=True)
+
+    free: queue.Queue[Copy] = queue.Queue()
+    for copy in copies:
+        free.put(copy)
+
+    def attempt(mutation: Mutation) -> tuple[str, str, float]:
+        if mutation.isa and mutation.isa not in isas:
+            return "skipped", f"needs {mutation.isa}", 0.0
+        copy, begun = free.get(), time.monotonic()
+        try:
+            verdict, detail = trial(copy, mutation)
+        finally:
+            free.put(copy)
+        return verdict, detail, time.monotonic() - begun
+
+    verdicts = []
+    with ThreadPoolExecutor(len(copies)) as pool:
+        for mutation, (verdict, detail, seconds) in zip(mutations, pool.map(attempt, mutations), strict=True):
+            print(f"{mutation.name:<{width}}  {verdict:<8}  {seconds:>4.0f} s  {detail}", flush=True)
+            verdicts.append(verdict)
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("caught", "SURVIVED", "skipped"))
+    print(f"{counts}, {time.monotonic() - started:.0f} s")
+    return 1 if "SURVIVED" in verdicts else 0
+
+
+def trial(copy: Copy, mutation: Mutation) -> tuple[str, str]:
+    """The verdict on one mutation, and what failed first."""
+    source = copy.tree / mutation.file
+    original = source.read_text()
+    source.write_text(original.replace(mutation.text, mutation.replacement))
+    try:
+        library = copy.build() if mutation.file.startswith(KERNELS) else None
+        status, output = copy.pytest(list(mutation.tests), library)
+    finally:
+        source.write_text(original)
+    if status == 0:
+        return "SURVIVED", mutation.file
+    if status < 0:
+        return "caught", f"crash, signal {-status}"
+    if status != FAILED:
+        print(output)
+        raise DoesNotFit(f"{mutation.name!r}: pytest ended with status {status}, see above.")
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return "caught", failed[0].split(" - ")[0].split("::", 1)[-1] if failed else "timeout"
+
+
+class Copy:
+    """A copy of the tree, where mutations happen, and its builds of the kernels."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tree, self.build_directory = directory / "tree", directory / "build"
+        shutil.copytree(ROOT, self.tree, ignore=LEFT_OUT)
+        (self.tree / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALL)
+        paths = [str(self.tree), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # Compiled modules are told apart by size and second; a mutation may keep both.
+        self.environment["PYTHONDONTWRITEBYTECODE"] = "1"
+        package = self.python("-c", "import fastattention_vllm; print(fastattention_vllm.__file__)").stdout.strip()
+        if not package.startswith(str(self.tree)):
+            raise DoesNotFit(f"in the copy of the tree, the package is imported from {package or 'nowhere'}.")
+
+    def python(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        command, chosen = [sys.executable, *arguments], self.environment | (environment or {})
+        return subprocess.run(command, cwd=self.tree, env=chosen, capture_output=True, text=True)
+
+    def build(self) -> Path:
+        """Not optimised: compiling takes longer than the tests do."""
+        cmake = shutil.which("cmake", path=TOOLS)
+        if cmake is None:
+            raise DoesNotFit("there is no cmake; run `make setup-dev`.")
+        configure = ["-S", str(self.tree / KERNELS), "-B", str(self.build_directory)]
+        flags = ["-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0 -w"]
+        compile_all = ["--build", str(self.build_directory), "--parallel", str(os.cpu_count() or 1)]
+        for arguments in ([*configure, *flags], compile_all):
+            done = subprocess.run([cmake, *arguments], capture_output=True, text=True)
+            if done.returncode:
+                raise DoesNotFit(f"the kernels do not compile: {done.stdout}{done.stderr}")
+        return self.build_directory / "libfastattention_cpu.so"
+
+    def keep_unmutated_library(self) -> Path:
+        return Path(shutil.copy(self.build(), self.build_directory / "unmutated.so"))
+
+    def isas(self) -> list[str]:
+        code = "from fastattention_vllm.attention import cpu; print(*cpu.usable_isas())"
+        return self.python("-c", code).stdout.split()
+
+    def pytest(self, tests: list[str], library: Path | None = None) -> tuple[int, str]:
+        chosen = {"FASTATTENTION_CPU_LIBRARY": str(library)} if library else {}
+        done = self.python("-m", "pytest", *PYTEST, *tests, environment=chosen)
+        return done.returncode, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Each deliberate break under tests/mutations is noticed by the tests it names; and a break that is not would show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import mutate
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = """
+[[mutation]]
+name = "a break"
+file = "{file}"
+text = "{text}"
+replacement = "{replacement}"
+tests = ["{test}"]
+"""
+FITS = {
+    "file": "fastattention_vllm/attention/cpu.py",
+    "text": "for it runs once per layer",
+    "replacement": "",
+    "test": "tests/attention/test_cpu_errors.py::test_can_run_gives_the_reason",
+}
+
+
+def write(path: Path, **change: str) -> Path:
+    path.write_text(ENTRY.format(**(FITS | change)))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(mutate.LISTS.glob("*.toml")), ids=lambda path: path.name)
+def test_every_entry_fits_the_code(path: Path) -> None:
+    names = [mutation.name for mutation in mutate.read(path)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": "torch"}, r"'a break': its text occurs \d+ times in fastattention_vllm/attention/cpu.py, not once"),
+        ({"text": "no such text"}, "its text occurs 0 times"),
+        ({"file": "gone.py"}, "there is no file gone.py"),
+        ({"replacement": "for it runs once per layer"}, "names no test or changes nothing"),
+    ],
+)
+def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(mutate.DoesNotFit, match=message):
+        mutate.read(write(tmp_path / "list.toml", **change))
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.more
+def test_a_change_that_breaks_nothing_survives(tmp_path: Path) -> None:
+    done = run(write(tmp_path / "list.toml"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "a break    SURVIVED" in done.stdout
+
+
+@pytest.mark.more
+def test_a_test_that_does_not_exist_catches_nothing(tmp_path: Path) -> None:
+    done = run(write(tmp_path / "list.toml", test="tests/attention/test_cpu_errors.py::test_gone"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "do not all pass without a mutation" in done.stderr
+
+
+@pytest.mark.more
+@pytest.mark.timeout(1800)
+def test_every_break_of_the_kernels_is_noticed() -> None:
+    done = run(mutate.LISTS / "kernels.toml", "--jobs", "2")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
