@@ -18,6 +18,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     ModernBertConfig,
     OPTConfig,
     Phi3Config,
@@ -85,6 +86,10 @@ def qwen3_moe() -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         **_shape(4, 2, 64, 3), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1
     )
+
+
+def mixtral() -> MixtralConfig:
+    return MixtralConfig(**_shape(4, 2, 64, 3), num_local_experts=4, num_experts_per_tok=2)
 
 
 def phi3() -> Phi3Config:

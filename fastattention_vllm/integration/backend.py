@@ -158,7 +158,7 @@ class FastAttentionImpl(AttentionImpl[Any]):
         unsupported = {
             f"attention type {AttentionType(attn_type).value}": attn_type not in support.ATTENTION_TYPES,
             f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype not in support.KV_CACHE_DTYPES,
-        } | {name: value not in (None, False) for name, value in features.items()}
+        } | {name: value is not None and value is not False for name, value in features.items()}
         asked = [name for name, wanted in unsupported.items() if wanted]
         if asked:
             raise Refusal(

@@ -148,6 +148,11 @@ def check_ray(vllm_config: VllmConfig) -> None:
         )
 
 
+def has_cpu_expert_router() -> bool:
+    """>= 0.32: on CPUs, mixture-of-experts models are routed in torch and computed by two ``_C`` operators."""
+    return importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None
+
+
 def has_kernel_dispatcher() -> bool:
     """>= 0.32: other implementations of Triton kernels are registered by name, when a worker asks for them."""
     return importlib.util.find_spec("vllm.triton_utils.dispatcher") is not None

@@ -1,4 +1,4 @@
-"""Torch stand-ins for the few compiled CPU ops that vLLM's dense decoder path calls.
+"""Torch stand-ins for the compiled CPU ops that vLLM calls for the models supported here.
 
 Why: the official vLLM installs as pure Python on a CPU-only machine (its CPU extension needs a newer compiler than
 Debian 12 has), so ``torch.ops._C`` is empty there. Where a vLLM brings the compiled ops, nothing is replaced.

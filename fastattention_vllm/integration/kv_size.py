@@ -28,15 +28,19 @@ class KvSize:
     """Most tokens of one request that one step computes; a windowed layer holds them beside its window."""
 
     def of_request(self, tokens: int) -> int:
-        """Bytes that a request of ``tokens`` tokens takes, vLLM's null block (which never holds tokens) included."""
+        """Bytes that a request of ``tokens`` tokens takes, vLLM's null block included."""
         if not self.full_layers + self.windowed_layers:
             return 0
         full, windowed = self._padded_layers()
         in_window = min(self.window - 1 + self.tokens_per_step, tokens)
         # A window seldom begins where a block does: one block more.
         windowed_blocks = min(-(-in_window // self.block_size) + 1, -(-tokens // self.block_size))
-        blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks + self._layers_per_group()
-        return blocks * self.bytes_per_block
+        blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks
+        return blocks * self.bytes_per_block + self.null_block()
+
+    def null_block(self) -> int:
+        """Bytes of the block that vLLM holds back: it stands for what a windowed layer no longer needs."""
+        return self._layers_per_group() * self.bytes_per_block
 
     def longest_request(self, budget: int) -> int:
         """The most tokens, a multiple of the block size, of one request in ``budget`` bytes; 0 if none fit.
@@ -67,10 +71,11 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     scheduler = vllm_config.scheduler_config
     text: Any = model.hf_text_config
-    layers = model.get_num_layers(parallel) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    layers = model.get_num_layers_by_block_type(parallel) - (getattr(text, "num_kv_shared_layers", None) or 0)
     if model.attn_type == "encoder_only":
         layers = 0
-    window = model.get_sliding_window() or 0
+    # A model that alternates without saying which layers have a window is taken to have none.
+    window = 0 if getattr(text, "interleaved_sliding_window", None) else model.get_sliding_window() or 0
     kinds = (getattr(text, "layer_types", None) or ["sliding_attention"] * layers)[:layers]
     windowed = sum("sliding" in kind for kind in kinds) if window else 0
     if scheduler.disable_hybrid_kv_cache_manager and windowed < layers:
@@ -83,5 +88,6 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         full_layers=layers - windowed,
         windowed_layers=windowed,
         window=window,
-        tokens_per_step=scheduler.max_num_batched_tokens,
+        # vLLM >= 0.28 counts the steps that are computed ahead as well.
+        tokens_per_step=getattr(vllm_config, "max_in_flight_tokens", scheduler.max_num_batched_tokens),
     )

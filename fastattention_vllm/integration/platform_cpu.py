@@ -38,6 +38,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
     # vLLM compiles a few small functions even with --enforce-eager; on CPUs that would need a C++ compiler at run time.
     simple_compile_backend: str = "eager"
 
+    _serves_adapters: bool = False
+
     @classmethod
     def device_count(cls) -> int:
         return len(cpu_resources.physical_cpus())
@@ -47,6 +49,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if vllm_config.model_config is None:  # partial configs of vLLM's own tools
             super().check_and_update_config(vllm_config)
             return
+        cls._serves_adapters |= vllm_config.lora_config is not None
         options_of(vllm_config)  # a wrong key must fail here, not in a worker
         if cls._uses_fastattention(vllm_config.attention_config.backend):
             check_supported(vllm_config)
@@ -74,6 +77,16 @@ class FastAttentionCpuPlatform(CpuPlatform):
     @classmethod
     def get_punica_wrapper(cls) -> str:
         return PUNICA_WRAPPER
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        super().validate_request(processed_inputs, params)
+        if cls._serves_adapters and getattr(params, "prompt_logprobs", None) is not None:
+            # vLLM's output layer then meets rows that its adapter indices do not cover, which ends the engine.
+            raise Refusal(
+                f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; ask "
+                "without prompt_logprobs, or start a server without --enable-lora."
+            )
 
     @classmethod
     def get_attn_backend_cls(
@@ -163,4 +176,5 @@ class FastAttentionCpuPlatform(CpuPlatform):
             # wait for it forever.
             model.max_model_len = min(model.max_model_len, size.longest_request(kv_bytes) or model.max_model_len)
         compat.set_kv_bytes(vllm_config, kv_bytes)
-        logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / cpu_resources.GIB)
+        if size.of_request(1):
+            logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / cpu_resources.GIB)

@@ -52,7 +52,7 @@ def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = MAX_TOKEN
 
 
 def counter(llm: LLM, name: str) -> float:
-    """The sum of one of vLLM's metrics since the process started."""
+    """The sum of one of vLLM's metrics since this engine started."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 

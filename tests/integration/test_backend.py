@@ -88,7 +88,7 @@ def test_metadata_is_cut_to_the_real_requests() -> None:
     [
         ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
         ({"kv_cache_dtype": "fp8"}, "fp8"),
-        ({"use_alibi_sqrt": True}, "use_alibi_sqrt"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
     ],
 )
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, object], named: str) -> None:

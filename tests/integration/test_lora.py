@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
 
 RANK, ALPHA = 8, 16
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head")
 
 
 def make_adapter(base: Path, adapter: Path, merged: Path, seed: int) -> None:
@@ -48,3 +50,6 @@ def test_adapters_equal_hugging_face(tmp_path: Path) -> None:
         requests.append(LoRARequest(f"adapter{number}", number, str(adapter)))
     with engine(base, enable_lora=True, max_loras=2, max_lora_rank=RANK) as llm:
         check(generate(llm, prompts, lora_request=requests), expected)
+        with pytest.raises(ValueError, match="prompt_logprobs=1"):
+            llm.generate([{"prompt_token_ids": prompts[0]}], SamplingParams(prompt_logprobs=1), use_tqdm=False)
+        check(generate(llm, prompts[:1]), expected[:1])

@@ -23,6 +23,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3n": reference.gemma3n,
     "gpt-oss": reference.gpt_oss,
     "qwen3-moe": reference.qwen3_moe,
+    "mixtral": reference.mixtral,
     "phi3": reference.phi3,
     "bloom": reference.bloom,
     "opt": reference.opt,

@@ -24,11 +24,19 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
         outputs = generate(llm, prompts, max_tokens=MAX_TOKENS)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
-        # A sampled request beside greedy ones: the other half of the rejection sampler, in the same step.
+        # Sampled requests: the other half of the rejection sampler. The same seed must give the same tokens, alone or
+        # beside a greedy request.
         greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
-        sampled = SamplingParams(temperature=0.5, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
-        mixed = llm.generate([{"prompt_token_ids": p} for p in prompts], [greedy, sampled, greedy], use_tqdm=False)
+        sampled = [
+            SamplingParams(temperature=0.5, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, **kept)
+            for kept in ({}, {"top_k": 20, "top_p": 0.9})
+        ]
+        alone = llm.generate([{"prompt_token_ids": p} for p in prompts[:2]], sampled, use_tqdm=False)
+        drafted_for_sampled = counter(llm, "vllm:spec_decode_num_draft_tokens") - drafted
+        mixed = llm.generate([{"prompt_token_ids": p} for p in prompts], [*sampled, greedy], use_tqdm=False)
     check(outputs, expected)
-    check([mixed[0], mixed[2]], [expected[0], expected[2]])
-    assert len(mixed[1].outputs[0].token_ids) == MAX_TOKENS
+    check(mixed[2:], expected[2:])
+    assert drafted_for_sampled > 0
+    for one, other in zip(alone, mixed, strict=False):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
     assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: nothing was tested"
