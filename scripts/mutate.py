@@ -109,7 +109,7 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
     if status != 0:
         print(output)
         raise DoesNotFit("the tests named do not all pass without a mutation, see above.")
-    width = max(len(m.name) for m in mutations)
+    width = max(len(name) for name in ["unmutated", *(m.name for m in mutations)])
     print(f"{'unmutated':<{width}}  passes    {time.monotonic() - started:>4.0f} s", flush=True)
 
     free: queue.Queue[Copy] = queue.Queue()
