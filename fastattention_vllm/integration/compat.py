@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 GIB = 1 << 30
-SUPPORTED_VLLM = SpecifierSet(">=0.19.1,<0.33")
+SUPPORTED_VLLM = SpecifierSet(">=0.19.1,<0.34")
 """Tested range. Widened, never narrowed, and only together with the tests that prove it (`make conformance`)."""
 
 BACKEND_NAME = "FASTATTENTION"

@@ -46,7 +46,7 @@ def test_the_member_survives_pickling_into_a_process_that_has_loaded_no_plugin(d
     assert compat.BACKEND_PATH in result.stdout.decode()
 
 
-@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.33.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.34.0", "1.0.0"])
 def test_a_vllm_outside_the_range_is_refused_by_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     with pytest.raises(Refusal, match=version):

@@ -163,7 +163,10 @@ def test_the_sentence_names_feature_reason_and_remedy(
         pytest.param(
             {},
             {"speculative_config": NGRAM},
-            marks=pytest.mark.skipif(not compat.verifies_speculated_tokens(), reason="no speculation in vLLM 0.19"),
+            marks=[
+                pytest.mark.skipif(not compat.verifies_speculated_tokens(), reason="no speculation in vLLM 0.19"),
+                pytest.mark.skipif(not support.has_numba(), reason="numba is not installed"),
+            ],
         ),
     ],
 )
