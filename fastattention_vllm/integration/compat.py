@@ -148,6 +148,13 @@ def check_ray(vllm_config: VllmConfig) -> None:
         )
 
 
+def pins_memory_without_a_gpu() -> bool:
+    """0.20 to 0.27, where they have it: LoRA's tensors are pinned whatever the platform, which needs a GPU's driver."""
+    from vllm.utils import torch_utils
+
+    return bool(getattr(torch_utils, "PIN_MEMORY", False))
+
+
 def has_cpu_expert_router() -> bool:
     """>= 0.32: on CPUs, mixture-of-experts models are routed in torch and computed by two ``_C`` operators."""
     return importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None

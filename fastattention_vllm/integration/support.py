@@ -108,7 +108,7 @@ def _experts(config: VllmConfig) -> object:
     if cpu_ops.has_compiled_vllm_ops() or not config.model_config.is_moe:
         return False
     kind = _text_config(config).model_type
-    return False if kind in EXPERT_MODELS and compat.has_cpu_expert_router() else kind
+    return False if kind in EXPERT_MODELS else kind
 
 
 def _speculation(config: VllmConfig) -> object:
@@ -159,7 +159,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "encoder-only attention",
-        "embedding models: BERT, ModernBERT (bidirectional window), ...",
+        "embedding models: BERT, ModernBERT (vLLM before 0.28 itself makes its window one token too short), ...",
         "tests/integration/test_encoder.py::test_embeddings_equal_hugging_face",
     ),
     Supported(
@@ -289,10 +289,22 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda c: c.parallel_config.pipeline_parallel_size > 1 and c.parallel_config.pipeline_parallel_size,
     ),
     Unsupported(
+        "a mixture-of-experts model with this vLLM",
+        "its experts need compiled CPU kernels, for which there are stand-ins from vLLM 0.32 on",
+        "install vLLM 0.32, or serve a dense model",
+        lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.is_moe and not compat.has_cpu_expert_router(),
+    ),
+    Unsupported(
         "this mixture-of-experts model",
-        f"of those whose experts run on a pure-Python vLLM (0.32), only {', '.join(EXPERT_MODELS)} were compared",
+        f"of those whose experts run on a pure-Python vLLM, only {', '.join(EXPERT_MODELS)} were compared",
         "serve one of them, or a dense model",
         _experts,
+    ),
+    Unsupported(
+        "LoRA with this vLLM",
+        "it pins the adapters' tensors in memory, which needs a GPU's driver",
+        "install vLLM 0.28 or newer, or remove --enable-lora and merge the adapter into the weights",
+        lambda c: c.lora_config is not None and compat.pins_memory_without_a_gpu(),
     ),
     Unsupported(
         "LoRA on a mixture-of-experts model",

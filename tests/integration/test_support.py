@@ -92,6 +92,8 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         model("OlmoeConfig", "OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2),
         {},
     ),
+    "a mixture-of-experts model with this vLLM": (QWEN3_MOE, {}),
+    "LoRA with this vLLM": (plain(), {"enable_lora": True}),
     "LoRA on a mixture-of-experts model": (QWEN3_MOE, {"enable_lora": True}),
     "expert parallelism": (QWEN3_MOE, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "quantised weights": (
@@ -140,6 +142,8 @@ def test_the_sentence_names_feature_reason_and_remedy(
     # What the installed packages decide, decided here.
     monkeypatch.setattr(compat, "verifies_speculated_tokens", lambda: "this old a vLLM" not in feature)
     monkeypatch.setattr(support, "has_numba", lambda: "without numba" not in feature)
+    monkeypatch.setattr(compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM")
+    monkeypatch.setattr(compat, "pins_memory_without_a_gpu", lambda: feature == "LoRA with this vLLM")
     (row,) = (row for row in UNSUPPORTED if row.feature == feature)
     with pytest.raises(ValueError, match=feature) as caught:
         engine_config(config, tmp_path, **arguments)

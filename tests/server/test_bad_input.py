@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, Gemma3TextConfig
+from transformers import DeepseekV3Config, OlmoeConfig
 
 from tests.environment import USER_ENVIRONMENT
 from tests.reference_models import VOCAB, llama, save_random
@@ -86,14 +86,14 @@ def test_an_unsupported_model_mla(tmp_path: Path) -> None:
     assert "multi-head latent attention" in ours(serve(str(tmp_path), *COMMON, "--load-format", "dummy"))
 
 
-def test_an_unsupported_model_sliding_window(tmp_path: Path) -> None:
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=6, architectures=["Gemma3ForCausalLM"]
+def test_an_unsupported_model_experts(tmp_path: Path) -> None:
+    config = OlmoeConfig(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, architectures=["OlmoeForCausalLM"]
     )
     config.save_pretrained(tmp_path)
     line = ours(serve(str(tmp_path), *COMMON, "--load-format", "dummy", "--dtype", "bfloat16"))
-    assert "sliding-window" in line
-    assert "--disable-sliding-window" in line
+    assert "mixture-of-experts model (olmoe)" in line
+    assert "dense model" in line
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
@@ -163,4 +163,4 @@ def test_a_vllm_outside_the_supported_range(model: Path, tmp_path: Path) -> None
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.18.0\n")
     line = ours(serve(str(model), *COMMON, PYTHONPATH=str(tmp_path)))
     assert "0.18.0" in line
-    assert "0.32" in line
+    assert "0.19.1" in line
