@@ -149,7 +149,7 @@ def check_ray(vllm_config: VllmConfig) -> None:
 
 
 def pins_memory_without_a_gpu() -> bool:
-    """0.20 to 0.27, where they have it: LoRA's tensors are pinned whatever the platform, which needs a GPU's driver."""
+    """Somewhere in 0.20 to 0.25 (seen in 0.23.0): LoRA's tensors are pinned whatever the platform, which needs a GPU's driver."""
     from vllm.utils import torch_utils
 
     return bool(getattr(torch_utils, "PIN_MEMORY", False))

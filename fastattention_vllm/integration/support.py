@@ -303,7 +303,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "LoRA with this vLLM",
         "it pins the adapters' tensors in memory, which needs a GPU's driver",
-        "install vLLM 0.28 or newer, or remove --enable-lora and merge the adapter into the weights",
+        "install vLLM 0.26 or newer, or remove --enable-lora and merge the adapter into the weights",
         lambda c: c.lora_config is not None and compat.pins_memory_without_a_gpu(),
     ),
     Unsupported(
