@@ -134,6 +134,12 @@ def set_kv_bytes(vllm_config: VllmConfig, count: int) -> None:
         cache.cpu_kvcache_space_bytes = count
 
 
+def most_tokens_in_flight(vllm_config: VllmConfig) -> int:
+    """Tokens of one request that are computed but not yet settled: >= 0.28 counts the steps ahead, older ones one."""
+    count: int = getattr(vllm_config, "max_in_flight_tokens", vllm_config.scheduler_config.max_num_batched_tokens)
+    return count
+
+
 def check_ray(vllm_config: VllmConfig) -> None:
     """Refuse Ray where vLLM has none that runs on CPUs: <= 0.19 has only the executor built on compiled graphs.
 

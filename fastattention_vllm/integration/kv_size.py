@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastattention_vllm.integration import compat
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -88,6 +90,5 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         full_layers=layers - windowed,
         windowed_layers=windowed,
         window=window,
-        # vLLM >= 0.28 counts the steps that are computed ahead as well.
-        tokens_per_step=getattr(vllm_config, "max_in_flight_tokens", scheduler.max_num_batched_tokens),
+        tokens_per_step=compat.most_tokens_in_flight(vllm_config),
     )

@@ -115,7 +115,7 @@ def _speculation(config: VllmConfig) -> object:
     speculative = config.speculative_config
     if speculative is None:
         return False
-    sampling = getattr(speculative, "rejection_sample_method", "standard")
+    sampling = speculative.rejection_sample_method
     return speculative.method if speculative.method not in SPECULATION else sampling != "standard" and sampling
 
 
@@ -291,7 +291,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "a mixture-of-experts model with this vLLM",
         "its experts need compiled CPU kernels, for which there are stand-ins from vLLM 0.32 on",
-        "install vLLM 0.32, or serve a dense model",
+        "install vLLM 0.32 or newer, or serve a dense model",
         lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.is_moe and not compat.has_cpu_expert_router(),
     ),
     Unsupported(
