@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for suite in SUITES
                 if version in suite.versions
             ]
-    except SetupError as error:
+    except (SetupError, subprocess.CalledProcessError) as error:
         print(f"fastattention conformance: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -120,21 +121,32 @@ def run_suite(suite: Suite, python: Path, folder: Path, upstream: Path, version:
     log = folder / (suite.name.split(":")[-1].strip().replace(" ", "-") + ".log")
     started = time.monotonic()
     with log.open("wb") as output:
+        # Run where the models' names are paths.
+        process = subprocess.Popen(command, cwd=models, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            subprocess.run(
-                command,
-                # Where the models' names are paths.
-                cwd=models,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=SUITE_TIMEOUT_S,
-            )
+            status = process.wait(SUITE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            entries.unlink(missing_ok=True)
+            status = end(process)
+        except KeyboardInterrupt:
+            end(process)
+            raise
     result = read_result(entries, Result(version, installed_torch(python), suite.name), log)
+    # Otherwise the run broke off, and what the recorder has is only the first part.
+    if not (status == 0 or (status in (1, 2) and result.failed)):
+        result.failed += 1
+        result.problems.append(f"pytest ended with status {status}; see {log}")
     result.seconds = round(time.monotonic() - started, 1)
     return result
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Let pytest stop the server it may have started; after a minute, do not."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def read_result(entries: Path, result: Result, log: Path) -> Result:

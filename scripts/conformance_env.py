@@ -71,7 +71,7 @@ class Environment:
         )
 
     def _make_venv(self) -> None:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(self.folder / "venv")], check=True)
+        setup_env.create_venv(self.folder / "venv")
 
     def _install_torch(self) -> None:
         requires = [SETUPTOOLS if name == "setuptools" else name for name in setup_env.VLLM_BUILD_REQUIRES]
@@ -118,13 +118,18 @@ def fetch_sdist(python: Path, version: str, folder: Path, log: Path) -> Path:
 
 def unpack_tests(sdist: Path, target: Path) -> None:
     """Only ``tests/``: the archive's root also holds the package ``vllm``, which would shadow the installed one."""
-    shutil.rmtree(target, ignore_errors=True)
+    part = target.with_suffix(".part")  # what an interruption leaves is not taken for the whole
+    for folder in (part, target):
+        shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(sdist) as archive:
         for member in archive.getmembers():
             _, _, inside = member.name.partition("/")
-            if member.isfile() and inside.startswith("tests/"):
-                member.name = inside
-                archive.extract(member, target, filter="data")
+            content = archive.extractfile(member) if member.isfile() and inside.startswith("tests/") else None
+            if content is None or ".." in Path(inside).parts:
+                continue
+            (part / inside).parent.mkdir(parents=True, exist_ok=True)
+            (part / inside).write_bytes(content.read())
+    part.rename(target)
 
 
 def build_environment(version: str) -> dict[str, str]:

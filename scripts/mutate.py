@@ -15,6 +15,7 @@ import argparse
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,8 +65,7 @@ def main() -> int:
     try:
         mutations = [m for path in options.lists for m in read(path) if options.only in m.name]
         if not mutations:
-            print("no mutation to run")
-            return 2 if options.only else 0
+            raise DoesNotFit("there is no mutation to run.")
         with tempfile.TemporaryDirectory(prefix="fastattention-mutate-") as directory:
             return survivors([Copy(Path(directory) / str(job)) for job in range(options.jobs)], mutations)
     except DoesNotFit as error:
@@ -74,7 +74,10 @@ def main() -> int:
 
 
 def read(path: Path) -> list[Mutation]:
-    entries = tomllib.loads(path.read_text()).get("mutation", [])
+    content = tomllib.loads(path.read_text())
+    entries = content.pop("mutation", [])
+    if content:
+        raise DoesNotFit(f"{path.name} has an unknown table {next(iter(content))!r}; mutations are [[mutation]].")
     mutations = []
     for number, entry in enumerate(entries, 1):
         try:
@@ -133,7 +136,7 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
             verdicts.append(verdict)
     counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("caught", "SURVIVED", "skipped"))
     print(f"{counts}, {time.monotonic() - started:.0f} s")
-    return 1 if "SURVIVED" in verdicts else 0
+    return 1 if "SURVIVED" in verdicts or "caught" not in verdicts else 0
 
 
 def trial(copy: Copy, mutation: Mutation) -> tuple[str, str]:
@@ -148,6 +151,8 @@ def trial(copy: Copy, mutation: Mutation) -> tuple[str, str]:
         source.write_text(original)
     if status == 0:
         return "SURVIVED", mutation.file
+    if status == -signal.SIGKILL:
+        raise DoesNotFit(f"{mutation.name!r}: its tests were killed from outside; is there enough memory?")
     if status < 0:
         return "caught", f"crash, signal {-status}"
     if status != FAILED:

@@ -159,13 +159,17 @@ def find_compiler() -> str | None:
 
 def make_venv() -> None:
     if not made_by_this_python():
-        result = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True)
-        if result.returncode:
-            shutil.rmtree(VENV, ignore_errors=True)
-            raise SetupError(
-                "`python3 -m venv .venv` failed; on Debian the module is a package of its own: "
-                f"`apt-get install python3-venv`. It said: {' '.join((result.stdout + result.stderr).split())[-300:]}"
-            )
+        create_venv(VENV)
+
+
+def create_venv(folder: Path) -> None:
+    result = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], capture_output=True, text=True)
+    if result.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SetupError(
+            f"`python3 -m venv {folder.relative_to(ROOT)}` failed; on Debian the module is a package of its own: "
+            f"`apt-get install python3-venv`. It said: {' '.join((result.stdout + result.stderr).split())[-300:]}"
+        )
 
 
 def made_by_this_python() -> bool:

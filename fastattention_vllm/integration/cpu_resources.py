@@ -14,6 +14,7 @@ from fastattention_vllm.integration.refusal import Refusal
 
 GIB = 1 << 30
 DEFAULT_KV_BYTES = 4 * GIB
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own limits here
 
@@ -142,8 +143,10 @@ def kv_bytes_per_rank(
     """
     one_request = 0 if max_model_len is None else size.of_request(max_model_len)
     available = max(0, available_bytes() - weight_bytes) // ranks
+    space = os.environ.get(KV_SPACE)  # vLLM heeds this variable before its option
+    option = KV_SPACE if space else "--kv-cache-memory-bytes"
     if requested is not None:
-        budget, source = requested, f"--kv-cache-memory-bytes {requested} is"
+        budget, source = requested, f"{option} {space or requested} is"
     else:
         budget = max(min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2))
         source = f"half of the {_size(available)} that are free beside the weights are"
@@ -152,7 +155,7 @@ def kv_bytes_per_rank(
         shorter = f"pass --max-model-len {fits} or less, or " if fits > 0 else ""
         raise Refusal(
             f"one request of max_model_len {max_model_len} needs {_size(one_request)} of KV cache per rank, but "
-            f"{source} {_size(budget)}; {shorter}raise --kv-cache-memory-bytes."
+            f"{source} {_size(budget)}; {shorter}raise {option}."
         )
     return budget
 

@@ -159,7 +159,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "encoder-only attention",
-        "embedding models: BERT, ModernBERT (vLLM before 0.28 itself makes its window one token too short), ...",
+        "embedding models: BERT, ModernBERT (vLLM 0.23 itself makes its window one token too short), ...",
         "tests/integration/test_encoder.py::test_embeddings_equal_hugging_face",
     ),
     Supported(
@@ -253,16 +253,16 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _kv_cache_dtype,
     ),
     Unsupported(
-        "this method of speculative decoding",
-        "its drafter or its sampler is untested on this path",
-        f"use one of: {', '.join(SPECULATION)}, or remove --speculative-config",
-        _speculation,
-    ),
-    Unsupported(
         "speculative decoding with this old a vLLM",
         "its CPU worker does not verify speculated tokens",
         "install vLLM 0.23 or newer, or remove --speculative-config",
         lambda c: c.speculative_config is not None and not compat.verifies_speculated_tokens(),
+    ),
+    Unsupported(
+        "this method of speculative decoding",
+        "its drafter or its sampler is untested on this path",
+        f"use one of: {', '.join(SPECULATION)}, or remove --speculative-config",
+        _speculation,
     ),
     Unsupported(
         "n-gram speculative decoding without numba",
@@ -290,8 +290,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "a mixture-of-experts model with this vLLM",
-        "its experts need compiled CPU kernels, for which there are stand-ins from vLLM 0.32 on",
-        "install vLLM 0.32 or newer, or serve a dense model",
+        "its experts need compiled CPU kernels, for which there are stand-ins from vLLM 0.30 on",
+        "install vLLM 0.30 or newer, or serve a dense model",
         lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.is_moe and not compat.has_cpu_expert_router(),
     ),
     Unsupported(

@@ -13,6 +13,7 @@ from scripts.conformance import SUITES, Suite, run_suite, table
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1800)
 def test_all_but_the_large_batches_pass() -> None:
     version = metadata.version("vllm")
     folder = conformance_env.HOME / f"{version}-installed"

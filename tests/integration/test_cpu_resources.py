@@ -109,6 +109,11 @@ class TestKvBytes:
         assert "--max-model-len" not in str(caught.value)
         assert "0.10 MiB" in str(caught.value)
 
+    def test_the_variable_is_named_where_it_was_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        with pytest.raises(Refusal, match=r"VLLM_CPU_KVCACHE_SPACE 1 is 1\.00 GiB.*raise VLLM_CPU_KVCACHE_SPACE"):
+            kv_bytes_per_rank(GIB, self.SIZE, 16 * 2048, 0, 1)
+
     def test_default_is_shared_by_the_ranks(self) -> None:
         assert kv_bytes_per_rank(None, self.SIZE, 1024, 0, 2) == 2 * GIB
 

@@ -96,6 +96,17 @@ def test_a_file_that_does_not_import_is_a_failure(suite_of: Any) -> None:
     assert suite_of("import no_such_module\ndef test_good(): pass\n").failed == 1
 
 
+def test_a_run_that_ends_half_way_is_a_failure(suite_of: Any) -> None:
+    ended = suite_of(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_ends(): pytest.exit('out of something')\n"
+        "def test_never_run(): assert False\n"
+    )
+    assert (ended.passed, ended.failed) == (1, 1)
+    assert "pytest ended with status" in ended.problems[0]
+
+
 def test_a_selection_that_matches_nothing_is_not_a_success(suite_of: Any) -> None:
     nothing = suite_of("def test_good(): pass\n", select="no_such_name")
     assert not nothing.ok

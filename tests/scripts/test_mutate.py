@@ -52,6 +52,16 @@ def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: st
         mutate.read(write(tmp_path / "list.toml", **change))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "no mutation to run"), ("[[mutations]]", "unknown table 'mutations'")]
+)
+def test_a_list_of_nothing_is_no_success(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "list.toml").write_text(text)
+    done = run(tmp_path / "list.toml")
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
