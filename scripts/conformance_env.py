@@ -44,6 +44,12 @@ class Environment:
         return self.folder / "venv" / "bin" / "python"
 
     @property
+    def constraints(self) -> Path:
+        """Exact versions of everything; 0.32.0 is what `make setup` installs too."""
+        own = ROOT / "constraints" / f"conformance-{self.version}.txt"
+        return setup_env.CONSTRAINTS if self.version == setup_env.VLLM_VERSION else own
+
+    @property
     def log(self) -> Path:
         return self.folder / "setup.log"
 
@@ -62,7 +68,11 @@ class Environment:
         setup_env.run_steps(
             [
                 Step(f"vLLM {self.version}: create venv", self._make_venv, lambda: [sys.version]),
-                Step(f"vLLM {self.version}: install torch {self.torch}", self._install_torch, lambda: [self.torch]),
+                Step(
+                    f"vLLM {self.version}: install torch {self.torch}",
+                    self._install_torch,
+                    lambda: [self.torch, self.constraints.read_text()],
+                ),
                 Step(f"vLLM {self.version}: install as pure Python", self._install_vllm, lambda: [self.version]),
                 Step(f"vLLM {self.version}: install test tools", self._install_tools, lambda: TOOLS),
                 Step(f"vLLM {self.version}: build the CPU kernels", self._install_package, self._package_inputs),
@@ -102,7 +112,7 @@ class Environment:
         yield from setup_env.package_inputs()
 
     def _pip(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        run_pip(self.python, self.log, *arguments, environment=environment)
+        run_pip(self.python, self.log, *arguments, "--constraint", str(self.constraints), environment=environment)
 
 
 def fetch_sdist(python: Path, version: str, folder: Path, log: Path) -> Path:

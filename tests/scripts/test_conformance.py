@@ -148,6 +148,13 @@ def test_every_version_is_one_that_the_plugin_supports() -> None:
     assert all(SUPPORTED_VLLM.contains(version) for version in conformance_env.TORCH)
 
 
+@pytest.mark.parametrize("version", ["0.19.1", "0.23.0", "0.28.0", "0.32.0"])
+def test_what_each_version_installs_is_pinned(version: str) -> None:
+    assert set(conformance_env.TORCH) == {"0.19.1", "0.23.0", "0.28.0", "0.32.0"}
+    pins = conformance_env.Environment(version).constraints.read_text().splitlines()
+    assert any(line.startswith("transformers==") for line in pins)
+
+
 def test_the_help_needs_nothing_but_python() -> None:
     """`make conformance` starts before anything is installed."""
     script = Path(conformance.__file__)
