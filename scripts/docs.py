@@ -17,6 +17,7 @@ def supported_page() -> str:
         "",
         f"On CPUs, with vllm{compat.SUPPORTED_VLLM}. Each row names the test behind it; those that equal Hugging Face",
         "demand the same greedy tokens, and log-probabilities within 1e-4, in fp32, on random weights.",
+        "They run with vLLM 0.32.0; what older ones cannot do on CPUs is among the refusals.",
         "",
         "| feature | scope | test |",
         "|---|---|---|",

@@ -37,35 +37,31 @@ def core_first(names: Iterable[Any], core: Container[Any]) -> list[Any]:
     return [name if name in core else pytest.param(name, marks=pytest.mark.more) for name in names]
 
 
-@pytest.mark.parametrize("name", core_first(MODELS, CORE))
-def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> None:
+def compare(config: PretrainedConfig, path: Path, **settings: Any) -> None:
     """Chunked prefill (300-token prompts in 64-token steps) mixed with decode."""
-    model = save_random(MODELS[name](), tmp_path)
+    model = save_random(config, path)
     prompts = random_prompts(LENGTHS)
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
-    with engine(model) as llm:
+    with engine(model, **settings) as llm:
         check(generate(llm, prompts), expected)
+
+
+@pytest.mark.parametrize("name", core_first(MODELS, CORE))
+def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> None:
+    compare(MODELS[name](), tmp_path)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 def test_compiled_equals_hugging_face(name: str, tmp_path: Path) -> None:
-    model = save_random(MODELS[name](), tmp_path)
-    prompts = random_prompts(LENGTHS)
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
-    with engine(model, enforce_eager=False) as llm:
-        check(generate(llm, prompts), expected)
+    compare(MODELS[name](), tmp_path, enforce_eager=False)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["gpt-oss", "bloom"])
 def test_two_ranks_equal_hugging_face(name: str, tmp_path: Path) -> None:
     """Each rank has its own heads' sinks and slopes."""
-    model = save_random(MODELS[name](), tmp_path)
-    prompts = random_prompts(LENGTHS)
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
-    with engine(model, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
-        check(generate(llm, prompts), expected)
+    compare(MODELS[name](), tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
 
 
 @pytest.mark.more
@@ -85,17 +81,9 @@ def test_prefix_caching_of_windowed_and_shared_layers(name: str, tmp_path: Path)
 @pytest.mark.more
 def test_fast_prefill_of_shared_layers(tmp_path: Path) -> None:
     """The layers that share a cache compute the last token of a prompt only."""
-    model = save_random(reference.gemma3n(), tmp_path)
-    prompts = random_prompts(LENGTHS)
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
-    with engine(model, kv_sharing_fast_prefill=True) as llm:
-        check(generate(llm, prompts), expected)
+    compare(reference.gemma3n(), tmp_path, kv_sharing_fast_prefill=True)
 
 
 @pytest.mark.parametrize("head_size", core_first([32, 96, 112, 192, 256], [96]))
 def test_head_sizes_equal_hugging_face(head_size: int, tmp_path: Path) -> None:
-    model = save_random(reference.llama(4, 2, head_size, layers=2), tmp_path)
-    prompts = random_prompts(LENGTHS)
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
-    with engine(model) as llm:
-        check(generate(llm, prompts), expected)
+    compare(reference.llama(4, 2, head_size, layers=2), tmp_path)
