@@ -94,6 +94,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int
   const bool adjusted = problem.softcap > 0.0f || slopes != nullptr;
 
   Panels panels{scratch, problem.head_size};
+  panels.arrange_queries(num_rows);
   KvRows<T> row_sets[2];
   KvRows<T>* rows = &row_sets[0];
   KvRows<T>* upcoming = &row_sets[1];
@@ -152,6 +153,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int
     rows = upcoming;
     upcoming = done;
   }
+  panels.arrange_output(num_rows);
 }
 
 template <class T, class Panels>
@@ -186,11 +188,18 @@ void attend_with(const fa_attention_problem& problem, const WorkItem& item, void
 template <class T>
 void attend_kv(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
-#ifdef FA_BF16_PANELS
-  // Only where bf16 holds the operands exactly; the order of scaled scores must be that of the products.
+#if defined(FA_AVX512_BF16)
+  // Only where bf16 holds the operands exactly; and scaled scores must be ordered as the products are.
   if constexpr (kExactInBf16<T>) {
     if (problem.dtype == FA_BF16 && problem.scale > 0.0f && num_rows > kTuning.max_direct_rows_bf16) {
-      return attend_with<T, FA_BF16_PANELS<T>>(problem, item, memory);
+#if defined(FA_AMX)
+      if (num_rows <= kTuning.max_amx_direct_rows && AmxDirectPanels<T>::can_run(problem)) {
+        return attend_with<T, AmxDirectPanels<T>>(problem, item, memory);
+      }
+      return attend_with<T, AmxPanels<T>>(problem, item, memory);
+#else
+      return attend_with<T, PackedPanels<T, Bf16Unit>>(problem, item, memory);
+#endif
     }
   }
 #endif

@@ -9,7 +9,6 @@ constexpr Tuning kTuning = kTuningAmx;
 
 #define FA_AVX512_BF16
 #define FA_AMX
-#define FA_BF16_PANELS AmxPanels
 #include "kernel_impl.h"
 
 namespace fastattention {

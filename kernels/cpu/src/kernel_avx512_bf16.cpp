@@ -8,7 +8,6 @@ constexpr Tuning kTuning = kTuningAvx512Bf16;
 }  // namespace fastattention
 
 #define FA_AVX512_BF16
-#define FA_BF16_PANELS Bf16Panels
 #include "kernel_impl.h"
 
 namespace fastattention {

@@ -14,6 +14,7 @@
 #endif
 #if defined(FA_AMX)
 #include "panel_amx.h"
+#include "panel_amx_direct.h"
 #endif
 #include "panel_direct.h"
 #include "softmax.h"

@@ -3,10 +3,15 @@
 namespace fastattention {
 namespace {
 
+constexpr int kEvenRows = 16;
+
 template <class T>
 struct KvRows {
   const T* key[kKvBlock];
   const T* value[kKvBlock];
+  // Whether the kEvenRows rows from kEvenRows * i on lie at equal distances of key_stride and value_stride.
+  bool even[kKvBlock / kEvenRows];
+  int64_t key_stride, value_stride;
   int count = 0;
 };
 
@@ -24,12 +29,16 @@ void locate(const fa_attention_problem& problem, const WorkItem& item, int64_t f
   }
   int64_t page = first / page_size;
   int64_t token = first % page_size;
+  rows.key_stride = problem.key_token_stride;
+  rows.value_stride = problem.value_token_stride;
+  for (bool& even : rows.even) even = false;
   for (int i = 0; i < count; ++page, token = 0) {
     const int64_t block = pages != nullptr ? pages[page] : 0;
     const T* key = key_base + block * problem.key_block_stride + token * problem.key_token_stride;
     const T* value = value_base + block * problem.value_block_stride + token * problem.value_token_stride;
     const int64_t left_in_page = page_size - token;
     const int end = left_in_page < count - i ? i + static_cast<int>(left_in_page) : count;
+    for (int group = (i + kEvenRows - 1) / kEvenRows; (group + 1) * kEvenRows <= end; ++group) rows.even[group] = true;
     for (; i < end; ++i, key += problem.key_token_stride, value += problem.value_token_stride) {
       rows.key[i] = key;
       rows.value[i] = value;
@@ -41,35 +50,38 @@ void locate(const fa_attention_problem& problem, const WorkItem& item, int64_t f
   for (int i = count; i < round_up(count, kColumnStep); ++i) rows.key[i] = rows.key[count - 1];
 }
 
-// Fetches the next tile's rows into the cache while this tile is computed, spread evenly over the computation: memory
-// is idle whenever no request is out, and a burst of requests waits for itself.
+// Fetches the next tile's rows into the cache while this tile is computed, a row or two at a time: a burst of requests
+// fills the core's queue and stops everything behind it, and between bursts memory is idle.
 template <class T>
 class Prefetch {
  public:
-  // steps: calls of advance(1) that the computation of this tile will make.
+  Prefetch() = default;
+  // steps: how often advance() will be called while this tile is computed.
   Prefetch(const KvRows<T>* rows, int head_size, int steps)
-      : rows_(rows), bytes_(head_size * static_cast<int>(sizeof(T))), count_(rows != nullptr ? rows->count : 0) {
-    rows_per_step_ = steps > 0 ? static_cast<float>(count_) / steps : 0.0f;
+      : rows_(rows), bytes_(head_size * static_cast<int>(sizeof(T))), count_(rows != nullptr ? 2 * rows->count : 0) {
+    rate_ = steps > 0 ? (static_cast<int64_t>(count_) << kFraction) / steps + 1 : 0;
   }
-  inline void advance(int steps) {
-    if (next_ >= count_) return;
-    due_ += rows_per_step_ * steps;
-    const int end = due_ < count_ ? static_cast<int>(due_) : count_;
-    for (; next_ < end; ++next_) {
-      fetch(rows_->key[next_]);
-      fetch(rows_->value[next_]);
-    }
+  inline void advance() {
+    due_ += rate_;
+    while (next_ < due_ >> kFraction && next_ < count_) fetch();
   }
-  void rest() { due_ = static_cast<float>(count_), advance(0); }
+  // To be called when the tile is done: rows whose steps were skipped, such as masked panels.
+  void rest() {
+    while (next_ < count_) fetch();
+  }
 
  private:
-  void fetch(const T* row) const {
-    const char* line = reinterpret_cast<const char*>(row);
+  static constexpr int kFraction = 16;
+
+  inline void fetch() {
+    const T* const* rows = next_ & 1 ? rows_->value : rows_->key;
+    const char* line = reinterpret_cast<const char*>(rows[next_ >> 1]);
     for (int b = 0; b < bytes_; b += 64) __builtin_prefetch(line + b, 0, 2);
+    ++next_;
   }
-  const KvRows<T>* rows_;
-  int bytes_, count_, next_ = 0;
-  float rows_per_step_, due_ = 0.0f;
+  const KvRows<T>* rows_ = nullptr;
+  int bytes_ = 0, count_ = 0, next_ = 0;  // rows of K and V in turn, as they lie in a cache that holds both together
+  int64_t rate_ = 0, due_ = 0;              // in rows, fixed point
 };
 
 }  // namespace

@@ -69,6 +69,16 @@ inline void amx_multiply(const BFloat16* a, int a_stride, const BFloat16* b, int
   if constexpr (TwoHalves && TwoColumns) _tile_stored(3, lower + 16, c_bytes);
 }
 
+// Products are added to the output in the tile registers, so it is rescaled beforehand, seldom as that is.
+inline void rescale_rows(float* output, int rows, int stride, const float* rescale) {
+  for (int r = 0; r < rows; ++r) {
+    if (rescale[r] == 1.0f) continue;
+    for (int d = 0; d < stride; d += kWidth) {
+      store(output + r * stride + d, mul(load(output + r * stride + d), splat(rescale[r])));
+    }
+  }
+}
+
 template <class T>
 struct AmxPanels {
   using Element = BFloat16;
@@ -77,7 +87,7 @@ struct AmxPanels {
   static_assert(kRows <= kPadding && kColumnStep % kTileDepth == 0 && kStrip == 32, "whole tiles everywhere");
   const Scratch& scratch;
   int head_size;
-  Prefetch<T> upcoming{nullptr, 0, 0};
+  Prefetch<T> upcoming{};
   AmxTiles tiles{};
 
   static int query_stride(int head_size) { return round_up(head_size, kTileDepth); }
@@ -86,19 +96,20 @@ struct AmxPanels {
   void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
     const int stride = output_stride(head_size);
     const int panels = (num_rows + kRows - 1) / kRows;
-    upcoming = Prefetch<T>(next, head_size, 4 * rows.count / kWidth + panels * (rows.count + stride) / kStrip);
+    const int strips = (rows.count + kStrip - 1) / kStrip + (stride + kStrip - 1) / kStrip;
+    upcoming = Prefetch<T>(next, head_size,
+                           (rows.count / kWidth) * (stride / kWidth) + rows.count / 2 + panels * strips);
     auto* keys = static_cast<BFloat16*>(scratch.keys);
     auto* values = static_cast<BFloat16*>(scratch.values);
     const int depth = query_stride(head_size);
     const int count = round_up(rows.count, kStrip);
     for (int column = 0; column < count; column += kWidth) {
       const int first = column / kStrip * kStrip;
-      upcoming.advance(2);
       Bf16Unit::pack_keys(rows, column, head_size, keys + static_cast<size_t>(first) * depth + (column - first) * 2,
-                          kStrip);
+                          kStrip, upcoming);
     }
     for (int token = 0; token < count; token += 2) {
-      if (token % (kWidth / 2) == 0) upcoming.advance(1);
+      upcoming.advance();
       Bf16Unit::pack_values(rows, token, head_size, stride, values);
     }
   }
@@ -108,7 +119,7 @@ struct AmxPanels {
     const BFloat16* query = static_cast<const BFloat16*>(scratch.query) + static_cast<size_t>(first_row) * depth;
     for (int column = begin; column < end; column += kStrip) {
       const BFloat16* strip = static_cast<const BFloat16*>(scratch.keys) + static_cast<size_t>(column) * depth;
-      upcoming.advance(1);
+      upcoming.advance();
       const auto multiply = rows > kTileRows ? amx_multiply<false, true, true> : amx_multiply<false, false, true>;
       multiply(query, depth, strip, kStrip, depth / kTileDepth, scores + column, kKvBlock);
     }
@@ -117,13 +128,7 @@ struct AmxPanels {
   void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
     const int stride = output_stride(head_size);
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
-    for (int r = 0; r < rows; ++r) {
-      if (rescale[r] == 1.0f) continue;
-      for (int d = 0; d < stride; d += kWidth) {
-        float* to = output + r * stride + d;
-        store(to, mul(load(to), splat(rescale[r])));
-      }
-    }
+    rescale_rows(output, rows, stride, rescale);
     // Weights outside [begin, end) are zero up to the next multiple of kColumnStep.
     begin = begin / kTileDepth * kTileDepth;
     const int steps = (end - begin + kTileDepth - 1) / kTileDepth;
@@ -134,13 +139,15 @@ struct AmxPanels {
       const int width = whole ? kStrip : stride - column;
       const BFloat16* strip = static_cast<const BFloat16*>(scratch.values) + static_cast<size_t>(column) * kKvBlock +
                               static_cast<size_t>(begin) * width;
-      upcoming.advance(1);
+      upcoming.advance();
       const auto multiply = two_halves ? (whole ? amx_multiply<true, true, true> : amx_multiply<true, true, false>)
                                        : (whole ? amx_multiply<true, false, true> : amx_multiply<true, false, false>);
       multiply(factors, 2 * kKvBlock, strip, width, steps, output + column, stride);
     }
   }
   void finish() { upcoming.rest(); }
+  void arrange_queries(int) {}
+  void arrange_output(int) {}
 };
 
 }  // namespace

@@ -8,7 +8,6 @@ void direct_scores(const float* query, int query_stride, const T* const* key, Pr
                    int begin, int end, float* scores) {
   constexpr int kTokens = kWidth / R;
   for (int column = begin; column < end; column += kTokens) {
-    upcoming.advance(kTokens);
     Vec sums[kWidth];
     FA_UNROLL
     for (int i = 0; i < kWidth; ++i) sums[i] = splat(0.0f);
@@ -16,6 +15,7 @@ void direct_scores(const float* query, int query_stride, const T* const* key, Pr
       Vec q[R];
       FA_UNROLL
       for (int r = 0; r < R; ++r) q[r] = load(query + r * query_stride + d);
+      upcoming.advance();
       FA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
         const Vec k = part.read(key[column + t] + d);
@@ -34,7 +34,7 @@ void direct_scores(const float* query, int query_stride, const T* const* key, Pr
 
 template <class T, int R, int N, class Part>
 inline __attribute__((always_inline)) void direct_values_tile(const float* weights, const T* const* value,
-                                                              Prefetch<T>& upcoming, int steps, int stride, int begin,
+                                                              Prefetch<T>& upcoming, int stride, int begin,
                                                               int end, int d, const float* rescale, float* output,
                                                               Part part) {
   Vec c[R][N];
@@ -44,7 +44,7 @@ inline __attribute__((always_inline)) void direct_values_tile(const float* weigh
     for (int n = 0; n < N; ++n) c[r][n] = splat(0.0f);
   }
   for (int i = begin; i < end; ++i) {
-    if (i % 8 == 0) upcoming.advance(steps);
+    upcoming.advance();
     Vec operand[N];
     FA_UNROLL
     for (int n = 0; n < N; ++n) operand[n] = part.read(value[i] + d + n * kWidth);
@@ -69,16 +69,15 @@ inline __attribute__((always_inline)) void direct_values_tile(const float* weigh
 template <class T, int R, int N>
 void direct_values(const float* weights, const T* const* value, Prefetch<T>& upcoming, int stride, int head_size,
                    int begin, int end, int d, const float* rescale, float* output) {
-  const auto steps = [&](int columns) { return 8 * columns / head_size; };
   for (; d + N * kWidth <= head_size; d += N * kWidth) {
-    direct_values_tile<T, R, N>(weights, value, upcoming, steps(N * kWidth), stride, begin, end, d, rescale, output,
+    direct_values_tile<T, R, N>(weights, value, upcoming, stride, begin, end, d, rescale, output,
                                 WholeVector());
   }
   if constexpr (N > 1) {
     direct_values<T, R, N / 2>(weights, value, upcoming, stride, head_size, begin, end, d, rescale, output);
   } else if constexpr (kWidth > 8) {
     if (d == head_size) return;
-    direct_values_tile<T, R, 1>(weights, value, upcoming, steps(8), stride, begin, end, d, rescale, output,
+    direct_values_tile<T, R, 1>(weights, value, upcoming, stride, begin, end, d, rescale, output,
                                 HalfVector());
   }
 }
@@ -91,17 +90,28 @@ struct DirectPanels {
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
-  Prefetch<T> upcoming{nullptr, 0, 0};
+  Prefetch<T> upcoming{};
 
   static int query_stride(int head_size) { return round_up(head_size, kWidth); }
   static int output_stride(int head_size) { return round_up(head_size, kWidth); }
 
   void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
-    const int panels = num_rows / kRows + __builtin_popcount(num_rows % kRows);
     current = &rows;
-    upcoming = Prefetch<T>(next, head_size, 2 * panels * rows.count);
+    int steps = 0;
+    const int vectors = (head_size + kWidth - 1) / kWidth;
+    for (int row = 0; row < num_rows; row += kRows) {
+      split(num_rows - row < kRows ? num_rows - row : kRows, [&](int, auto count) {
+        constexpr int R = decltype(count)::value;
+        steps += rows.count * R / kWidth * vectors + rows.count * ((vectors + value_vectors(R) - 1) / value_vectors(R));
+      });
+    }
+    upcoming = Prefetch<T>(next, head_size, steps);
   }
 
+  // Vectors of the output whose sums are formed at once.
+  static constexpr int value_vectors(int rows) {
+    return kDirectAccumulators / rows < 8 ? kDirectAccumulators / rows : 8;
+  }
   // Rows in powers of two: 7 run as 4 + 2 + 1.
   template <int R = kDirectRows, class F>
   static void split(int rows, F f, int first = 0) {
@@ -121,12 +131,13 @@ struct DirectPanels {
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
     split(rows, [&](int r, auto count) {
       constexpr int R = decltype(count)::value;
-      constexpr int kVectors = kDirectAccumulators / R < 8 ? kDirectAccumulators / R : 8;
-      direct_values<T, R, kVectors>(weights + r * kKvBlock, current->value, upcoming, stride, head_size, begin, end, 0,
+      direct_values<T, R, value_vectors(R)>(weights + r * kKvBlock, current->value, upcoming, stride, head_size, begin, end, 0,
                                     rescale + r, output + r * stride);
     });
   }
   void finish() { upcoming.rest(); }
+  void arrange_queries(int) {}
+  void arrange_output(int) {}
 };
 
 }  // namespace

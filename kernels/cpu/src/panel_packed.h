@@ -16,8 +16,10 @@ struct FmaUnit {
 
   // kWidth tokens from column on, transposed: one vector holds the same dimension of kWidth neighbouring tokens.
   template <class T>
-  static void pack_keys(const KvRows<T>& rows, int column, int head_size, float* strip, int width) {
+  static void pack_keys(const KvRows<T>& rows, int column, int head_size, float* strip, int width,
+                        Prefetch<T>& upcoming) {
     for_each_vector(head_size, [&](int d, auto part) {
+      upcoming.advance();
       Vec block[kWidth];
       FA_UNROLL
       for (int i = 0; i < kWidth; ++i) block[i] = part.read(rows.key[column + i] + d);
@@ -92,7 +94,7 @@ void packed_scores(const typename Unit::Element* query, int query_stride, const 
                    int key_depth, int begin, int end, float* scores, Upcoming& upcoming) {
   for_strips(begin, end, [&](int column, auto vectors, int width) {
     constexpr int N = decltype(vectors)::value;
-    upcoming.advance(1);
+    upcoming.advance();
     Vec c[R][N];
     multiply<Unit, R, N>(query, query_stride, keys + static_cast<size_t>(column) * key_depth, width,
                          key_depth / Unit::kDepth, c);
@@ -117,7 +119,7 @@ void packed_values(const float* weights, const typename Unit::Element* values, i
   const Element* factors = reinterpret_cast<const Element*>(weights) + begin;
   for_strips(0, stride, [&](int column, auto vectors, int width) {
     constexpr int N = decltype(vectors)::value;
-    upcoming.advance(1);
+    upcoming.advance();
     Vec c[R][N];
     multiply<Unit, R, N>(factors, kRowElements,
                          values + static_cast<size_t>(column) * kKvBlock + static_cast<size_t>(begin) * width, width,
@@ -141,7 +143,7 @@ struct PackedPanels {
   static constexpr int kRows = kPanelRows;
   const Scratch& scratch;
   int head_size;
-  Prefetch<T> upcoming{nullptr, 0, 0};
+  Prefetch<T> upcoming{};
 
   static int query_stride(int head_size) { return round_up(head_size, kWidth * Unit::kDepth); }
   static int output_stride(int head_size) { return round_up(head_size, kWidth); }
@@ -149,18 +151,19 @@ struct PackedPanels {
   void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
     const int stride = output_stride(head_size);
     const int panels = (num_rows + kRows - 1) / kRows;
-    upcoming = Prefetch<T>(next, head_size, 2 * rows.count / kWidth + panels * (rows.count + stride) / kStrip);
+    const int strips = (rows.count + kStrip - 1) / kStrip + (stride + kStrip - 1) / kStrip;
+    upcoming = Prefetch<T>(next, head_size,
+                           (rows.count / kWidth) * (stride / kWidth) + rows.count / Unit::kDepth + panels * strips);
     auto* keys = static_cast<Element*>(scratch.keys);
     auto* values = static_cast<Element*>(scratch.values);
     const int depth = query_stride(head_size);
     for (int column = 0; column < round_up(rows.count, kStrip); column += kWidth) {
       const int first = column / kStrip * kStrip;
-      upcoming.advance(1);
       Unit::pack_keys(rows, column, head_size,
-                      keys + static_cast<size_t>(first) * depth + (column - first) * Unit::kDepth, kStrip);
+                      keys + static_cast<size_t>(first) * depth + (column - first) * Unit::kDepth, kStrip, upcoming);
     }
     for (int token = 0; token < rows.count; token += Unit::kDepth) {
-      if (token % kWidth == 0) upcoming.advance(1);
+      upcoming.advance();
       Unit::pack_values(rows, token, head_size, stride, values);
     }
   }
@@ -181,6 +184,8 @@ struct PackedPanels {
     });
   }
   void finish() { upcoming.rest(); }
+  void arrange_queries(int) {}
+  void arrange_output(int) {}
 };
 
 }  // namespace

@@ -15,14 +15,16 @@ struct Tuning {
   // Up to this many query rows the direct panels are faster than packing; for fp32 arithmetic and for bf16 panels.
   int max_direct_rows;
   int max_direct_rows_bf16;
+  // Up to this many query rows AMX reads K and V as they lie in memory; more make packing them worth while.
+  int max_amx_direct_rows;
 };
 
-constexpr Tuning kTuningAvx512 = {12, 2, 8, 16, 16, 16};
-constexpr Tuning kTuningAvx512Bf16 = {12, 2, 8, 16, 16, 4};
-constexpr Tuning kTuningAmx = {12, 2, 8, 16, 16, 2};
-constexpr Tuning kTuningAvx2 = {6, 2, 4, 8, 16, 16};
-constexpr Tuning kTuningNeon = {6, 4, 4, 16, 16, 16};
-constexpr Tuning kTuningScalar = {4, 2, 4, 4, 16, 16};
+constexpr Tuning kTuningAvx512 = {12, 2, 8, 16, 16, 16, 0};
+constexpr Tuning kTuningAvx512Bf16 = {12, 2, 8, 16, 16, 4, 0};
+constexpr Tuning kTuningAmx = {12, 2, 8, 16, 16, 0, 64};
+constexpr Tuning kTuningAvx2 = {6, 2, 4, 8, 16, 16, 0};
+constexpr Tuning kTuningNeon = {6, 4, 4, 16, 16, 16, 0};
+constexpr Tuning kTuningScalar = {4, 2, 4, 4, 16, 16, 0};
 
 }  // namespace fastattention
 

@@ -32,8 +32,11 @@ struct Bf16Unit {
 
   // Pairs of dimensions take the place of fp32 numbers: the same transposition as for FMA, half as often.
   template <class T>
-  static void pack_keys(const KvRows<T>& rows, int column, int head_size, BFloat16* strip, int width) {
+  static void pack_keys(const KvRows<T>& rows, int column, int head_size, BFloat16* strip, int width,
+                        Prefetch<T>& upcoming) {
     for (int d = 0; d < head_size; d += 2 * kWidth) {
+      upcoming.advance();
+      upcoming.advance();
       Vec block[kWidth];
       FA_UNROLL
       for (int i = 0; i < kWidth; ++i) block[i] = bits(load_bf16(rows.key[column + i] + d, head_size - d));
@@ -62,9 +65,6 @@ struct Bf16Unit {
   }
 };
 static_assert(kStrip == 2 * kWidth, "values are packed a strip at a time");
-
-template <class T>
-using Bf16Panels = PackedPanels<T, Bf16Unit>;
 
 }  // namespace
 }  // namespace fastattention

@@ -1,0 +1,187 @@
+// AMX for few query rows (decode): K and V go from the cache into tile registers as they lie in memory, nothing is packed.
+//
+//   Scores: K is the left operand (16 tokens x 32 dimensions), the transposed queries the right one, so the products are
+//   transposed scores. Transposing those back takes a quarter of what transposing K would.
+//   Values: the dot product sums pairs of neighbours in a row, which for rows of V are two dimensions of one token. With
+//   (weight, 0) as the pair on the left it yields the even dimensions, with (0, weight) the odd ones: twice the products,
+//   of which there are plenty, instead of interleaving tokens.
+namespace fastattention {
+namespace {
+
+// A weight rounded to bf16 with zeros below: the pair (0, weight).
+struct OddPair {
+  uint32_t bits;
+};
+inline void store(OddPair* p, Vec a) {
+  const __m512i rounded = _mm512_cvtepu16_epi32(round_bf16(a));
+  _mm512_storeu_si512(p, _mm512_slli_epi32(rounded, 16));
+}
+
+template <class T>
+struct AmxDirectPanels {
+  using Element = BFloat16;
+  using Weight = OddPair;
+  static constexpr int kRows = kTileRows;
+  const Scratch& scratch;
+  int head_size;
+  const KvRows<T>* current = nullptr;
+  Prefetch<T> upcoming{};
+  AmxTiles tiles{};
+
+  static bool can_run(const fa_attention_problem& problem) { return problem.head_size % kTileDepth == 0; }
+  static int query_stride(int head_size) { return head_size; }
+  static int output_stride(int head_size) { return head_size; }
+
+  // Each 16 rows of queries become [head_size / 2][16 rows][2].
+  void arrange_queries(int num_rows) {
+    BFloat16* copy = static_cast<BFloat16*>(scratch.keys);
+    for (int row = 0; row < num_rows; row += kTileRows) {
+      BFloat16* query = static_cast<BFloat16*>(scratch.query) + static_cast<size_t>(row) * head_size;
+      __builtin_memcpy(copy, query, sizeof(BFloat16) * kTileRows * head_size);
+      for (int d = 0; d < head_size; d += kTileDepth) {
+        Vec block[kTileRows];
+        FA_UNROLL
+        for (int i = 0; i < kTileRows; ++i) block[i] = bits(_mm512_loadu_si512(copy + i * head_size + d));
+        transpose(block);
+        FA_UNROLL
+        for (int i = 0; i < kTileRows; ++i) {
+          _mm512_storeu_si512(query + (d / 2 + i) * 2 * kTileRows, bits(block[i]));
+        }
+      }
+    }
+  }
+
+  void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
+    current = &rows;
+    const int panels = (num_rows + kRows - 1) / kRows;
+    const int products = 3 * (round_up(rows.count, kTileRows) / kTileRows) * (head_size / kTileDepth);
+    upcoming = Prefetch<T>(next, head_size, panels * products);
+  }
+
+  // Where the 16 rows from token on begin, and their distance: in the cache where they lie evenly, else in a copy, in
+  // which rows past the end of the tile are zero.
+  const BFloat16* rows_at(const T* const* rows, int token, int64_t stride, BFloat16* copy, size_t* bytes) const {
+    if (current->even[token / kTileRows]) {
+      *bytes = stride * sizeof(BFloat16);
+      return rows[token];
+    }
+    for (int i = 0; i < kTileRows; ++i) {
+      BFloat16* to = copy + i * head_size;
+      if (token + i < current->count) {
+        __builtin_memcpy(to, rows[token + i], sizeof(BFloat16) * head_size);
+      } else {
+        __builtin_memset(to, 0, sizeof(BFloat16) * head_size);
+      }
+    }
+    *bytes = head_size * sizeof(BFloat16);
+    return copy;
+  }
+
+  void scores(int first_row, int rows, int begin, int end, float* scores) {
+    const BFloat16* query = static_cast<const BFloat16*>(scratch.query) + static_cast<size_t>(first_row) * head_size;
+    BFloat16* copy = static_cast<BFloat16*>(scratch.keys);
+    alignas(64) float products[2 * kTileRows * kTileRows];
+    for (int token = begin; token < end; token += 2 * kTileRows) {
+      size_t bytes[2];
+      const BFloat16* key[2];
+      for (int i = 0; i < 2; ++i) {
+        key[i] = rows_at(current->key, token + i * kTileRows, current->key_stride,
+                         copy + i * kTileRows * kMaxHeadSize, &bytes[i]);
+      }
+      memory_barrier();
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int d = 0; d < head_size; d += kTileDepth) {
+        _tile_loadd(6, query + d * kTileRows, kTileBytes);
+        _tile_loadd(4, key[0] + d, bytes[0]);
+        _tile_dpbf16ps(0, 4, 6);
+        upcoming.advance();
+        _tile_loadd(5, key[1] + d, bytes[1]);
+        _tile_dpbf16ps(1, 5, 6);
+        upcoming.advance();
+      }
+      _tile_stored(0, products, kTileBytes);
+      _tile_stored(1, products + kTileRows * kTileRows, kTileBytes);
+      for (int i = 0; i < 2; ++i) {
+        Vec block[kTileRows];
+        FA_UNROLL
+        for (int t = 0; t < kTileRows; ++t) block[t] = load(products + (i * kTileRows + t) * kTileRows);
+        transpose(block);
+        for (int r = 0; r < rows; ++r) store(scores + r * kKvBlock + token + i * kTileRows, block[r]);
+      }
+    }
+  }
+
+  // Columns of the output: of every 32 dimensions, first the even, then the odd ones; see arrange_output.
+  void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
+    const int stride = head_size;
+    float* output = scratch.output + static_cast<size_t>(first_row) * stride;
+    rescale_rows(output, rows, stride, rescale);
+    BFloat16* copy = static_cast<BFloat16*>(scratch.keys);
+    uint32_t* even = static_cast<uint32_t*>(scratch.values);
+    begin = begin / kTileRows * kTileRows;
+    end = round_up(end, kTileRows);
+    for (int r = 0; r < rows; ++r) {
+      for (int column = begin; column < end; column += kWidth) {
+        const __m512i odd = bits(load(weights + r * kKvBlock + column));
+        _mm512_storeu_si512(even + r * kKvBlock + column, _mm512_srli_epi32(odd, 16));
+      }
+    }
+    memory_barrier();
+    const size_t weight_bytes = kKvBlock * sizeof(float);
+    const size_t output_bytes = stride * sizeof(float);
+    for (int d = 0; d < stride; d += 2 * kTileDepth) {
+      const bool two = d + kTileDepth < stride;
+      float* to = output + d;
+      _tile_loadd(0, to, output_bytes);
+      _tile_loadd(1, to + 16, output_bytes);
+      if (two) {
+        _tile_loadd(2, to + 32, output_bytes);
+        _tile_loadd(3, to + 48, output_bytes);
+      }
+      for (int token = begin; token < end; token += kTileRows) {
+        size_t bytes;
+        const BFloat16* value = rows_at(current->value, token, current->value_stride, copy, &bytes) + d;
+        memory_barrier();
+        _tile_loadd(4, even + token, weight_bytes);
+        _tile_loadd(5, weights + token, weight_bytes);
+        _tile_loadd(6, value, bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        upcoming.advance();
+        _tile_dpbf16ps(1, 5, 6);
+        upcoming.advance();
+        if (two) {
+          _tile_loadd(7, value + kTileDepth, bytes);
+          _tile_dpbf16ps(2, 4, 7);
+          upcoming.advance();
+          _tile_dpbf16ps(3, 5, 7);
+          upcoming.advance();
+        }
+      }
+      _tile_stored(0, to, output_bytes);
+      _tile_stored(1, to + 16, output_bytes);
+      if (two) {
+        _tile_stored(2, to + 32, output_bytes);
+        _tile_stored(3, to + 48, output_bytes);
+      }
+    }
+  }
+  void finish() { upcoming.rest(); }
+
+  void arrange_output(int num_rows) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int r = 0; r < num_rows; ++r) {
+      for (int d = 0; d < head_size; d += 2 * kWidth) {
+        float* to = scratch.output + static_cast<size_t>(r) * head_size + d;
+        const Vec even = load(to);
+        const Vec odd = load(to + kWidth);
+        store(to, _mm512_permutex2var_ps(even, low, odd));
+        store(to + kWidth, _mm512_permutex2var_ps(even, high, odd));
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fastattention
