@@ -3,7 +3,7 @@
     python benchmarks/cpu_wake.py --threads 2 --json FILE
 
 A call of as many equal items as there are threads takes one item's time if all threads begin at once. What it takes
-beyond that is the time until the last of them had begun, and until its caches are as warm as the calling thread's: calls
+beyond that is the time until the last of them had begun, and until its caches are as warm as the caller's: calls
 of one item, after the same pauses and in turn with the others, are subtracted. On a virtual machine most of the time
 after a long pause is the host's: it has taken the idle CPU away.
 """
