@@ -37,7 +37,7 @@ def place_kv_cache(kv_caches: Any, cpus: Iterable[int]) -> None:
     placements = [
         cpu_memory.place(address, storage.nbytes(), nodes, discard=True) for address, storage in storages.items()
     ]
-    logger.info_once("%s", describe(sum(storage.nbytes() for storage in storages.values()), nodes, placements))
+    logger.info("%s", describe(sum(storage.nbytes() for storage in storages.values()), nodes, placements))
 
 
 def describe(size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.Placement]) -> str:
