@@ -202,6 +202,13 @@ def set_num_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     _check(_library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
 
 
+def measure_wake() -> float | None:
+    """Seconds, from now, until every thread of the pool runs; None if they take more than one."""
+    nanoseconds = c_int64()
+    _check(_library().fa_cpu_measure_wake(ctypes.byref(nanoseconds)))
+    return None if nanoseconds.value < 0 else nanoseconds.value * 1e-9
+
+
 def can_run(problem: AttentionProblem) -> str | None:
     """Why this kernel family cannot compute ``problem``, in one sentence; ``None`` if it can."""
     query, key = problem.query, problem.key

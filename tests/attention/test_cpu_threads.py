@@ -130,6 +130,19 @@ def test_calls_after_the_workers_went_to_sleep() -> None:
         assert_same_bits(run(problem), expected)
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_every_thread_of_the_pool_is_woken(threads: int) -> None:
+    """More threads than one wakes by itself: those that it woke must wake the rest."""
+    cpu.set_num_threads(threads)
+    for pause in (0.0, 0.02):
+        threading.Event().wait(pause)
+        seconds = cpu.measure_wake()
+        assert seconds is not None, "a thread did not come within a second"
+        assert seconds > 0
+    cpu.set_num_threads(1)
+    assert cpu.measure_wake() == 0
+
+
 def _alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Forks; the child computes and resizes its pool. A child that hangs is killed by its alarm."""
     pid = os.fork()

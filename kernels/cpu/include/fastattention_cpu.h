@@ -121,6 +121,10 @@ int32_t fa_cpu_num_threads(void);
  * (FA_BAD_ARGUMENT) and the pool stays as it was. */
 int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
 
+/* How long it takes, from now, until every thread of the pool runs: the wake-up time of the pool as it is. *nanoseconds
+ * is -1 if that took more than a second (more threads than CPUs on a busy machine), 0 for a pool of one. */
+int32_t fa_cpu_measure_wake(int64_t* nanoseconds);
+
 int32_t fa_cpu_attention(const fa_attention_problem* problem);
 int32_t fa_cpu_write_kv(const fa_kv_write* write);
 

@@ -208,6 +208,14 @@ FA_EXPORT int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpu
   });
 }
 
+FA_EXPORT int32_t fa_cpu_measure_wake(int64_t* nanoseconds) {
+  return guarded([&]() -> int32_t {
+    if (nanoseconds == nullptr) return fail(FA_BAD_ARGUMENT, "nanoseconds must not be a null pointer.");
+    *nanoseconds = Engine::get().measure_wake();
+    return FA_OK;
+  });
+}
+
 FA_EXPORT int32_t fa_cpu_attention(const fa_attention_problem* problem) {
   return guarded([&]() -> int32_t {
     if (problem == nullptr) return fail(FA_BAD_ARGUMENT, "problem must not be a null pointer.");

@@ -3,9 +3,11 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <thread>
 
 #include "isa.h"
 #include "schedule_tuning.h"
@@ -157,6 +159,33 @@ void Engine::zero(void* address, int64_t bytes, bool fresh) {
     }
     for (int64_t i = 0; i < length; i += kSmallestPage) static_cast<volatile char*>(begin)[i] = 0;
   });
+}
+
+int64_t Engine::measure_wake() {
+  using Clock = std::chrono::steady_clock;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ThreadPool* threads = pool();
+  if (threads == nullptr) return 0;
+  struct Context {
+    int awaited;
+    Clock::time_point start;
+    std::atomic<int> arrived;
+    std::atomic<int64_t> last;
+  } context{threads->num_threads(), Clock::now(), {0}, {-1}};
+  threads->run(
+      [](void* opaque, int) {
+        Context& shared = *static_cast<Context*>(opaque);
+        const auto now = Clock::now();
+        if (shared.arrived.fetch_add(1) + 1 == shared.awaited) {
+          shared.last = std::chrono::duration_cast<std::chrono::nanoseconds>(now - shared.start).count();
+        }
+        // The caller stays until all have come: those that come after it has left are turned away.
+        while (shared.arrived.load() < shared.awaited && Clock::now() - shared.start < std::chrono::seconds(1)) {
+          std::this_thread::yield();
+        }
+      },
+      &context, context.awaited - 1);
+  return context.last;
 }
 
 }  // namespace fastattention

@@ -25,6 +25,8 @@ class Engine {
   // itself: one byte of each page is enough.
   void zero(void* address, int64_t bytes, bool fresh);
 
+  int64_t measure_wake();  // nanoseconds until every participant of a job runs; -1: not within a second
+
   // Around fork(): a child has none of its parent's threads, so it starts with a pool of its own.
   void before_fork() { mutex_.lock(); }
   void after_fork_in_parent() { mutex_.unlock(); }
