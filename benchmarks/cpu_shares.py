@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ITEMS_PER_SEQUENCE, MIN_TOKENS, TILE = 512, 512, 128
+ITEMS_PER_SEQUENCE, MIN_TOKENS, TILE = 512, 1024, 128
 THREAD_SPREAD, ITEM_SPREAD, RUNS = 0.03, 0.05, 20
 
 

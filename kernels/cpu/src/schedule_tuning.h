@@ -13,7 +13,7 @@ struct SplitTuning {
   int64_t min_tokens;          // mean length of a split, so that partial results stay small against its K and V
   int64_t min_tokens_per_row;  // the same where many query rows make partial results large
 };
-constexpr SplitTuning kSplits = {512, 512, 32};
+constexpr SplitTuning kSplits = {512, 1024, 32};
 
 // How items reach threads. None of these changes results.
 struct PoolTuning {
