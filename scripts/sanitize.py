@@ -67,6 +67,7 @@ SANITIZERS = (
             "tests/attention/test_cpu_errors.py",
             "tests/attention/test_cpu_threads.py",
             "tests/attention/test_cpu_write_kv.py",
+            "tests/attention/test_memory.py",
             "-k",
             "not TestLibrary and not importing",
         ),
@@ -94,13 +95,14 @@ SANITIZERS = (
         # No suppressions: torch and Python synchronise through pthread functions, which the runtime sees.
         options={"TSAN_OPTIONS": "halt_on_error=1"},
         # What runs on several threads. Not the tests that fork, since the runtime does not support threads in the child
-        # of a process that had threads, and not the one that counts threads, since the runtime has one of its own.
+        # of a process that had threads.
         tests=(
             "tests/attention/test_cpu_threads.py",
             "tests/attention/test_cpu_attention.py",
             "tests/attention/test_cpu_write_kv.py",
+            "tests/attention/test_memory.py",
             "-k",
-            "(test_cpu_threads and not fork and not cpus_named) or split_and_merged or (slots and 700)",
+            "(test_cpu_threads and not fork) or discarded or split_and_merged or (slots and 700)",
         ),
         bugs=(
             Bug(

@@ -22,7 +22,7 @@ import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 
@@ -191,12 +191,22 @@ def num_threads() -> int:
 def set_num_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Resize the thread pool to ``count`` threads, the calling one included.
 
-    The pool's own threads may run on ``cpus``; without that they inherit the affinity of the thread that first needs
-    them, which a caller bound to one CPU will not want. The calling thread's affinity stays as it is. Results do not
-    depend on the number of threads, to the last bit.
+    The calling thread is the first, and its affinity stays as it is. The pool's own threads are each pinned to one of
+    ``cpus``, thread ``i`` to ``cpus[i % len(cpus)]``, which leaves the first to the caller; without ``cpus`` they
+    inherit the affinity of the thread that first needs them, which a caller bound to one CPU will not want. Results do
+    not depend on the number of threads, to the last bit.
+
+    Raises ``ValueError`` for a CPU that is offline or outside this process's cpuset; the pool stays as it was.
     """
     named = (c_int32 * len(cpus))(*cpus) if cpus else None
     _check(_library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
+
+
+def measure_wake() -> float | None:
+    """Seconds, from now, until every thread of the pool runs; None if they take more than one."""
+    nanoseconds = c_int64()
+    _check(_library().fa_cpu_measure_wake(ctypes.byref(nanoseconds)))
+    return None if nanoseconds.value < 0 else nanoseconds.value * 1e-9
 
 
 def can_run(problem: AttentionProblem) -> str | None:

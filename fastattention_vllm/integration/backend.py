@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -125,14 +126,16 @@ def start_cpu_threads(vllm_config: Any) -> None:
 
     cpus = cpu_resources.cpus_of_rank(get_world_group().local_rank)
     threads = options_of(vllm_config).cpu_threads or len(cpus)
-    cpu_kernels.set_num_threads(threads, cpus)
+    try:
+        cpu_kernels.set_num_threads(threads, cpus)
+    except ValueError as error:  # a CPU of the user's list: the platform chooses from those it may use
+        raise Refusal(f"{error} Name other CPUs in {cpu_resources.THREADS_BIND}, or unset it.") from error
     logger.info_once(
-        "Attention kernel: fastattention CPU, instruction set %s (usable here: %s), %d threads on CPUs %s; "
+        "Attention kernel: fastattention CPU, instruction set %s (usable here: %s), %s; "
         "chosen because no accelerator was found.",
         cpu_kernels.isa(),
         ", ".join(cpu_kernels.usable_isas()),
-        threads,
-        ",".join(map(str, cpus)),
+        cpu_resources.describe_pinning(threads, cpus, os.sched_getaffinity(0)),
     )
 
 

@@ -17,19 +17,38 @@ DEFAULT_KV_BYTES = 4 * GIB
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own limits here
+NODES = Path("/sys/devices/system/node")
 
 
 def physical_cpus() -> list[int]:
-    """One logical CPU per physical core of this process's affinity mask (SMT siblings left out), ascending.
+    """One logical CPU per physical core of this process's affinity mask (SMT siblings left out), node by node.
 
-    Where a container's CPU quota is smaller, only as many as it pays for: threads beyond it would be throttled.
+    Where a container's CPU quota is smaller, only as many as it pays for: threads beyond it would be throttled. Some
+    machines number their CPUs across NUMA nodes in turn; in this order, neighbours share a node, and so do ranks.
     """
     chosen: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         core = siblings.read_text().strip() if siblings.exists() else str(cpu)
         chosen.setdefault(core, cpu)
-    return sorted(chosen.values())[: _quota_cpus()]
+    node_of = {cpu: node for node, cpus in _cpus_of_nodes(NODES).items() for cpu in cpus}
+    return sorted(chosen.values(), key=lambda cpu: (node_of.get(cpu, 0), cpu))[: _quota_cpus()]
+
+
+def numa_nodes(cpus: Iterable[int], root: Path | None = None) -> list[int]:
+    """The NUMA nodes that ``cpus`` belong to, ascending; none where the machine has one node or does not say.
+
+    ``root``: the directory that holds ``node0`` and so on, ``/sys/devices/system/node`` by default.
+    """
+    nodes = _cpus_of_nodes(root or NODES)
+    wanted = set(cpus)
+    return sorted(node for node, members in nodes.items() if wanted & members) if len(nodes) > 1 else []
+
+
+def _cpus_of_nodes(root: Path) -> dict[int, set[int]]:
+    """CPUs by NUMA node. A node without CPUs (memory alone, or offline) is there, with none."""
+    lists = {int(path.name.removeprefix("node")): _read(path / "cpulist", "") for path in root.glob("node[0-9]*")}
+    return {node: set(parse_cpu_list(text)) if text else set() for node, text in lists.items()}
 
 
 def _quota_cpus() -> int | None:
@@ -57,6 +76,20 @@ def cpus_of_rank(local_rank: int) -> list[int]:
     if local_rank < len(groups) and groups[local_rank] not in ("", "auto", "nobind"):
         return parse_cpu_list(groups[local_rank])
     return physical_cpus()
+
+
+def describe_pinning(threads: int, cpus: Sequence[int], of_caller: Iterable[int]) -> str:
+    """Where the attention threads run, for the log: the pool's are pinned one by one, the calling thread is not ours.
+
+    ``of_caller``: the affinity of the thread that calls, which computes too.
+    """
+    own = sorted(set(of_caller))
+    caller = f"CPU {own[0]}" if len(own) == 1 else f"any of {len(own)} CPUs"
+    pinned = [cpus[worker % len(cpus)] for worker in range(1, threads)]
+    text = f"{threads} threads: vLLM's own on {caller}"
+    if pinned:
+        text += f", {len(pinned)} pinned one by one to CPUs {','.join(map(str, pinned))}"
+    return text + (f"; more threads than the {len(cpus)} CPUs" if threads > len(cpus) else "")
 
 
 def check_bind(text: str, ranks: int) -> None:

@@ -26,6 +26,7 @@ logger = init_logger("vllm.fastattention")
 # The value of VLLM_CPU_OMP_THREADS_BIND that was set here, to tell it from a user's.
 OWN_BIND = "FASTATTENTION_THREADS_BIND"
 PUNICA_WRAPPER = "fastattention_vllm.integration.cpu_lora.CpuPunicaWrapper"
+WORKER = "fastattention_vllm.integration.cpu_worker.FastAttentionCpuWorker"
 RAY_EXECUTOR = "fastattention_vllm.integration.ray_executor.CpuRayExecutor"
 
 
@@ -54,6 +55,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if cls._uses_fastattention(vllm_config.attention_config.backend):
             check_supported(vllm_config)
             cls._check_kernels()
+            if vllm_config.parallel_config.worker_cls == "auto":
+                vllm_config.parallel_config.worker_cls = WORKER
         compat.check_ray(vllm_config)
         cls._bind_cpus(vllm_config)
         super().check_and_update_config(vllm_config)

@@ -170,10 +170,10 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
 
 def test_scores_that_grow_along_the_sequence(isa: str) -> None:
     """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within and across splits."""
-    problem = Case((1, 40), (1500, 1500), page_size=0).build()
-    ramp = torch.linspace(-8, 8, 1500)[:, None]
+    problem = Case((1, 40), (2500, 2500), page_size=0).build()
+    ramp = torch.linspace(-8, 8, 2500)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
-        problem.key[start : start + 1500, :, 0] = ramp
+        problem.key[start : start + 2500, :, 0] = ramp
     for first_component in (20.0, -20.0):  # scores grow, scores shrink
         problem.query[:, :, 0] = first_component
         out, lse = cpu.run(problem, return_lse=True)

@@ -39,7 +39,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa: str) -> None:
     problem = CASE.build()
     cpu.set_num_threads(1)
     expected = run(problem)
-    for count in (2, 3, 7, 16):
+    for count in (2, 3, 5, 16):
         cpu.set_num_threads(count)
         assert cpu.num_threads() == count
         for _ in range(3):
@@ -128,6 +128,19 @@ def test_calls_after_the_workers_went_to_sleep() -> None:
     for pause in (0.0, 0.0001, 0.02, 0.0, 0.05):
         threading.Event().wait(pause)
         assert_same_bits(run(problem), expected)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_every_thread_of_the_pool_is_woken(threads: int) -> None:
+    """More threads than one wakes by itself: those that it woke must wake the rest."""
+    cpu.set_num_threads(threads)
+    for pause in (0.0, 0.02):
+        threading.Event().wait(pause)
+        seconds = cpu.measure_wake()
+        assert seconds is not None, "a thread did not come within a second"
+        assert seconds > 0
+    cpu.set_num_threads(1)
+    assert cpu.measure_wake() == 0
 
 
 def _alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
@@ -242,22 +255,69 @@ print(cpu.num_threads())
     assert _python(code).stdout == "1\n"
 
 
-def test_workers_run_on_the_cpus_named_and_the_caller_stays_where_it_is() -> None:
-    """vLLM binds a worker's main thread to one CPU; the pool must not crowd there with it."""
-    code = """
-import os, threading
+POOL = """
+import os, time
+from pathlib import Path
+def status(field):
+    # Of each pool thread, in the order in which they were started.
+    tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
+    texts = [(task / "status").read_text() for task in tasks]
+    lines = [dict(line.split(":\\t", 1) for line in text.splitlines() if ":\\t" in line) for text in texts]
+    return [line[field].strip() for line in lines if line["Name"] == "fastattention"]
 allowed = sorted(os.sched_getaffinity(0))
+"""
+
+
+def test_each_worker_is_pinned_to_one_cpu_and_the_caller_stays_where_it_is() -> None:
+    """vLLM binds a worker's main thread to its first CPU; the pool must not crowd there with it."""
+    code = """
 os.sched_setaffinity(0, allowed[:1])
 from fastattention_vllm.attention import cpu
-before = set(os.listdir("/proc/self/task"))
-cpu.set_num_threads(3, allowed)
-workers = set(os.listdir("/proc/self/task")) - before
-assert len(workers) == 2, workers
-for worker in workers:
-    assert sorted(os.sched_getaffinity(int(worker))) == allowed
-assert sorted(os.sched_getaffinity(0)) == allowed[:1]
+every, last = len(allowed), allowed[-1:]
+for cpus, threads in ((allowed, every), (allowed[::-1], every), (allowed, 2 * every + 2), (last, 3)):
+    cpu.set_num_threads(threads, cpus)
+    time.sleep(0.05)
+    expected = [str(cpus[worker % len(cpus)]) for worker in range(1, threads)]
+    assert status("Cpus_allowed_list") == expected, (status("Cpus_allowed_list"), expected)
+    assert sorted(os.sched_getaffinity(0)) == allowed[:1]
 """
-    done = _python(code)
+    done = _python(POOL + code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_of_an_unpinned_pool_may_run_where_their_creator_may() -> None:
+    code = """
+from fastattention_vllm.attention import cpu
+cpu.set_num_threads(3)
+time.sleep(0.05)
+listed = Path("/proc/self/status").read_text().split("Cpus_allowed_list:")[1].split()[0]
+assert status("Cpus_allowed_list") == [listed] * 2
+"""
+    done = _python(POOL + code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_idle_pool_sleeps_and_a_tiny_call_does_not_wake_it() -> None:
+    code = """
+from fastattention_vllm.attention import cpu
+from tests.attention.oracle import Case
+from tests.attention.test_cpu_threads import CASE
+cpu.set_num_threads(4)
+large, tiny = CASE.build(), Case((1,), (16,)).build()
+cpu.run(large)
+time.sleep(0.05)
+switches = status("voluntary_ctxt_switches"), status("nonvoluntary_ctxt_switches")
+time.sleep(0.3)
+for _ in range(50):
+    cpu.run(tiny)
+assert all(state.startswith("S") for state in status("State"))
+assert (status("voluntary_ctxt_switches"), status("nonvoluntary_ctxt_switches")) == switches
+for _ in range(50):
+    cpu.run(large)
+time.sleep(0.05)
+assert status("voluntary_ctxt_switches") != switches[0]
+"""
+    done = _python(POOL + code)
     assert done.returncode == 0, done.stderr
 
 
@@ -267,7 +327,8 @@ assert sorted(os.sched_getaffinity(0)) == allowed[:1]
         (0, None, "num_threads must lie between 1 and 4096, but is 0."),
         (5000, None, "num_threads must lie between 1 and 4096, but is 5000."),
         (2, [-1], "there is no CPU -1."),
-        (2, [100_000], "none of the CPUs named may be used"),
+        (2, [100_000], "CPU 100000 is offline or outside this process's cpuset"),
+        (2, [100_000, 0], "CPU 100000 is offline"),  # the caller's, to which no worker would be pinned
     ],
 )
 def test_impossible_pools_are_refused_and_the_old_one_stays(count: int, cpus: list[int] | None, message: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
+from fastattention_vllm.integration import cpu_resources
 from fastattention_vllm.integration.backend import (
     FastAttentionImpl,
     FastAttentionMetadata,
     FastAttentionMetadataBuilder,
+    start_cpu_threads,
 )
 from fastattention_vllm.integration.compat import split_kv_cache
 from fastattention_vllm.integration.refusal import Refusal
@@ -94,3 +98,10 @@ def test_metadata_is_cut_to_the_real_requests() -> None:
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, object], named: str) -> None:
     with pytest.raises(Refusal, match=named):
         FastAttentionImpl(HEADS, HEAD_SIZE, 1.0, KV_HEADS, **asked)  # type: ignore[arg-type]
+
+
+def test_a_cpu_that_cannot_be_used_stops_the_start_with_the_variable_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu_resources.THREADS_BIND, "0,100000")
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: SimpleNamespace(local_rank=0))
+    with pytest.raises(Refusal, match=r"CPU 100000 is offline .* VLLM_CPU_OMP_THREADS_BIND, or unset it\."):
+        start_cpu_threads(SimpleNamespace(additional_config={}))

@@ -133,3 +133,55 @@ class TestKvBytes:
         assert kv_bytes_per_rank(requested, self.SIZE, fits, 0, 1) > 0
         with pytest.raises(Refusal):
             kv_bytes_per_rank(requested, self.SIZE, fits + 1, 0, 1)
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine that numbers its CPUs across two nodes in turn, and has a third node of memory alone."""
+    root = tmp_path / "node"
+    for node, cpus in {0: "1000-1003,1008", 1: "1004-1007", 2: ""}.items():
+        (root / f"node{node}").mkdir(parents=True)
+        (root / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
+    (root / "online").write_text("0-2\n")
+    monkeypatch.setattr(cpu_resources, "NODES", root)
+    return root
+
+
+def test_numa_nodes_are_those_of_the_cpus(two_nodes: Path) -> None:
+    assert cpu_resources.numa_nodes([1000, 1008], two_nodes) == [0]
+    assert cpu_resources.numa_nodes([1004]) == [1]
+    assert cpu_resources.numa_nodes([1008, 1005]) == [0, 1]
+    assert cpu_resources.numa_nodes([]) == []
+
+
+def test_a_machine_with_one_node_or_without_any_has_nothing_to_choose(tmp_path: Path) -> None:
+    assert cpu_resources.numa_nodes([0], tmp_path) == []
+    assert cpu_resources.numa_nodes([0], tmp_path / "absent") == []
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "cpulist").write_text("0-3\n")
+    assert cpu_resources.numa_nodes([0], tmp_path) == []
+
+
+def test_cpus_are_counted_node_by_node(two_nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_resources, "CGROUP", two_nodes)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1009)))
+    assert cpu_resources.physical_cpus() == [1000, 1001, 1002, 1003, 1008, 1004, 1005, 1006, 1007]
+    (two_nodes / "cpu.max").write_text("500000 100000\n")
+    assert cpu_resources.numa_nodes(cpu_resources.physical_cpus()) == [0]
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpus", "of_caller", "text"),
+    [
+        (1, [0, 1], [0, 1], "1 threads: vLLM's own on any of 2 CPUs"),
+        (3, [4, 5, 6], [4], "3 threads: vLLM's own on CPU 4, 2 pinned one by one to CPUs 5,6"),
+        (
+            4,
+            [4, 5],
+            [4],
+            "4 threads: vLLM's own on CPU 4, 3 pinned one by one to CPUs 5,4,5; more threads than the 2 CPUs",
+        ),
+    ],
+)
+def test_the_log_says_where_threads_run(threads: int, cpus: list[int], of_caller: list[int], text: str) -> None:
+    assert cpu_resources.describe_pinning(threads, cpus, of_caller) == text

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or a signature below changes; the Python wrapper refuses any other number. */
-#define FA_CPU_ABI_VERSION 2
+#define FA_CPU_ABI_VERSION 3
 
 typedef enum fa_dtype { FA_F32 = 0, FA_F16 = 1, FA_BF16 = 2 } fa_dtype;
 
@@ -115,12 +115,38 @@ int32_t fa_cpu_set_isa(const char* name);
 
 /* Size of the pool, the calling thread included. At load: the CPUs in this process's affinity mask. */
 int32_t fa_cpu_num_threads(void);
-/* Resizes it. The pool's own threads may run on the num_cpus CPUs named; with NULL they inherit the affinity of the
- * thread that calls first. The calling thread's affinity is its owner's business and stays as it is. */
+/* Resizes it. The calling thread is the first; its affinity is its owner's business and stays as it is. The pool's own
+ * threads, i = 1, 2, ..., are each pinned to cpus[i % num_cpus], so that cpus[0] is left to the caller; with NULL they
+ * inherit the affinity of the thread that calls first. A CPU that is offline or outside the process's cpuset is refused
+ * (FA_BAD_ARGUMENT) and the pool stays as it was. */
 int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+
+/* How long it takes, from now, until every thread of the pool runs: the wake-up time of the pool as it is. *nanoseconds
+ * is -1 if that took more than a second (more threads than CPUs on a busy machine), 0 for a pool of one. */
+int32_t fa_cpu_measure_wake(int64_t* nanoseconds);
 
 int32_t fa_cpu_attention(const fa_attention_problem* problem);
 int32_t fa_cpu_write_kv(const fa_kv_write* write);
+
+/* What was achieved for a range of memory. */
+typedef struct fa_cpu_placement {
+  int64_t huge_bytes; /* that lie in huge pages now; -1: /proc does not say */
+  int32_t num_nodes;  /* NUMA nodes that the policy names; 0: none was asked for, or none could be set */
+  char reason[244];   /* sentences that say why something asked for was not had; empty if all was */
+} fa_cpu_placement;
+
+/* Asks for huge pages for the part of the range that is made of whole ones (2 MiB), and for the num_nodes NUMA nodes
+ * named: several in turn (interleaved), one by preference, NULL leaves the policy as it is. With discard, the range is
+ * zero afterwards and its pages are new, touched first by the pool's threads; without, contents stay and pages move
+ * where the kernel can. What cannot be had is no error: *achieved says so. */
+int32_t fa_cpu_place_memory(void* address, int64_t bytes, const int32_t* nodes, int32_t num_nodes, int32_t discard,
+                            fa_cpu_placement* achieved);
+
+/* Zeroed memory placed like that. All of it is touched: whoever asks for more than there is meets the kernel's
+ * out-of-memory killer. fa_cpu_free takes the same number of bytes. */
+int32_t fa_cpu_alloc(int64_t bytes, const int32_t* nodes, int32_t num_nodes, void** address,
+                     fa_cpu_placement* achieved);
+void fa_cpu_free(void* address, int64_t bytes);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,5 @@
 // The C ABI: checks arguments at the door, catches every exception, keeps the error text.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <exception>
@@ -10,6 +11,7 @@
 #include "engine.h"
 #include "fastattention_cpu.h"
 #include "isa.h"
+#include "memory.h"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -18,6 +20,7 @@ namespace {
 
 constexpr int kMaxThreads = 4096;
 constexpr int kMaxCpus = 1 << 18;
+constexpr int64_t kMaxBytes = int64_t{1} << 52;  // so that rounding up cannot overflow
 
 thread_local char last_error[512] = "";
 
@@ -160,6 +163,14 @@ int32_t check(const fa_kv_write& w) {
   return FA_OK;
 }
 
+std::vector<int> list(const int32_t* numbers, int32_t count) {
+  return numbers == nullptr ? std::vector<int>() : std::vector<int>(numbers, numbers + std::max(0, count));
+}
+
+Zero zero_by_pool(bool fresh) {
+  return [fresh](void* address, int64_t bytes) { Engine::get().zero(address, bytes, fresh); };
+}
+
 }  // namespace
 }  // namespace fastattention
 
@@ -188,12 +199,19 @@ FA_EXPORT int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpu
     if (num_threads < 1 || num_threads > kMaxThreads) {
       return fail(FA_BAD_ARGUMENT, "num_threads must lie between 1 and %d, but is %d.", kMaxThreads, num_threads);
     }
-    std::vector<int> allowed;
-    for (int i = 0; cpus != nullptr && i < num_cpus; ++i) {
-      if (cpus[i] < 0 || cpus[i] >= kMaxCpus) return fail(FA_BAD_ARGUMENT, "there is no CPU %d.", cpus[i]);
-      allowed.push_back(cpus[i]);
+    const std::vector<int> named = list(cpus, num_cpus);
+    for (const int cpu : named) {
+      if (cpu < 0 || cpu >= kMaxCpus) return fail(FA_BAD_ARGUMENT, "there is no CPU %d.", cpu);
     }
-    Engine::get().set_num_threads(num_threads, allowed);
+    Engine::get().set_num_threads(num_threads, named);
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_measure_wake(int64_t* nanoseconds) {
+  return guarded([&]() -> int32_t {
+    if (nanoseconds == nullptr) return fail(FA_BAD_ARGUMENT, "nanoseconds must not be a null pointer.");
+    *nanoseconds = Engine::get().measure_wake();
     return FA_OK;
   });
 }
@@ -214,4 +232,38 @@ FA_EXPORT int32_t fa_cpu_write_kv(const fa_kv_write* write) {
     if (write->num_tokens > 0) Engine::get().write_kv(*write);
     return FA_OK;
   });
+}
+
+FA_EXPORT int32_t fa_cpu_place_memory(void* address, int64_t bytes, const int32_t* nodes, int32_t num_nodes,
+                                      int32_t discard, fa_cpu_placement* achieved) {
+  return guarded([&]() -> int32_t {
+    if (address == nullptr || achieved == nullptr) {
+      return fail(FA_BAD_ARGUMENT, "address and achieved must not be null pointers.");
+    }
+    if (bytes < 0) return fail(FA_BAD_ARGUMENT, "bytes must not be negative, but is %lld.", (long long)bytes);
+    *achieved = place_memory(address, bytes, list(nodes, num_nodes), discard != 0 ? zero_by_pool(false) : Zero());
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_alloc(int64_t bytes, const int32_t* nodes, int32_t num_nodes, void** address,
+                               fa_cpu_placement* achieved) {
+  return guarded([&]() -> int32_t {
+    if (address == nullptr || achieved == nullptr) {
+      return fail(FA_BAD_ARGUMENT, "address and achieved must not be null pointers.");
+    }
+    if (bytes <= 0) return fail(FA_BAD_ARGUMENT, "bytes must be positive, not %lld.", (long long)bytes);
+    if (bytes > kMaxBytes) return fail(FA_OUT_OF_MEMORY, "%lld bytes are more than there can be.", (long long)bytes);
+    const int64_t whole = whole_huge_pages(bytes);
+    *address = map_memory(whole);
+    if (*address == nullptr) {
+      return fail(FA_OUT_OF_MEMORY, "%lld bytes of address space cannot be had.", (long long)bytes);
+    }
+    *achieved = place_memory(*address, whole, list(nodes, num_nodes), zero_by_pool(true));
+    return FA_OK;
+  });
+}
+
+FA_EXPORT void fa_cpu_free(void* address, int64_t bytes) {
+  if (address != nullptr) unmap_memory(address, whole_huge_pages(bytes));
 }

@@ -3,18 +3,16 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <new>
+#include <thread>
 
 #include "isa.h"
+#include "schedule_tuning.h"
 
 namespace fastattention {
-namespace {
-
-// Fewer elements than this are copied before another thread has woken up.
-constexpr int64_t kMinElementsPerWrite = 32 * 1024;
-
-}  // namespace
 
 Engine& Engine::get() {
   // Never destroyed, so a daemon thread that calls during exit finds it; only its workers are joined.
@@ -69,7 +67,7 @@ ThreadPool* Engine::pool() {
 }
 
 template <class F>
-void Engine::for_each(int64_t count, const F& task) {
+void Engine::for_each(int64_t count, bool alone, const F& task) {
   struct Context {
     const F& task;
     int64_t count;
@@ -81,9 +79,9 @@ void Engine::for_each(int64_t count, const F& task) {
       shared.task(i, participant);
     }
   };
-  ThreadPool* threads = count > 1 ? pool() : nullptr;
+  ThreadPool* threads = count > 1 && !alone ? pool() : nullptr;
   if (threads != nullptr) {
-    threads->run(participate, &context);
+    threads->run(participate, &context, static_cast<int>(std::min<int64_t>(count, num_threads_) - 1));
   } else {
     participate(&context, 0);
   }
@@ -110,21 +108,22 @@ void Engine::attend(const fa_attention_problem& problem) {
     }
   }
 
-  for_each(plan_.num_items, [&](int64_t index, int participant) {
-    const RowBlock& block = plan_.block_of(index);
-    const int64_t within = index - block.first_item;
-    const int64_t split = within / problem.num_kv_heads;  // heads inner: neighbours in memory run at the same time
+  const bool alone = plan_.multiply_adds < kPool.solo_multiply_adds;
+  for_each(plan_.num_items, alone, [&](int64_t index, int participant) {
+    // Heads inner: neighbours in memory run at the same time.
+    const Piece& piece = plan_.pieces[static_cast<size_t>(index / problem.num_kv_heads)];
+    const RowBlock& block = plan_.blocks[static_cast<size_t>(piece.block)];
     WorkItem item = block.item;
-    item.kv_head = static_cast<int32_t>(within % problem.num_kv_heads);
+    item.kv_head = static_cast<int32_t>(index % problem.num_kv_heads);
     if (block.num_splits == 1) {
       kernel.attend(problem, item, scratch_[participant].data);
       return;
     }
     float* head_partials =
         partials + block.first_partial + block.partial_size * static_cast<size_t>(item.kv_head) * block.num_splits;
-    item.kv_begin = block.item.kv_begin + split * block.split_len;
-    item.kv_end = std::min(item.kv_begin + block.split_len, block.item.kv_end);
-    item.partial = head_partials + block.partial_size * split;
+    item.kv_begin = split_begin(block, piece.split);
+    item.kv_end = split_begin(block, piece.split + 1);
+    item.partial = head_partials + block.partial_size * piece.split;
     kernel.attend(problem, item, scratch_[participant].data);
     // Whoever finishes last merges; release and acquire make the others' partials visible to it.
     if (unmerged[block.first_merge + item.kv_head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -143,9 +142,50 @@ void Engine::write_kv(const fa_kv_write& write) {
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, [&](int64_t index, int) {
+  for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, false, [&](int64_t index, int) {
     kernel.write_kv(write, index * tokens_per_item, std::min(write.num_tokens, (index + 1) * tokens_per_item));
   });
+}
+
+void Engine::zero(void* address, int64_t bytes, bool fresh) {
+  constexpr int64_t kSmallestPage = 4096;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for_each((bytes + kTouchBytes - 1) / kTouchBytes, false, [&](int64_t index, int) {
+    char* const begin = static_cast<char*>(address) + index * kTouchBytes;
+    const int64_t length = std::min(kTouchBytes, bytes - index * kTouchBytes);
+    if (!fresh) {
+      std::memset(begin, 0, static_cast<size_t>(length));
+      return;
+    }
+    for (int64_t i = 0; i < length; i += kSmallestPage) static_cast<volatile char*>(begin)[i] = 0;
+  });
+}
+
+int64_t Engine::measure_wake() {
+  using Clock = std::chrono::steady_clock;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ThreadPool* threads = pool();
+  if (threads == nullptr) return 0;
+  struct Context {
+    int awaited;
+    Clock::time_point start;
+    std::atomic<int> arrived;
+    std::atomic<int64_t> last;
+  } context{threads->num_threads(), Clock::now(), {0}, {-1}};
+  threads->run(
+      [](void* opaque, int) {
+        Context& shared = *static_cast<Context*>(opaque);
+        const auto now = Clock::now();
+        if (shared.arrived.fetch_add(1) + 1 == shared.awaited) {
+          shared.last = std::chrono::duration_cast<std::chrono::nanoseconds>(now - shared.start).count();
+        }
+        // The caller stays until all have come: those that come after it has left are turned away.
+        while (shared.arrived.load() < shared.awaited && Clock::now() - shared.start < std::chrono::seconds(1)) {
+          std::this_thread::yield();
+        }
+      },
+      &context, context.awaited - 1);
+  return context.last;
 }
 
 }  // namespace fastattention

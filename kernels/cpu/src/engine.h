@@ -21,6 +21,11 @@ class Engine {
   void set_num_threads(int num_threads, const std::vector<int>& cpus);
   void attend(const fa_attention_problem& problem);
   void write_kv(const fa_kv_write& write);
+  // By all threads, so that pages not yet touched come fast and from where the readers are. Fresh memory is zero by
+  // itself: one byte of each page is enough.
+  void zero(void* address, int64_t bytes, bool fresh);
+
+  int64_t measure_wake();  // nanoseconds until every participant of a job runs; -1: not within a second
 
   // Around fork(): a child has none of its parent's threads, so it starts with a pool of its own.
   void before_fork() { mutex_.lock(); }
@@ -36,14 +41,14 @@ class Engine {
     void reserve(size_t wanted);  // throws std::bad_alloc; contents are lost
   };
 
-  // Calls task(i, participant) for every i in [0, count), each once, in any order on any thread.
+  // Calls task(i, participant) for every i in [0, count), each once, in any order on any thread, or on this one alone.
   template <class F>
-  void for_each(int64_t count, const F& task);
+  void for_each(int64_t count, bool alone, const F& task);
   ThreadPool* pool();
 
   std::mutex mutex_;
   std::atomic<int> num_threads_{affinity_cpus()};
-  std::vector<int> cpus_;  // where workers may run; empty: where their creator may
+  std::vector<int> cpus_;  // worker i is pinned to cpus_[i % size]; empty: it may run where its creator may
   bool shut_down_ = false;
   std::unique_ptr<ThreadPool> pool_;
   // Kept between calls: a decode step calls once per layer with the same sizes.

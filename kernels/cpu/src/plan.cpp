@@ -2,28 +2,30 @@
 
 #include <algorithm>
 
+#include "schedule_tuning.h"
+
 namespace fastattention {
 namespace {
-
-// One sequence alone should keep a large machine busy, but a split costs a partial result of (rows * head_size) floats
-// written and read again: small against the K and V of this many tokens.
-constexpr int64_t kItemsPerSequence = 512;
-constexpr int64_t kMinSplitTokens = 512;
-constexpr int64_t kMinSplitTokensPerRow = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-const RowBlock& Plan::block_of(int64_t item) const {
-  const auto after = std::upper_bound(blocks.begin(), blocks.end(), item,
-                                      [](int64_t value, const RowBlock& block) { return value < block.first_item; });
-  return *(after - 1);
+// Pieces shrink linearly, from twice the mean to one tile: the first keep the number of partial results small, the last
+// let all threads finish at about the same time. Split i ends where the first i of n steps of a falling staircase do.
+int64_t split_begin(const RowBlock& block, int64_t split) {
+  const int64_t n = block.num_splits;
+  const int64_t tiles = ceil_div(block.item.kv_end - block.item.kv_begin, kKvBlock);
+  const int64_t staircase = tiles * (2 * n - split) * split / (n * n);
+  const int64_t one_tile_for_each_that_follows = tiles - (n - split);
+  const int64_t tile = std::max<int64_t>(0, std::min(staircase, one_tile_for_each_that_follows));
+  return std::min(block.item.kv_begin + tile * kKvBlock, block.item.kv_end);
 }
 
 void make_plan(const fa_attention_problem& problem, Plan& plan) {
   plan.blocks.clear();
-  plan.num_items = 0;
+  plan.pieces.clear();
+  plan.multiply_adds = 0;
   plan.num_merges = 0;
   plan.partial_floats = 0;
   plan.max_rows = 0;
@@ -35,7 +37,7 @@ void make_plan(const fa_attention_problem& problem, Plan& plan) {
     const int64_t kv_len = problem.seq_lens[seq];
     const int64_t blocks_of_sequence = ceil_div(q_len, tokens_per_block);
     const int64_t wanted_splits =
-        ceil_div(kItemsPerSequence, std::max<int64_t>(1, blocks_of_sequence * problem.num_kv_heads));
+        ceil_div(kSplits.items_per_sequence, std::max<int64_t>(1, blocks_of_sequence * problem.num_kv_heads));
     for (int first = 0; first < q_len; first += tokens_per_block) {
       RowBlock block{};
       WorkItem& item = block.item;
@@ -53,30 +55,28 @@ void make_plan(const fa_attention_problem& problem, Plan& plan) {
       item.kv_begin = std::min(item.kv_begin, item.kv_end);
 
       const int64_t length = item.kv_end - item.kv_begin;
-      const int64_t shortest = std::max(kMinSplitTokens, kMinSplitTokensPerRow * rows);
-      const int64_t split_len = std::max(shortest, ceil_div(length, wanted_splits));
-      block.split_len = ceil_div(split_len, kKvBlock) * kKvBlock;
-      block.num_splits = static_cast<int32_t>(std::max<int64_t>(1, ceil_div(length, block.split_len)));
+      const int64_t shortest = std::max(kSplits.min_tokens, kSplits.min_tokens_per_row * rows);
+      block.num_splits = static_cast<int32_t>(std::clamp<int64_t>(length / shortest, 1, wanted_splits));
       block.partial_size = partial_floats(rows, problem.head_size);
       plan.max_rows = std::max(plan.max_rows, rows);
+      if (block.num_splits > 1) {
+        block.first_merge = plan.num_merges;
+        plan.num_merges += problem.num_kv_heads;
+        block.first_partial = plan.partial_floats;
+        plan.partial_floats += block.partial_size * block.num_splits * problem.num_kv_heads;
+      }
+      for (int split = 0; split < block.num_splits; ++split) {
+        const int64_t tokens = split_begin(block, split + 1) - split_begin(block, split);
+        plan.pieces.push_back({static_cast<int32_t>(plan.blocks.size()), split, tokens * rows});
+      }
+      plan.multiply_adds += 2 * length * rows * problem.head_size * problem.num_kv_heads;
       plan.blocks.push_back(block);
     }
   }
 
-  const auto cost = [](const RowBlock& block) {
-    return block.item.num_tokens * std::min(block.split_len, block.item.kv_end - block.item.kv_begin);
-  };
-  std::stable_sort(plan.blocks.begin(), plan.blocks.end(),
-                   [&](const RowBlock& a, const RowBlock& b) { return cost(a) > cost(b); });
-  for (RowBlock& block : plan.blocks) {
-    block.first_item = plan.num_items;
-    plan.num_items += static_cast<int64_t>(block.num_splits) * problem.num_kv_heads;
-    if (block.num_splits == 1) continue;
-    block.first_merge = plan.num_merges;
-    plan.num_merges += problem.num_kv_heads;
-    block.first_partial = plan.partial_floats;
-    plan.partial_floats += block.partial_size * block.num_splits * problem.num_kv_heads;
-  }
+  std::stable_sort(plan.pieces.begin(), plan.pieces.end(),
+                   [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
+  plan.num_items = static_cast<int64_t>(plan.pieces.size()) * problem.num_kv_heads;
 }
 
 }  // namespace fastattention

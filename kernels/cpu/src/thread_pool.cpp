@@ -10,14 +10,16 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <string>
 #include <system_error>
+
+#include "schedule_tuning.h"
 
 namespace fastattention {
 namespace {
 
 constexpr uint32_t kOpen = 1u << 31;
-constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr int kWakeFanOut = 2;
+constexpr auto kSpin = std::chrono::microseconds(kPool.spin_microseconds);
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
@@ -51,14 +53,17 @@ bool spin_until(Done done) {
   return done();
 }
 
-void bind(std::thread& thread, const std::vector<int>& cpus) {
-  const int highest = *std::max_element(cpus.begin(), cpus.end());
-  const size_t bytes = CPU_ALLOC_SIZE(highest + 1);
+// A CPU that goes offline later is the kernel's business: it moves the thread to one that is left.
+void pin(std::thread& thread, int cpu) {
+  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);
   std::vector<cpu_set_t> set(bytes / sizeof(cpu_set_t) + 1);
   CPU_ZERO_S(bytes, set.data());
-  for (const int cpu : cpus) CPU_SET_S(cpu, bytes, set.data());
+  CPU_SET_S(cpu, bytes, set.data());
   const int error = pthread_setaffinity_np(thread.native_handle(), bytes, set.data());
-  if (error != 0) throw std::system_error(error, std::generic_category(), "none of the CPUs named may be used");
+  if (error != 0) {
+    throw std::system_error(error, std::generic_category(),
+                            "CPU " + std::to_string(cpu) + " is offline or outside this process's cpuset");
+  }
 }
 
 }  // namespace
@@ -72,7 +77,10 @@ ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
     workers_.reserve(num_threads - 1);
     for (int i = 1; i < num_threads; ++i) {
       workers_.emplace_back(&ThreadPool::work, this, i);
-      if (!cpus.empty()) bind(workers_.back(), cpus);
+      if (i == 1) {  // all are tried, so that whether a list is refused does not depend on the number of threads
+        for (const int cpu : cpus) pin(workers_.back(), cpu);
+      }
+      if (!cpus.empty()) pin(workers_.back(), cpus[static_cast<size_t>(i) % cpus.size()]);
     }
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -92,14 +100,28 @@ void ThreadPool::stop() {
   workers_.clear();
 }
 
-void ThreadPool::run(Task task, void* context) {
+// Takes up to a fan-out of what the job still wants and wakes as many. Workers that spin come by themselves and may
+// make some of these superfluous; those find nothing left and sleep again.
+void ThreadPool::wake_sleepers() {
+  if (sleepers_.load() == 0) return;
+  int wanted = to_wake_.load(std::memory_order_relaxed);
+  int taken = 0;
+  do {
+    taken = std::min(wanted, kPool.wake_fan_out);
+    if (taken <= 0) return;
+  } while (!to_wake_.compare_exchange_weak(wanted, wanted - taken, std::memory_order_relaxed));
+  futex_wake(epoch_, taken);
+}
+
+void ThreadPool::run(Task task, void* context, int helpers) {
   task_ = task;
   context_ = context;
+  to_wake_.store(std::min(helpers, static_cast<int>(workers_.size())), std::memory_order_relaxed);
   gate_.store(kOpen, std::memory_order_release);
   epoch_.fetch_add(1);
   // Either this sees a worker that announced its sleep, or that worker's futex call sees the new epoch: both sides
   // write first and read second, sequentially consistent. Whoever wakes wakes others, so that no one wakes 100.
-  if (sleepers_.load() > 0) futex_wake(epoch_, kWakeFanOut);
+  wake_sleepers();
 
   task(context, 0);
 
@@ -123,10 +145,9 @@ void ThreadPool::work(int participant) {
     }
     if (stopping_.load()) return;
     seen = epoch_.load(std::memory_order_acquire);
-    if (slept && sleepers_.load() > 0) futex_wake(epoch_, kWakeFanOut);
-
     // Enter only while the job is open: its context dies with the caller's return.
     uint32_t gate = gate_.load(std::memory_order_relaxed);
+    if (slept && (gate & kOpen) != 0) wake_sleepers();
     bool entered = false;
     while ((gate & kOpen) != 0 && !entered) {
       entered = gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel, std::memory_order_relaxed);

@@ -14,8 +14,9 @@ class ThreadPool {
  public:
   using Task = void (*)(void* context, int participant);  // participant in [0, num_threads); must not throw
 
-  // num_threads includes the caller of run(). Workers may run on cpus, or where their creator may if that is empty.
-  // Throws std::system_error.
+  // num_threads includes the caller of run(), which is participant 0 and stays where its owner put it. Worker i is
+  // pinned to cpus[i % size], which leaves cpus[0] to the caller; with no cpus, workers may run where their creator
+  // may. Throws std::system_error, also for a CPU in the list that no worker would be pinned to.
   ThreadPool(int num_threads, const std::vector<int>& cpus);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -23,12 +24,14 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Runs task on the calling thread and on every worker that wakes up before the caller is done, and returns when all
-  // of them are. Participants share the work among themselves. One call at a time.
-  void run(Task task, void* context);
+  // Runs task on the calling thread and on the workers that wake up before the caller is done, and returns when all of
+  // them are. Participants share the work among themselves; helpers says how many workers it is enough to wake. One
+  // call at a time.
+  void run(Task task, void* context, int helpers);
 
  private:
   void work(int participant);
+  void wake_sleepers();
   void stop();
 
   std::vector<std::thread> workers_;
@@ -37,6 +40,7 @@ class ThreadPool {
   // Apart, for the cache: workers poll epoch_ while the gate changes hands.
   alignas(64) std::atomic<uint32_t> epoch_{0};  // counts jobs
   std::atomic<uint32_t> sleepers_{0};
+  std::atomic<int> to_wake_{0};  // sleepers that this job still wants
   std::atomic<bool> stopping_{false};
   alignas(64) std::atomic<uint32_t> gate_{0};  // kOpen | number of workers inside the job
 };

@@ -1,0 +1,66 @@
+"""vLLM's CPU worker, with the KV cache in huge pages and on the NUMA nodes that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from fastattention_vllm.attention import cpu_memory
+from fastattention_vllm.integration import cpu_resources
+
+logger = init_logger("vllm.fastattention")
+
+
+class FastAttentionCpuWorker(CPUWorker):
+    """Places the KV cache once it is allocated. vLLM takes the class from ``parallel_config.worker_cls``: all versions.
+
+    vLLM fills the cache with zeros as it allocates it, from whatever threads torch has, in small pages. Nothing else is
+    in it yet, so its pages are given back and touched anew where they are wanted. (torch's own THP_MEM_ALLOC_ENABLE
+    would have to be set before the process first allocates, concerns every tensor, and knows no NUMA nodes.)
+    """
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        place_kv_cache(self.model_runner.kv_caches, cpu_resources.cpus_of_rank(self.local_rank))
+
+
+def place_kv_cache(kv_caches: Any, cpus: Iterable[int]) -> None:
+    """Zero ``kv_caches`` (tensors, lists of them nested at will), placed for threads on ``cpus``; log what was had."""
+    storages = {storage.data_ptr(): storage for storage in _storages(kv_caches) if storage.nbytes()}
+    if not storages:
+        return
+    nodes = cpu_resources.numa_nodes(cpus)
+    placements = [
+        cpu_memory.place(address, storage.nbytes(), nodes, discard=True) for address, storage in storages.items()
+    ]
+    logger.info("%s", describe(sum(storage.nbytes() for storage in storages.values()), nodes, placements))
+
+
+def describe(size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.Placement]) -> str:
+    """One line for the log: ``size`` bytes of KV cache, the NUMA ``nodes`` asked for, and what each buffer got."""
+    known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
+    huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"
+    parts = [f"KV cache: {size / cpu_resources.GIB:.2f} GiB, {huge} in huge pages"]
+    if nodes and all(placement.num_nodes == len(nodes) for placement in placements):
+        how = "interleaved over NUMA nodes" if len(nodes) > 1 else "on NUMA node"
+        parts.append(f"{how} {', '.join(map(str, nodes))}")
+    elif nodes:
+        parts.append(f"NUMA nodes {', '.join(map(str, nodes))} asked for")
+    reasons = dict.fromkeys(placement.reason for placement in placements if placement.reason)
+    return " ".join([", ".join(parts) + ".", *reasons])
+
+
+def _storages(kv_caches: Any) -> Iterable[torch.UntypedStorage]:
+    """Of every CPU tensor: up to 0.28 a buffer per layer, from 0.29 on one for all; a Mamba layer has a list."""
+    if isinstance(kv_caches, torch.Tensor):
+        if kv_caches.device.type == "cpu":
+            yield kv_caches.untyped_storage()
+    elif isinstance(kv_caches, dict):
+        yield from _storages(list(kv_caches.values()))
+    elif isinstance(kv_caches, list | tuple):
+        for kv_cache in kv_caches:
+            yield from _storages(kv_cache)

@@ -1,0 +1,32 @@
+// Numbers that decide how work is cut and handed out; benchmarks/cpu_wake.py and the README's "Scheduling" say what
+// they were measured or computed against. Those that shape results (kSplits) may depend on nothing but the problem.
+#ifndef FASTATTENTION_SCHEDULE_TUNING_H
+#define FASTATTENTION_SCHEDULE_TUNING_H
+
+#include <stdint.h>
+
+namespace fastattention {
+
+// How a sequence is split along KV. Changing any of these changes the last bits of results.
+struct SplitTuning {
+  int64_t items_per_sequence;  // enough for 64 threads to share one request evenly
+  int64_t min_tokens;          // mean length of a split, so that partial results stay small against its K and V
+  int64_t min_tokens_per_row;  // the same where many query rows make partial results large
+};
+constexpr SplitTuning kSplits = {512, 1024, 32};
+
+// How items reach threads. None of these changes results.
+struct PoolTuning {
+  int spin_microseconds;  // how long an idle worker, or a caller whose workers are not done, polls before it sleeps
+  int wake_fan_out;       // sleepers that each thread wakes: a tree, so that no one wakes 100
+  int64_t solo_multiply_adds;  // a call of less than this is done before a sleeping worker could join
+};
+constexpr PoolTuning kPool = {50, 2, 256 * 1024};
+
+// Shared memory work: elements of K and V copied by one item, and bytes first touched by one item.
+constexpr int64_t kMinElementsPerWrite = 32 * 1024;
+constexpr int64_t kTouchBytes = int64_t{8} << 20;
+
+}  // namespace fastattention
+
+#endif
