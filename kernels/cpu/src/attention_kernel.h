@@ -74,13 +74,25 @@ inline void with_dtype(int32_t dtype, F f) {
       return f(static_cast<BFloat16*>(nullptr));
   }
 }
+// The same with what only K and V may be.
+template <class F>
+inline void with_kv_dtype(int32_t dtype, F f) {
+  switch (dtype) {
+    case FA_F8_E4M3:
+      return f(static_cast<Float8E4M3*>(nullptr));
+    case FA_F8_E5M2:
+      return f(static_cast<Float8E5M2*>(nullptr));
+    default:
+      return with_dtype(dtype, f);
+  }
+}
 
 void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, float* query) {
   with_dtype(problem.dtype, [&](auto* type) {
     const auto* base = static_cast<decltype(type)>(const_cast<void*>(problem.query));
     for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
       load_query(base + token * problem.query_token_stride + head * problem.query_head_stride, problem.head_size,
-                 problem.scale, query + static_cast<size_t>(row) * stride);
+                 problem.scale * problem.key_scale, query + static_cast<size_t>(row) * stride);
     });
   });
 }
@@ -94,7 +106,7 @@ void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head
   with_dtype(problem.dtype, [&](auto* type) {
     auto* out =
         static_cast<decltype(type)>(problem.out) + token * problem.out_token_stride + head * problem.out_head_stride;
-    store_output(output, problem.head_size, saw_nothing ? 0.0f : weight / sum, out);
+    store_output(output, problem.head_size, saw_nothing ? 0.0f : weight / sum * problem.value_scale, out);
   });
   if (problem.lse != nullptr) {
     problem.lse[token * problem.lse_token_stride + head * problem.lse_head_stride] =
@@ -190,7 +202,7 @@ void attend(const fa_attention_problem& problem, const WorkItem& item, void* mem
     scratch.maximum[r] = -kInfinity;
     scratch.sum[r] = 0.0f;
   }
-  with_dtype(problem.kv_dtype, [&](auto* type) { attend_kv(problem, item, num_rows, scratch, type); });
+  with_kv_dtype(problem.kv_dtype, [&](auto* type) { attend_kv(problem, item, num_rows, scratch, type); });
 
   if (item.partial == nullptr) {
     for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
