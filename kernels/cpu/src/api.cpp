@@ -55,8 +55,8 @@ int32_t check_heads_and_dtypes(int32_t num_kv_heads, int32_t head_size, int32_t 
   }
   if (!is_wide(dtype)) return fail(FA_BAD_ARGUMENT, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not %d.", dtype);
   if (!is_wide(kv_dtype) && !is_fp8(kv_dtype)) {
-    return fail(FA_BAD_ARGUMENT,
-                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not %d.", kv_dtype);
+    return fail(FA_BAD_ARGUMENT, "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not %d.",
+                kv_dtype);
   }
   return FA_OK;
 }

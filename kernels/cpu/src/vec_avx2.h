@@ -62,9 +62,7 @@ inline __m128i load_upper_bytes(const void* p) {
   return _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(static_cast<const __m128i*>(p)));
 }
 inline Vec load(const Float8E5M2* p) { return _mm256_cvtph_ps(load_upper_bytes(p)); }
-// One bit further down the fields are those of fp16, subnormals included, and the number is 2^-8 of what it should be.
-// The shift leaves the sign in the exponent's top bit too. Adding one to the last place carries into that bit from 0x7f,
-// the NaN, alone; so that bit of the sum, exclusive-or the sign, is set for NaN alone, and makes it fp16's.
+// Why this is so: fp8_format.h.
 inline Vec load(const Float8E4M3* p) {
   const __m128i half = _mm_srai_epi16(load_upper_bytes(p), 1);
   const __m128i carried = _mm_add_epi16(half, _mm_set1_epi16(0x80));

@@ -54,9 +54,7 @@ inline __m256i upper_bytes(__m128i x) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), order);
 }
 inline Vec widen(Float8E5M2, __m128i x) { return _mm512_cvtph_ps(upper_bytes(x)); }
-// One bit further down the fields are those of fp16, subnormals included, and the number is 2^-8 of what it should be.
-// The shift leaves the sign in the exponent's top bit too. Adding one to the last place carries into that bit from 0x7f,
-// the NaN, alone; so that bit of the sum, exclusive-or the sign, is set for NaN alone, and makes it fp16's.
+// Why this is so: fp8_format.h.
 inline Vec widen(Float8E4M3, __m128i x) {
   const __m256i half = _mm256_srai_epi16(upper_bytes(x), 1);
   const __m256i carried = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
@@ -115,12 +113,8 @@ inline void store_8(Half* p, Vec a) {
 inline void store_8(BFloat16* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(round_bf16(a)));
 }
-inline void store_8(Float8E4M3* p, Vec a) {
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a));
-}
-inline void store_8(Float8E5M2* p, Vec a) {
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a));
-}
+inline void store_8(Float8E4M3* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a)); }
+inline void store_8(Float8E5M2* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a)); }
 
 // Lane i of the result is the sum of the lanes of a[i]: 45 instructions where 16 separate reductions take 160.
 inline Vec reduce_add_each(const Vec (&a)[16]) {

@@ -52,9 +52,7 @@ inline uint16x4_t load_upper_bytes(const void* p) {
   return vget_low_u16(vshll_n_u8(vcreate_u8(bytes), 8));
 }
 inline Vec load(const Float8E5M2* p) { return vcvt_f32_f16(vreinterpret_f16_u16(load_upper_bytes(p))); }
-// One bit further down the fields are those of fp16, subnormals included, and the number is 2^-8 of what it should be.
-// The shift leaves the sign in the exponent's top bit too. Adding one to the last place carries into that bit from 0x7f,
-// the NaN, alone; so that bit of the sum, exclusive-or the sign, is set for NaN alone, and makes it fp16's.
+// Why this is so: fp8_format.h.
 inline Vec load(const Float8E4M3* p) {
   const uint16x4_t half = vreinterpret_u16_s16(vshr_n_s16(vreinterpret_s16_u16(load_upper_bytes(p)), 1));
   const uint16x4_t carried = vadd_u16(half, vdup_n_u16(0x80));
