@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -12,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    DynamicCache,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -189,7 +191,24 @@ class Answer:
     logprobs: list[float]
 
 
-def hugging_face_answers(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RoundedCache(DynamicCache):
+    """A cache whose keys and values are not what they were."""
+
+    def __init__(self, config: PretrainedConfig, round_key: Rounding, round_value: Rounding) -> None:
+        super().__init__(config=config)
+        self.round_key, self.round_value = round_key, round_value
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *more: Any, **named: Any) -> Any:
+        return super().update(self.round_key(key_states), self.round_value(value_states), *more, **named)
+
+
+def hugging_face_answers(
+    path: Path, prompts: Sequence[list[int]], max_tokens: int, rounding: tuple[Rounding, Rounding] | None = None
+) -> list[Answer]:
+    """Greedy answers in fp32; ``rounding`` is done to each key and to each value on its way into the KV cache."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for module in model.modules():
         # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.
@@ -207,6 +226,7 @@ def hugging_face_answers(path: Path, prompts: Sequence[list[int]], max_tokens: i
                 pad_token_id=0,
                 output_scores=True,
                 return_dict_in_generate=True,
+                past_key_values=None if rounding is None else RoundedCache(model.config, *rounding),
             )
         tokens = out.sequences[0, len(prompt) :].tolist()
         logprobs = [float(scores[0].log_softmax(-1)[token]) for scores, token in zip(out.scores, tokens, strict=True)]

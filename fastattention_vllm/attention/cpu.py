@@ -28,6 +28,7 @@ HEAD_SIZE_MULTIPLE = 8
 
 _LIBRARY_NAME = "libfastattention_cpu.so"
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_KV_DTYPES = _DTYPES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 _OK, _OUT_OF_MEMORY = 0, 2
 _CPU = torch.device("cpu")
 
@@ -48,6 +49,8 @@ class _AttentionProblem(ctypes.Structure):
         ("window_right", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("key_scale", c_float),
+        ("value_scale", c_float),
         ("query_start_loc", c_void_p),
         ("seq_lens", c_void_p),
         ("block_table", c_void_p),
@@ -90,6 +93,8 @@ class _KvWrite(ctypes.Structure):
         ("page_size", c_int32),
         ("dtype", c_int32),
         ("kv_dtype", c_int32),
+        ("key_scale", c_float),
+        ("value_scale", c_float),
         ("slot_mapping", c_void_p),
         ("key", c_void_p),
         ("value", c_void_p),
@@ -216,8 +221,9 @@ def can_run(problem: AttentionProblem) -> str | None:
         tensor: torch.Tensor = getattr(problem, name)
         if tensor.device != _CPU:
             return f"{name} is on {tensor.device}, the CPU kernels need it on cpu."
-        if tensor.dtype not in _DTYPES:
-            return f"{name} has dtype {tensor.dtype}, the CPU kernels take float32, float16 or bfloat16."
+        if tensor.dtype not in (_DTYPES if name == "query" else _KV_DTYPES):
+            or_fp8 = "" if name == "query" else ", or float8_e4m3fn or float8_e5m2"
+            return f"{name} has dtype {tensor.dtype}, the CPU kernels take float32, float16 or bfloat16{or_fp8}."
     if query.dim() != 3 or key.dim() != (4 if problem.is_paged else 3):
         return None  # not a question of this family: run() says what is wrong with the shapes
     if query.shape[2] % HEAD_SIZE_MULTIPLE != 0 or not 0 < query.shape[2] <= MAX_HEAD_SIZE:
@@ -333,11 +339,13 @@ def run(
         head_size,
         page_size,
         _DTYPES[query.dtype],
-        _DTYPES[key.dtype],
+        _KV_DTYPES[key.dtype],
         problem.causal,
         *problem.window,
         problem.scale,
         problem.softcap,
+        problem.key_scale,
+        problem.value_scale,
         query_start_loc.data_ptr(),
         seq_lens.data_ptr(),
         # An empty table has a null pointer, which would mean contiguous; it is never read, so any address will do.
@@ -371,12 +379,20 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Write new K and V rows into the paged cache, casting where the dtypes differ.
 
-    ``key``, ``value``: ``[>= num_tokens, num_kv_heads, head_size]``; the caches: ``[num_blocks, page_size,
-    num_kv_heads, head_size]``; ``slot_mapping``: ``[num_tokens]`` int64 with ``block * page_size + row`` for each
-    token, negative to skip it. Last dimensions must be contiguous, other strides are free.
+    ``key``, ``value``: ``[>= num_tokens, num_kv_heads, head_size]``, fp32, fp16 or bf16; the caches: ``[num_blocks,
+    page_size, num_kv_heads, head_size]``, one of these or fp8; ``slot_mapping``: ``[num_tokens]`` int64 with
+    ``block * page_size + row`` for each token, negative to skip it. Last dimensions must be contiguous, other strides
+    are free.
+
+    fp8 caches (float8_e4m3fn, float8_e5m2) get the row divided by ``key_scale`` or ``value_scale``, which are 1 for all
+    others. What then lies beyond the largest finite fp8 number, infinity included, becomes that number; NaN stays NaN.
+
+    Raises ``ValueError`` for tensors or scales that do not fit, with one sentence that names the value.
     """
     for name, tensor, like in (("value", value, key), ("value_cache", value_cache, key_cache)):
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
@@ -384,9 +400,10 @@ def write_kv(
     tensors = (key, value, key_cache, value_cache, slot_mapping)
     if any(tensor.device != _CPU for tensor in tensors):
         raise ValueError(f"all tensors must be on cpu, but are on {[str(t.device) for t in tensors]}.")
-    if key.dtype not in _DTYPES or key_cache.dtype not in _DTYPES:
+    if key.dtype not in _DTYPES or key_cache.dtype not in _KV_DTYPES:
         raise ValueError(
-            f"key and the cache must be float32, float16 or bfloat16, not {key.dtype} and {key_cache.dtype}."
+            "key must be float32, float16 or bfloat16, and the cache one of these, float8_e4m3fn or float8_e5m2, "
+            f"not {key.dtype} and {key_cache.dtype}."
         )
     if key.dim() != 3 or key_cache.dim() != 4 or key_cache.shape[2:] != key.shape[1:]:
         raise ValueError(
@@ -407,7 +424,9 @@ def write_kv(
         key.shape[2],
         key_cache.shape[1],
         _DTYPES[key.dtype],
-        _DTYPES[key_cache.dtype],
+        _KV_DTYPES[key_cache.dtype],
+        key_scale,
+        value_scale,
         slot_mapping.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),

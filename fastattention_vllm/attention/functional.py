@@ -37,7 +37,7 @@ def fast_attn_func(
 
     Args:
         q: ``[batch, seqlen_q, num_heads, head_size]``, float32, float16 or bfloat16.
-        k: ``[batch, seqlen_k, num_kv_heads, head_size]``.
+        k: ``[batch, seqlen_k, num_kv_heads, head_size]``, one of these dtypes, float8_e4m3fn or float8_e5m2.
         v: as ``k``.
         dropout_p: must be 0; these kernels are for inference.
         softmax_scale: factor on ``q k^T``; ``head_size ** -0.5`` if absent.

@@ -15,6 +15,8 @@ import torch
 class AttentionProblem:
     """Ragged queries over paged or contiguous K and V: ``out = softmax(mask(scale * q k^T)) v``.
 
+    ``k`` is ``key_scale * key`` and ``v`` is ``value_scale * value``.
+
     With ``q_len = query_start_loc[s + 1] - query_start_loc[s]`` and ``kv_len = seq_lens[s]``, query row ``t`` of
     sequence ``s`` sits at KV position ``p = kv_len - q_len + t`` (bottom-right aligned, as in flash_attn >= 2.1) and
     sees position ``j`` if ``j <= p`` (when causal) and ``p - window[0] <= j <= p + window[1]`` (-1 is unlimited).
@@ -27,7 +29,7 @@ class AttentionProblem:
     """``[num_tokens, num_heads, head_size]``, fp32, fp16 or bf16; last dimension contiguous."""
     key: torch.Tensor
     """Paged: ``[num_blocks, page_size, num_kv_heads, head_size]``, any strides but a contiguous last dimension.
-    Contiguous: ``[num_kv_tokens, num_kv_heads, head_size]``."""
+    Contiguous: ``[num_kv_tokens, num_kv_heads, head_size]``. fp32, fp16, bf16, float8_e4m3fn or float8_e5m2."""
     value: torch.Tensor
     """As ``key``."""
     query_start_loc: torch.Tensor
@@ -50,6 +52,12 @@ class AttentionProblem:
     """``[num_heads]`` fp32, contiguous: for each query head the score of one more key, whose value is zero and which
     every row sees. Taken as it is: not scaled, capped, masked or sloped. ``lse`` includes it; -inf is no sink. The
     learned sinks of GPT-OSS (arXiv 2508.10925); StreamingLLM (arXiv 2309.17453) says what they are good for."""
+
+    key_scale: float = 1.0
+    """What an fp8 ``key`` was divided by when it was stored: one positive number for the whole tensor. 1 for other
+    dtypes."""
+    value_scale: float = 1.0
+    """As ``key_scale``, for ``value``."""
 
     @property
     def num_seqs(self) -> int:

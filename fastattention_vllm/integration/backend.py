@@ -173,6 +173,7 @@ class FastAttentionImpl(AttentionImpl[Any]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.fp8 = support.FP8_CACHES.get(kv_cache_dtype)
         self.softcap = logits_soft_cap or 0.0
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         # The layer's own parameter: its weights are loaded later, and may be loaded anew.
@@ -195,9 +196,17 @@ class FastAttentionImpl(AttentionImpl[Any]):
         """Scatter this step's ``key``, ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into the cache."""
         if self.is_encoder:  # has no cache: every request is whole in one step
             return
-        key_cache, value_cache = compat.split_kv_cache(kv_cache, self.head_size)
+        key_cache, value_cache = self._split(kv_cache)
         num_tokens = slot_mapping.shape[0]
-        cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping)
+        scales = self._scales(layer)
+        cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, *scales)
+
+    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return compat.split_kv_cache(kv_cache if self.fp8 is None else kv_cache.view(self.fp8), self.head_size)
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """What the cache's keys and values were divided by. Asked every time: weights may be loaded anew."""
+        return (1.0, 1.0) if self.fp8 is None else (layer._k_scale_float, layer._v_scale_float)
 
     def forward(
         self,
@@ -222,10 +231,12 @@ class FastAttentionImpl(AttentionImpl[Any]):
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
         block_table = kv_start_loc = None
+        scales = (1.0, 1.0)
         if self.is_encoder:
             kv_start_loc = attn_metadata.query_start_loc[:-1]
         else:
-            key, value = compat.split_kv_cache(kv_cache, self.head_size)
+            key, value = self._split(kv_cache)
+            scales = self._scales(layer)
             block_table = attn_metadata.block_table
         problem = AttentionProblem(
             query=query,
@@ -241,6 +252,8 @@ class FastAttentionImpl(AttentionImpl[Any]):
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
             sinks=None if self.sinks is None else self.sinks.detach().float(),
+            key_scale=scales[0],
+            value_scale=scales[1],
         )
         cpu_kernels.run(problem, out=output)
         return output

@@ -9,7 +9,8 @@ ops that each version calls are listed in ``cpu_ops``.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,27 @@ def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor
         return key, value
     tokens_first = kv_cache.transpose(1, 2)
     return tokens_first[..., :head_size], tokens_first[..., head_size:]
+
+
+@contextmanager
+def without_fp8_cache(vllm_config: VllmConfig) -> Iterator[None]:
+    """An fp8 KV cache out of sight of vLLM's CPU platform: 0.19's refuses it, or goes back to another one in silence.
+
+    It has no kernels of its own for that; from 0.23 on the platform does not look.
+    """
+    cache: Any = vllm_config.cache_config
+    asked = cache.cache_dtype
+    if asked.startswith("fp8"):
+        cache.cache_dtype = "auto"
+    try:
+        yield
+    finally:
+        cache.cache_dtype = asked
+
+
+def calculates_kv_scales(vllm_config: VllmConfig) -> bool:
+    """<= 0.26: --calculate-kv-scales takes an fp8 cache's scales from the first prompt. Newer ones cannot be asked."""
+    return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
 
 
 def requested_kv_bytes(vllm_config: VllmConfig) -> int | None:

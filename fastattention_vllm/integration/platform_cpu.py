@@ -52,14 +52,19 @@ class FastAttentionCpuPlatform(CpuPlatform):
             return
         cls._serves_adapters |= vllm_config.lora_config is not None
         options_of(vllm_config)  # a wrong key must fail here, not in a worker
-        if cls._uses_fastattention(vllm_config.attention_config.backend):
+        ours = cls._uses_fastattention(vllm_config.attention_config.backend)
+        if ours:
             check_supported(vllm_config)
             cls._check_kernels()
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = WORKER
         compat.check_ray(vllm_config)
         cls._bind_cpus(vllm_config)
-        super().check_and_update_config(vllm_config)
+        if ours:
+            with compat.without_fp8_cache(vllm_config):
+                super().check_and_update_config(vllm_config)
+        else:
+            super().check_and_update_config(vllm_config)
         cls._check_compiler(vllm_config)
         cls._size_kv_cache(vllm_config)
         if vllm_config.parallel_config.distributed_executor_backend == "ray":

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fastattention_vllm.attention.cpu import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 from fastattention_vllm.integration import compat, cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
@@ -18,7 +20,9 @@ from fastattention_vllm.integration.refusal import Refusal
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
+FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""What vLLM calls them, and what their bytes are: it allocates them as uint8."""
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHES)
 ATTENTION_TYPES = ("decoder", "encoder_only")
 SPECULATION = ("ngram",)
 EXPERT_MODELS = ("gpt_oss", "mixtral", "qwen3_moe")
@@ -80,9 +84,19 @@ def _head_size(config: VllmConfig) -> object:
     return wrong and f"head_size {wrong[0]}"
 
 
-def _kv_cache_dtype(config: VllmConfig) -> object:
-    dtype = config.cache_config.cache_dtype
-    return False if dtype in KV_CACHE_DTYPES else f"--kv-cache-dtype {dtype}"
+def _kv_cache_quantisation(config: VllmConfig) -> object:
+    cache = config.cache_config
+    if cache.cache_dtype not in KV_CACHE_DTYPES:
+        return f"--kv-cache-dtype {cache.cache_dtype}"
+    if cache.cache_dtype not in FP8_CACHES:
+        return False
+    if cache.kv_cache_dtype_skip_layers:
+        return f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)}"
+    if compat.calculates_kv_scales(config):
+        return "--calculate-kv-scales"
+    weights = getattr(config.model_config.hf_config, "quantization_config", None)
+    scheme: Any = weights.get("kv_cache_scheme") if isinstance(weights, dict) else None
+    return scheme and scheme.get("strategy") == "attn_head" and "a scale per head"
 
 
 def _not_attention_alone(config: VllmConfig) -> object:
@@ -188,6 +202,11 @@ SUPPORTED: tuple[Supported, ...] = (
         "tests/integration/test_engine.py::test_half_precision_stays_near_fp32",
     ),
     Supported(
+        "fp8 KV cache",
+        "`--kv-cache-dtype fp8_e4m3` (or `fp8`) and `fp8_e5m2`; computed in fp32, one scale per layer for K and for V",
+        "tests/integration/test_fp8_kv_cache.py::test_answers_are_those_over_rounded_keys_and_values",
+    ),
+    Supported(
         "torch.compile",
         "vLLM's default on CPUs; `--enforce-eager` starts sooner",
         "tests/integration/test_engine.py::test_compiled_equals_hugging_face",
@@ -247,10 +266,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _head_size,
     ),
     Unsupported(
-        "a quantised KV cache",
-        "the kernels store KV as fp32, fp16 or bf16",
-        "pass --kv-cache-dtype auto",
-        _kv_cache_dtype,
+        "this quantised KV cache",
+        "the kernels store KV in one dtype for all layers: fp32, fp16, bf16, or fp8 with a layer's own two scales",
+        "pass --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2 alone",
+        _kv_cache_quantisation,
     ),
     Unsupported(
         "speculative decoding with this old a vLLM",

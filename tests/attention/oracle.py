@@ -48,8 +48,8 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         blind = ~visible.any(1)
         unseen = ~visible.any(0)  # whatever lies there must not matter
         key, value = (
-            _gather(problem, cache, seq, kv_len).masked_fill(unseen[:, None, None], 0.0)
-            for cache in (problem.key, problem.value)
+            _gather(problem, cache.double() * cache_scale, seq, kv_len).masked_fill(unseen[:, None, None], 0.0)
+            for cache, cache_scale in ((problem.key, problem.key_scale), (problem.value, problem.value_scale))
         )
         for head in range(num_heads):
             score = problem.query[begin:end, head].double() @ key[:, head // group].T * problem.scale
@@ -69,14 +69,14 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: int) -> torch.Tensor:
-    """``[kv_len, num_kv_heads, head_size]`` in float64."""
+    """``[kv_len, num_kv_heads, head_size]`` of ``cache``, float64."""
     if problem.block_table is None:
         assert problem.kv_start_loc is not None
         start = int(problem.kv_start_loc[seq])
-        return cache[start : start + kv_len].double()
+        return cache[start : start + kv_len]
     page_size = cache.shape[1]
     rows = [cache[problem.block_table[seq, j // page_size], j % page_size] for j in range(kv_len)]
-    return torch.stack(rows).double() if rows else cache[:0, 0].double()
+    return torch.stack(rows) if rows else cache[:0, 0]
 
 
 def weights_are_bf16(problem: AttentionProblem) -> bool:
@@ -140,6 +140,9 @@ class Case:
     padding: int = 0
     """Query tokens after the last sequence."""
     scale: float | None = None
+    key_scale: float = 1.0
+    """Of an fp8 cache: keys are about 1 in size, what is stored is that divided by this."""
+    value_scale: float = 1.0
     seed: int = 0
 
     def build(self) -> AttentionProblem:
@@ -170,7 +173,10 @@ class Case:
             softcap=self.softcap,
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks + torch.randn(self.num_heads, generator=random),
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )
+        scales = (self.key_scale, self.value_scale)
         if self.page_size == 0:
             gap = 3  # rows between sequences that belong to none
             shape = (sum(self.kv_lens) + gap * (num_seqs + 1), self.num_kv_heads, self.head_size)
@@ -178,8 +184,8 @@ class Case:
             first, kv_starts = gap, []
             for kv_len in self.kv_lens:
                 kv_starts.append(first)
-                for cache in (key, value):
-                    rows = torch.randn(kv_len, *shape[1:], generator=random)
+                for cache, cache_scale in zip((key, value), scales, strict=True):
+                    rows = torch.randn(kv_len, *shape[1:], generator=random) / cache_scale
                     cache[first : first + kv_len] = rows.to(kv_dtype)
                 first += kv_len + gap
             return replace(problem, key=key, value=value, kv_start_loc=torch.tensor(kv_starts, dtype=torch.int32))
@@ -200,8 +206,9 @@ class Case:
         for seq, (kv_len, count) in enumerate(zip(self.kv_lens, pages, strict=True)):
             block_table[seq, :count] = order[used : used + count]
             used += count
-            for cache in (key, value):
-                rows = torch.randn(kv_len, self.num_kv_heads, self.head_size, generator=random).to(kv_dtype)
+            for cache, cache_scale in zip((key, value), scales, strict=True):
+                rows = torch.randn(kv_len, self.num_kv_heads, self.head_size, generator=random)
+                rows = (rows / cache_scale).to(kv_dtype)
                 for page in range(count):
                     part = rows[page * self.page_size : (page + 1) * self.page_size]
                     cache[block_table[seq, page], : len(part)] = part

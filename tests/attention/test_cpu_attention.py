@@ -16,6 +16,7 @@ from tests.attention import oracle
 from tests.attention.oracle import Case
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 DECODE = {"q_lens": (1, 1, 1), "kv_lens": (1, 300, 77)}
 PREFILL = {"q_lens": (150, 33), "kv_lens": (150, 33)}
@@ -152,10 +153,68 @@ def test_rows_that_see_nothing_but_a_sink_are_zero_with_the_sink_as_lse(isa: str
     assert (out[4] != 0).any()
 
 
-@pytest.mark.parametrize("kv_dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [F32, F16, BF16, E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_cache_in_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check(Case(**MIXED, dtype=dtype, kv_dtype=kv_dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("head_size", [8, 24, 64, 72, 128, 192, 256])
+def test_fp8_caches_at_every_shape(shape: str, kv_dtype: torch.dtype, head_size: int) -> None:
+    check(Case(**SHAPES[shape], kv_dtype=kv_dtype, head_size=head_size, key_scale=0.02, value_scale=1.7))
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_fp8_caches_in_every_layout(kv_dtype: torch.dtype, page_size: int, layout: str) -> None:
+    check(Case(**MIXED, kv_dtype=kv_dtype, page_size=page_size, layout=layout, padding=3))
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_fp8_caches_with_every_feature(feature: str, kv_dtype: torch.dtype) -> None:
+    case = Case((1, 3, 40), (259, 140, 75), kv_dtype=kv_dtype, head_size=80, key_scale=0.1, value_scale=3.0)
+    check(replace(case, **FEATURES[feature]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("q_len", [1, 20])
+@pytest.mark.parametrize("head_size", [8, 24, 256])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+def test_every_fp8_code_is_widened_exactly(isa: str, kv_dtype: torch.dtype, head_size: int, q_len: int) -> None:
+    """One key per sequence: its weight is 1, so ``out`` is the value and ``lse`` the score."""
+    codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
+    rows = codes.repeat(-(-head_size // 256) * head_size)[: 256 * head_size].view(256, 1, head_size)
+    problem = Case((q_len,) * 256, (1,) * 256, 1, 1, head_size, page_size=0, causal=False, scale=1.0).build()
+    starts = torch.arange(256, dtype=torch.int32)
+    problem = replace(problem, value=rows, kv_start_loc=starts)
+
+    out, _ = cpu.run(replace(problem, query=problem.query * 0, key=torch.zeros(256, 1, head_size).to(kv_dtype)))
+    expected = rows.float().repeat_interleave(q_len, 0)
+    assert expected.isnan().any()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+    for dim in (0, head_size - 1):
+        query, key = torch.zeros(256 * q_len, 1, head_size), torch.zeros(256, 1, head_size).to(kv_dtype)
+        query[:, 0, dim], key[:, 0, dim] = 1.0, codes
+        _, lse = cpu.run(replace(problem, query=query, key=key), return_lse=True)
+        # Minus infinity is a key that is not seen; plus infinity, as a NaN, makes no number of a softmax.
+        expected = codes.float().masked_fill(codes.float() == math.inf, math.nan).repeat_interleave(q_len)[:, None]
+        torch.testing.assert_close(lse, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_scales_of_an_fp8_cache_are_factors_of_keys_and_values(isa: str, kv_dtype: torch.dtype, q_len: int) -> None:
+    """Powers of two, so that nothing rounds: bit for bit the answer over a cache that holds the product."""
+    problem = Case((q_len, 1), (2500, 70), kv_dtype=kv_dtype, sinks=3.0, key_scale=0.25, value_scale=8.0).build()
+    out, lse = cpu.run(problem, return_lse=True)
+    wide = replace(problem, key=problem.key.float() * 0.25, value=problem.value.float() * 8.0)
+    expected_out, expected_lse = cpu.run(replace(wide, key_scale=1.0, value_scale=1.0), return_lse=True)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("q_len", [1, 4, 20])
@@ -270,6 +329,8 @@ def cases(draw: st.DrawFn) -> Case:
         )
     )
     fresh = draw(st.booleans())  # vLLM's case: every query token is also in the cache
+    kv_dtype = draw(st.sampled_from([None, F32, F16, BF16, E4M3, E5M2]))
+    scales = st.sampled_from([1.0, 0.02, 0.7, 5.0]) if kv_dtype in (E4M3, E5M2) else st.just(1.0)
     return Case(
         q_lens=tuple(q for q, _ in lens),
         kv_lens=tuple(kv + q if fresh else kv for q, kv in lens),
@@ -278,7 +339,9 @@ def cases(draw: st.DrawFn) -> Case:
         head_size=8 * draw(st.integers(1, 32)),
         page_size=draw(st.sampled_from([0, 1, 3, 8, 16, 32, 100, 784])),
         dtype=draw(st.sampled_from([F32, F16, BF16])),
-        kv_dtype=draw(st.sampled_from([None, F32, F16, BF16])),
+        kv_dtype=kv_dtype,
+        key_scale=draw(scales),
+        value_scale=draw(scales),
         layout=draw(st.sampled_from(["HND", "NHD"])),
         causal=draw(st.booleans()),
         window=draw(st.tuples(st.integers(-1, 150), st.integers(-1, 150)) | st.just((-1, -1))),

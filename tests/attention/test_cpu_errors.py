@@ -21,6 +21,8 @@ from tests.attention.oracle import Case
 
 PAGED = Case((2, 3), (20, 30)).build()
 CONTIGUOUS = Case((2, 3), (20, 30), page_size=0).build()
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8 = Case((2, 3), (20, 30), kv_dtype=E4M3).build()
 assert PAGED.block_table is not None
 
 
@@ -74,6 +76,16 @@ def i32(*values: int) -> torch.Tensor:
         (PAGED, {"block_table": i32(0, 1)}, r"block_table must be \[2, 2\] int32"),
         (PAGED, {"window": (-2, 0)}, "window_left must be -1 or more, not -2"),
         (PAGED, {"window": (0, -3)}, "window_right must be -1 or more, not -3"),
+        (PAGED, {"query": torch.zeros(5, 4, 64).to(E4M3)}, "float8_e4m3fn, the CPU kernels take .* or bfloat16\\."),
+        (PAGED, {"query": torch.zeros(5, 4, 64).to(E5M2)}, "query has dtype torch.float8_e5m2, .* or bfloat16\\."),
+        (PAGED, {"key": PAGED.key.double()}, "key has .* take .* bfloat16, or float8_e4m3fn or float8_e5m2"),
+        (FP8, {"value": FP8.value.view(E5M2)}, "key and value must agree, .* torch.float8_e4m3fn and .*_e5m2"),
+        (FP8, {"key_scale": 0.0}, "key_scale must be positive and finite, not 0"),
+        (FP8, {"key_scale": -2.0}, "key_scale must be positive and finite, not -2"),
+        (FP8, {"value_scale": math.nan}, "value_scale must be positive and finite, not nan"),
+        (FP8, {"value_scale": math.inf}, "value_scale must be positive and finite, not inf"),
+        (PAGED, {"key_scale": 2.0}, "key_scale must be 1 unless K and V are fp8, not 2"),
+        (PAGED, {"value_scale": 0.5}, "value_scale must be 1 unless K and V are fp8, not 0.5"),
         (PAGED, {"softcap": -1.0}, "softcap must be 0 or more, not -1"),
         (PAGED, {"scale": math.nan}, "scale must be a number"),
         (PAGED, {"alibi_slopes": torch.zeros(3)}, r"alibi_slopes must be \[4\] or \[2, 4\], not \[3\]"),
@@ -146,9 +158,10 @@ class TestAbi:
         problem = cpu._AttentionProblem()
         valid = {"num_seqs": 1, "num_heads": 4, "num_kv_heads": 2, "head_size": 64, "page_size": 16, "scale": 1.0}
         locations = {"query_start_loc": i32(0, 1), "seq_lens": i32(1), "block_table": i32(0)}
+        scales = {"key_scale": 1.0, "value_scale": 1.0}
         sizes = {"num_tokens": 1, "num_blocks": 1, "block_table_width": 1}
         pointers = {name: tensor.data_ptr() for name, tensor in locations.items()}
-        for name, value in (valid | sizes | pointers | fields).items():
+        for name, value in (valid | scales | sizes | pointers | fields).items():
             setattr(problem, name, value)
         assert library.fa_cpu_attention(problem) == 1
         message: str = library.fa_cpu_last_error().decode()
@@ -162,7 +175,16 @@ class TestAbi:
             ({"num_heads": -2}, "num_heads must be a positive multiple of num_kv_heads (2), not -2."),
             ({"head_size": 12}, "head_size must be a multiple of 8 up to 256, not 12."),
             ({"dtype": 9}, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not 9."),
-            ({"kv_dtype": -1}, "kv_dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not -1."),
+            ({"dtype": 3, "kv_dtype": 3}, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not 3."),
+            (
+                {"kv_dtype": -1},
+                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not -1.",
+            ),
+            (
+                {"kv_dtype": 5},
+                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not 5.",
+            ),
+            ({"key_scale": 0}, "key_scale must be positive and finite, not 0."),
             ({"num_seqs": -1}, "num_seqs must not be negative, but is -1."),
             ({"num_tokens": -1}, "num_tokens must not be negative, but is -1."),
             ({"page_size": 0}, "page_size must be positive, not 0."),

@@ -1,11 +1,23 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
 from fastattention_vllm.attention import cpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def to_cache(rows: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """What a cache of that dtype holds of ``rows``: torch's rounding, and for fp8 the largest number as the bound."""
+    if dtype not in FP8:
+        return rows.to(dtype)
+    largest = torch.finfo(dtype).max
+    return (rows.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def caches(layout: str, blocks: int, page: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -17,7 +29,7 @@ def caches(layout: str, blocks: int, page: int, heads: int, size: int, dtype: to
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("page_size", [16, 32, 784])
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", DTYPES + FP8, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "head_size"), [(1, 128), (13, 72), (700, 64)])
 def test_rows_land_in_their_slots_and_nothing_else_changes(
@@ -40,11 +52,11 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(
     expected_key, expected_value = key_cache.clone(), value_cache.clone()
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            expected_key[slot // page_size, slot % page_size] = key[token].to(kv_dtype)
-            expected_value[slot // page_size, slot % page_size] = value[token].to(kv_dtype)
+            expected_key[slot // page_size, slot % page_size] = to_cache(key[token], kv_dtype)
+            expected_value[slot // page_size, slot % page_size] = to_cache(value[token], kv_dtype)
     cpu.write_kv(key, value, key_cache, value_cache, slots)
-    assert torch.equal(key_cache, expected_key)
-    assert torch.equal(value_cache, expected_value)
+    assert torch.equal(key_cache.float(), expected_key.float())
+    assert torch.equal(value_cache.float(), expected_value.float())
 
 
 def _interesting(dtype: torch.dtype) -> torch.Tensor:
@@ -58,18 +70,47 @@ def _interesting(dtype: torch.dtype) -> torch.Tensor:
     return ((bits << 16)[:, None] | tails).view(torch.float32).flatten()
 
 
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", DTYPES + FP8, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_casts_round_as_torch_does_for_every_value(isa: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     rows = _interesting(dtype).view(-1, 1, 64)
     key_cache, value_cache = caches("NHD", 1, len(rows), 1, 64, kv_dtype)
     cpu.write_kv(rows, rows, key_cache, value_cache, torch.arange(len(rows)))
-    expected = rows.to(kv_dtype)
-    torch.testing.assert_close(key_cache[0], expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(value_cache[0], expected, rtol=0, atol=0, equal_nan=True)
+    expected = to_cache(rows, kv_dtype)
+    for written in (key_cache[0], value_cache[0]):
+        torch.testing.assert_close(written.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(written.float().signbit()[~rows.isnan()], rows.signbit()[~rows.isnan()])
     if kv_dtype == dtype:  # bit for bit, NaN payloads included
         width = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(key_cache[0].view(width), rows.view(width))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "largest", "half_way"), [(FP8[0], 448.0, 464.0), (FP8[1], 57344.0, 61440.0)], ids=str
+)
+@pytest.mark.parametrize("head_size", [8, 64])
+def test_what_is_too_large_for_fp8_becomes_its_largest_number(
+    isa: str, kv_dtype: torch.dtype, largest: float, half_way: float, head_size: int
+) -> None:
+    """Also from half-way to the number that would come next, where rounding alone leads to NaN or infinity."""
+    values = [largest, half_way, half_way + 1, 2 * largest, 3e38, math.inf, math.nan, 1.0]
+    rows = torch.tensor(values).repeat(head_size // 8).view(1, 1, head_size)
+    key_cache, value_cache = caches("NHD", 1, 1, 1, head_size, kv_dtype)
+    cpu.write_kv(rows, -rows, key_cache, value_cache, torch.zeros(1, dtype=torch.int64))
+    expected = torch.tensor([*[largest] * 6, math.nan, 1.0]).repeat(head_size // 8)
+    torch.testing.assert_close(key_cache.flatten().float(), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(value_cache.flatten().float(), -expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_dtype", FP8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8_caches_hold_rows_divided_by_their_scale(isa: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    rows = _interesting(dtype).view(-1, 1, 64)
+    key_cache, value_cache = caches("NHD", 1, len(rows), 1, 64, kv_dtype)
+    cpu.write_kv(rows, rows, key_cache, value_cache, torch.arange(len(rows)), key_scale=0.3, value_scale=7.0)
+    for written, scale in ((key_cache[0], 0.3), (value_cache[0], 7.0)):
+        expected = to_cache(rows, kv_dtype, scale)
+        torch.testing.assert_close(written.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_tokens() -> None:
@@ -93,12 +134,22 @@ def test_no_tokens() -> None:
             {"key": torch.zeros(3, 2, 64).double(), "value": torch.zeros(3, 2, 64).double()},
             "float32, float16 or bfloat16",
         ),
+        (
+            {"key": torch.zeros(3, 2, 64).to(FP8[0]), "value": torch.zeros(3, 2, 64).to(FP8[0])},
+            "key must be float32, float16 or bfloat16, .* not torch.float8_e4m3fn and torch.float32",
+        ),
+        (
+            {"key_cache": torch.zeros(2, 16, 2, 64).byte(), "value_cache": torch.zeros(2, 16, 2, 64).byte()},
+            "the cache one of these, float8_e4m3fn or float8_e5m2, not torch.float32 and torch.uint8",
+        ),
+        ({"key_scale": 2.0}, "key_scale must be 1 unless K and V are fp8, not 2"),
+        ({"value_scale": 0.0}, "value_scale must be positive and finite, not 0"),
         ({"value_cache": torch.zeros(2, 16, 2, 64).half()}, r"value_cache must be \[2, 16, 2, 64\] torch.float32"),
         ({"key": torch.zeros(3, 64, 2).transpose(1, 2)}, "key must be contiguous in its last dimension"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
         "key": torch.zeros(3, 2, 64),
         "value": torch.zeros(3, 2, 64),
         "key_cache": torch.zeros(2, 16, 2, 64),

@@ -118,6 +118,13 @@ def test_fixed_length_matches_torch_sdpa(causal: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_keys_and_values_may_be_fp8(dtype: torch.dtype) -> None:
+    q, k, v = batch()
+    k, v = k.to(dtype), v.to(dtype)
+    assert torch.equal(fast_attn_func(q, k, v), fast_attn_func(q, k.float(), v.float()))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("alibi", ["", "shared", "per sequence"])
 @pytest.mark.parametrize("sinks", [None, 2.0])

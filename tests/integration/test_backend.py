@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
-from fastattention_vllm.integration import cpu_resources
+from fastattention_vllm.integration import cpu_resources, support
 from fastattention_vllm.integration.backend import (
     FastAttentionImpl,
     FastAttentionMetadata,
@@ -60,6 +61,61 @@ def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(kind: str) -> No
     assert int((~written.isnan()).sum()) == tokens * KV_HEADS * HEAD_SIZE, "only the given slots are written"
 
 
+@pytest.mark.parametrize("kind", kv_caches.kinds())
+@pytest.mark.parametrize("kv_cache_dtype", support.FP8_CACHES)
+def test_an_fp8_cache_is_bytes_read_and_written_with_the_layers_scales(kind: str, kv_cache_dtype: str) -> None:
+    dtype = support.FP8_CACHES[kv_cache_dtype]
+    torch.manual_seed(0)
+    cache = kv_caches.empty_cache(kind, 4, BLOCK, KV_HEADS, HEAD_SIZE)
+    cache = torch.empty_strided(cache.shape, cache.stride(), dtype=torch.uint8).fill_(0x7F)  # NaN in both formats
+    impl = FastAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, kv_cache_dtype=kv_cache_dtype)
+    layer: Any = torch.nn.Module()
+    layer._k_scale_float, layer._v_scale_float = 0.02, 0.3
+    key, value = torch.randn(9, KV_HEADS, HEAD_SIZE), torch.randn(9, KV_HEADS, HEAD_SIZE)
+    query = torch.randn(9, HEADS, HEAD_SIZE)
+    impl.do_kv_cache_update(layer, key, value, cache, torch.arange(9) + 2 * BLOCK)
+    stored = split_kv_cache(cache.view(dtype), HEAD_SIZE)
+    expected_key, expected_value = ((x / s).to(dtype).float() for x, s in ((key, 0.02), (value, 0.3)))
+    assert torch.equal(stored[0][2, :9].float(), expected_key)
+    assert torch.equal(stored[1][2, :9].float(), expected_value)
+
+    metadata = FastAttentionMetadata(
+        query_start_loc=torch.tensor([0, 9], dtype=torch.int32),
+        seq_lens=torch.tensor([9], dtype=torch.int32),
+        block_table=torch.tensor([[2]], dtype=torch.int32),
+        causal=True,
+    )
+    output = impl.forward(layer, query, key, value, cache, metadata, torch.empty_like(query))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1).double(),
+        expected_key.transpose(0, 1).double().repeat_interleave(HEADS // KV_HEADS, 0) * 0.02,
+        expected_value.transpose(0, 1).double().repeat_interleave(HEADS // KV_HEADS, 0) * 0.3,
+        is_causal=True,
+    ).transpose(0, 1)
+    torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_an_encoder_keeps_no_cache_whose_dtype_or_scales_would_matter() -> None:
+    states = torch.randn(5, HEADS, HEAD_SIZE)
+    metadata = FastAttentionMetadata(
+        query_start_loc=torch.tensor([0, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([5], dtype=torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        causal=False,
+    )
+    layer: Any = torch.nn.Module()
+    layer._k_scale_float = layer._v_scale_float = 3.0
+    outputs = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        impl = FastAttentionImpl(
+            HEADS, HEAD_SIZE, 1.0, kv_cache_dtype=kv_cache_dtype, attn_type=AttentionType.ENCODER_ONLY
+        )
+        empty = torch.tensor([])
+        impl.do_kv_cache_update(layer, states, states, empty, torch.arange(5))
+        outputs.append(impl.forward(layer, states, states, states, empty, metadata, torch.empty_like(states)))
+    assert torch.equal(*outputs)
+
+
 def test_profiling_runs_without_metadata_give_zeros() -> None:
     impl = FastAttentionImpl(HEADS, HEAD_SIZE, 1.0, KV_HEADS)
     states = torch.randn(5, HEADS, HEAD_SIZE)
@@ -91,7 +147,8 @@ def test_metadata_is_cut_to_the_real_requests() -> None:
     ("asked", "named"),
     [
         ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
-        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"kv_cache_dtype": "nvfp4"}, "nvfp4"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
     ],
 )

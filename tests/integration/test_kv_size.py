@@ -24,14 +24,16 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "half and half": reference.gpt_oss,
     "five to one": reference.gemma3,
     "shared": reference.gemma3n,
+    "fp8": lambda: reference.llama(4, 2, 64),
 }
+ARGUMENTS = {"fp8": {"kv_cache_dtype": "fp8"}}
 
 
 @pytest.mark.parametrize("kind", core_first(MODELS, ["five to one"]))
 def test_exactly_that_many_bytes_hold_the_request(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very size runs a request of that length; a byte less than vLLM's own count does not start an engine."""
     model = save_random(MODELS[kind](), tmp_path)
-    arguments = {"max_model_len": LENGTH, "block_size": 16, "max_num_seqs": 1}
+    arguments = {"max_model_len": LENGTH, "block_size": 16, "max_num_seqs": 1} | ARGUMENTS.get(kind, {})
     with engine(model, **arguments) as llm:
         size = kv_size_of(llm.llm_engine.vllm_config)
     exact = size.of_request(LENGTH)

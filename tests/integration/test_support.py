@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import transformers
 from transformers import PretrainedConfig
+from vllm.config.cache import CacheDType
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.refusal import Refusal, sentence
@@ -78,7 +80,7 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "a multimodal model": (model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"), {}),
     "this kind of attention": (plain(attention_chunk_size=64), {}),
     "this head size": (plain(head_size=512), {}),
-    "a quantised KV cache": (plain(), {"kv_cache_dtype": "fp8"}),
+    "this quantised KV cache": (plain(), {"kv_cache_dtype": "fp8_inc"}),
     "this method of speculative decoding": (
         plain(),
         {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
@@ -129,6 +131,35 @@ def test_other_kinds_of_attention_are_refused_too(changes: dict[str, Any], named
         engine_config(plain(**changes), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype int8_per_token_head"),
+        ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}, "--kv-cache-dtype-skip-layers 1"),
+    ],
+)
+def test_other_quantised_caches_are_refused_too(arguments: dict[str, Any], named: str, tmp_path: Path) -> None:
+    if arguments["kv_cache_dtype"] not in get_args(CacheDType):
+        pytest.skip(f"this vLLM does not know {arguments['kv_cache_dtype']}")
+    with pytest.raises(ValueError, match=named) as caught:
+        engine_config(plain(), tmp_path, **arguments)
+    assert "pass --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2" in str(caught.value)
+
+
+def test_scales_taken_from_the_first_prompt_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "calculates_kv_scales", lambda config: True)
+    with pytest.raises(ValueError, match="--calculate-kv-scales"):
+        engine_config(plain(), tmp_path, kv_cache_dtype="fp8")
+
+
+def test_scales_per_head_are_refused(tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True}
+    weights = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    with pytest.raises(ValueError, match="a scale per head"):
+        engine_config(plain(quantization_config=weights), tmp_path, kv_cache_dtype="fp8")
+
+
 def test_a_pooling_model_without_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="attention layers alone"):
         engine_config(model("MambaConfig", "MambaForCausalLM"), tmp_path, runner="pooling", convert="embed")
@@ -162,6 +193,9 @@ def test_the_sentence_names_feature_reason_and_remedy(
         ({"head_size": 80}, {}),
         ({"layer_types": ["full_attention"] * 3}, {}),
         ({}, {"kv_cache_dtype": "float16"}),
+        ({}, {"kv_cache_dtype": "fp8"}),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({}, {"kv_cache_dtype": "fp8_e5m2"}),
         ({}, {"tensor_parallel_size": 2}),
         pytest.param(
             {},
@@ -181,6 +215,24 @@ def test_the_sentence_names_feature_reason_and_remedy(
 def test_what_runs_is_accepted(changes: dict[str, Any], arguments: dict[str, Any], tmp_path: Path) -> None:
     config = engine_config(plain(**changes), tmp_path, **arguments)
     assert config.attention_config.backend.name == "FASTATTENTION"
+    # vLLM's own platform may fall back to another dtype in silence.
+    assert config.cache_config.cache_dtype == arguments.get("kv_cache_dtype", config.cache_config.cache_dtype)
+
+
+def test_an_fp8_cache_is_kept_from_a_platform_that_does_not_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.19's, in any version."""
+    theirs = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def refuse_fp8(cls: type, vllm_config: Any) -> None:
+        if vllm_config.cache_config.cache_dtype.startswith("fp8"):
+            raise RuntimeError("not compatible with FP8 KV cache")
+        theirs(cls, vllm_config)
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(refuse_fp8))
+    config = engine_config(plain(), tmp_path, kv_cache_dtype="fp8_e5m2")
+    assert config.cache_config.cache_dtype == "fp8_e5m2"
 
 
 def test_a_refusal_is_a_value_error() -> None:

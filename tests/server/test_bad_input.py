@@ -114,7 +114,9 @@ def test_a_kv_cache_that_cannot_hold_one_request(model: Path) -> None:
 
 
 def test_a_quantised_kv_cache(model: Path) -> None:
-    assert "--kv-cache-dtype auto" in ours(serve(str(model), *COMMON, "--kv-cache-dtype", "fp8"))
+    line = ours(serve(str(model), *COMMON, "--kv-cache-dtype", "nvfp4"))
+    assert "--kv-cache-dtype nvfp4" in line
+    assert "--kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2" in line
 
 
 def test_another_backend_that_this_vllm_cannot_run(model: Path) -> None:

@@ -16,7 +16,14 @@ extern "C" {
 /* Raised whenever a struct or a signature below changes; the Python wrapper refuses any other number. */
 #define FA_CPU_ABI_VERSION 3
 
-typedef enum fa_dtype { FA_F32 = 0, FA_F16 = 1, FA_BF16 = 2 } fa_dtype;
+typedef enum fa_dtype {
+  FA_F32 = 0,
+  FA_F16 = 1,
+  FA_BF16 = 2,
+  /* For key and value only. The OCP 8-bit formats, in torch float8_e4m3fn and float8_e5m2. */
+  FA_F8_E4M3 = 3,
+  FA_F8_E5M2 = 4,
+} fa_dtype;
 
 typedef enum fa_status {
   FA_OK = 0,
@@ -39,6 +46,7 @@ typedef enum fa_status {
  * KV position j of sequence s is read at
  *     paged      : block = block_table[s * block_table_stride + j / page_size], token = j % page_size
  *     contiguous : block_table == NULL; block = 0, token = kv_start_loc[s] + j
+ * What is read there times key_scale or value_scale is the key or the value: fp8 caches hold numbers divided by it.
  * Only positions that some row sees are read: unused pages, the rest of the last page and pages that slid out of the
  * window may hold anything, NaN included. Page numbers of positions that are read must lie in [0, num_blocks).
  */
@@ -48,13 +56,15 @@ typedef struct fa_attention_problem {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t page_size; /* tokens per block; ignored when block_table is NULL */
-  int32_t dtype;     /* fa_dtype of query and out */
+  int32_t dtype;     /* fa_dtype of query and out; not fp8 */
   int32_t kv_dtype;  /* fa_dtype of key and value */
   int32_t causal;
   int32_t window_left;  /* -1: unlimited */
   int32_t window_right; /* -1: unlimited */
   float scale;          /* multiplies q.k */
   float softcap;        /* > 0: s = softcap * tanh(s / softcap) after scaling; 0: off */
+  float key_scale;      /* positive and finite; 1 unless kv_dtype is fp8 */
+  float value_scale;    /* as key_scale */
 
   const int32_t* query_start_loc; /* [num_seqs + 1] */
   const int32_t* seq_lens;        /* [num_seqs] */
@@ -82,6 +92,8 @@ typedef struct fa_attention_problem {
 } fa_attention_problem;
 
 /* Scatter of new K and V rows into the paged cache (vLLM's reshape_and_cache), with the cast where dtypes differ.
+ * Casts round to the nearest, ties to even. fp8 caches get the number divided by its scale, and what lies beyond the
+ * largest finite fp8 number, infinity included, becomes that number (as vLLM's own CUDA kernels do); NaN stays NaN.
  * Token t goes to block slot_mapping[t] / page_size, row slot_mapping[t] % page_size; a negative slot is skipped. */
 typedef struct fa_kv_write {
   int64_t num_tokens;
@@ -89,8 +101,10 @@ typedef struct fa_kv_write {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t page_size;
-  int32_t dtype;               /* of key and value */
+  int32_t dtype;               /* of key and value; not fp8 */
   int32_t kv_dtype;            /* of the cache */
+  float key_scale;             /* positive and finite; 1 unless kv_dtype is fp8 */
+  float value_scale;           /* as key_scale */
   const int64_t* slot_mapping; /* [num_tokens] */
   const void* key;             /* [num_tokens, num_kv_heads, head_size] */
   const void* value;

@@ -1,5 +1,6 @@
 // The C ABI: checks arguments at the door, catches every exception, keeps the error text.
 #include <algorithm>
+#include <cfloat>
 #include <cstdarg>
 #include <cstdio>
 #include <exception>
@@ -46,7 +47,8 @@ int32_t guarded(F body) {
   }
 }
 
-bool known_dtype(int32_t dtype) { return dtype == FA_F32 || dtype == FA_F16 || dtype == FA_BF16; }
+bool is_fp8(int32_t dtype) { return dtype == FA_F8_E4M3 || dtype == FA_F8_E5M2; }
+bool is_wide(int32_t dtype) { return dtype == FA_F32 || dtype == FA_F16 || dtype == FA_BF16; }
 
 // Checks shared by both calls. All return FA_OK or the failure already recorded.
 int32_t check_heads_and_dtypes(int32_t num_kv_heads, int32_t head_size, int32_t dtype, int32_t kv_dtype) {
@@ -54,11 +56,29 @@ int32_t check_heads_and_dtypes(int32_t num_kv_heads, int32_t head_size, int32_t 
   if (head_size <= 0 || head_size % 8 != 0 || head_size > kMaxHeadSize) {
     return fail(FA_BAD_ARGUMENT, "head_size must be a multiple of 8 up to %d, not %d.", kMaxHeadSize, head_size);
   }
-  if (!known_dtype(dtype)) return fail(FA_BAD_ARGUMENT, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not %d.", dtype);
-  if (!known_dtype(kv_dtype)) {
-    return fail(FA_BAD_ARGUMENT, "kv_dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not %d.", kv_dtype);
+  if (!is_wide(dtype)) return fail(FA_BAD_ARGUMENT, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not %d.", dtype);
+  if (!is_wide(kv_dtype) && !is_fp8(kv_dtype)) {
+    return fail(FA_BAD_ARGUMENT, "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not %d.",
+                kv_dtype);
   }
   return FA_OK;
+}
+
+int32_t check_scale(const char* name, float scale, int32_t kv_dtype) {
+  if (!(scale > 0.0f) || scale > FLT_MAX) {
+    return fail(FA_BAD_ARGUMENT, "%s must be positive and finite, not %g.", name, (double)scale);
+  }
+  if (scale != 1.0f && !is_fp8(kv_dtype)) {
+    return fail(FA_BAD_ARGUMENT, "%s must be 1 unless K and V are fp8, not %g.", name, (double)scale);
+  }
+  return FA_OK;
+}
+
+// Both calls' fields of these names.
+template <class Arguments>
+int32_t check_scales(const Arguments& a) {
+  if (const int32_t status = check_scale("key_scale", a.key_scale, a.kv_dtype)) return status;
+  return check_scale("value_scale", a.value_scale, a.kv_dtype);
 }
 
 #define FA_REQUIRE_POINTER(object, field) \
@@ -127,6 +147,7 @@ int32_t check(const fa_attention_problem& p) {
   if (p.window_right < -1) return fail(FA_BAD_ARGUMENT, "window_right must be -1 or more, not %d.", p.window_right);
   if (!(p.softcap >= 0.0f)) return fail(FA_BAD_ARGUMENT, "softcap must be 0 or more, not %g.", (double)p.softcap);
   if (p.scale != p.scale) return fail(FA_BAD_ARGUMENT, "scale must be a number, not nan.");
+  if (const int32_t status = check_scales(p)) return status;
   if (p.num_seqs == 0) return FA_OK;
   FA_REQUIRE_POINTER(p, query_start_loc);
   FA_REQUIRE_POINTER(p, seq_lens);
@@ -145,6 +166,7 @@ int32_t check(const fa_attention_problem& p) {
 int32_t check(const fa_kv_write& w) {
   if (const int32_t status = check_heads_and_dtypes(w.num_kv_heads, w.head_size, w.dtype, w.kv_dtype)) return status;
   if (w.page_size <= 0) return fail(FA_BAD_ARGUMENT, "page_size must be positive, not %d.", w.page_size);
+  if (const int32_t status = check_scales(w)) return status;
   if (w.num_tokens < 0)
     return fail(FA_BAD_ARGUMENT, "num_tokens must not be negative, but is %lld.", (long long)w.num_tokens);
   if (w.num_tokens == 0) return FA_OK;

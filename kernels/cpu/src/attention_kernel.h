@@ -36,10 +36,22 @@ inline void with_dtype(int32_t dtype, F f) {
       return f(static_cast<BFloat16*>(nullptr));
   }
 }
+// The same with what only K and V may be.
+template <class F>
+inline void with_kv_dtype(int32_t dtype, F f) {
+  switch (dtype) {
+    case FA_F8_E4M3:
+      return f(static_cast<Float8E4M3*>(nullptr));
+    case FA_F8_E5M2:
+      return f(static_cast<Float8E5M2*>(nullptr));
+    default:
+      return with_dtype(dtype, f);
+  }
+}
 
 // Query rows of the item as the panels want them: fp32, with the scale and the change to base 2 multiplied in ...
 inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, float* query) {
-  const Vec factor = splat(problem.scale * kLog2E);
+  const Vec factor = splat(problem.scale * problem.key_scale * kLog2E);
   with_dtype(problem.dtype, [&](auto* type) {
     const auto* base = static_cast<decltype(type)>(const_cast<void*>(problem.query));
     for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
@@ -61,7 +73,7 @@ inline void load_queries(const fa_attention_problem& problem, const WorkItem& it
                      sizeof(BFloat16) * problem.head_size);
   });
 }
-inline float score_factor(const fa_attention_problem& problem, const BFloat16*) { return problem.scale * kLog2E; }
+inline float score_factor(const fa_attention_problem& problem, const BFloat16*) { return problem.scale * problem.key_scale * kLog2E; }
 
 // Normalises a row once everything it sees is summed up: the one place, and the one time, that its sink is counted.
 void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head, const float* output, float reference,
@@ -72,7 +84,7 @@ void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head
   with_dtype(problem.dtype, [&](auto* type) {
     auto* out =
         static_cast<decltype(type)>(problem.out) + token * problem.out_token_stride + head * problem.out_head_stride;
-    store_output(output, problem.head_size, sum == 0.0f ? 0.0f : weight / sum, out);
+    store_output(output, problem.head_size, sum == 0.0f ? 0.0f : weight / sum * problem.value_scale, out);
   });
   if (problem.lse == nullptr) return;
   float& lse = problem.lse[token * problem.lse_token_stride + head * problem.lse_head_stride];
@@ -208,7 +220,7 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, void* 
 }
 
 void attend(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
-  with_dtype(problem.kv_dtype, [&](auto* type) {
+  with_kv_dtype(problem.kv_dtype, [&](auto* type) {
     attend_kv<__typeof__(*type)>(problem, item, memory);
   });
 }

@@ -19,6 +19,13 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+// The OCP 8-bit floats, as torch names them: one byte each, only ever in the KV cache.
+struct Float8E4M3 {  // 1-4-3, bias 7; no infinity, NaN is 0x7f and 0xff
+  uint8_t bits;
+};
+struct Float8E5M2 {  // 1-5-2, bias 15: the upper byte of a Half
+  uint8_t bits;
+};
 
 // First-level tile: this many query rows meet this many KV tokens. K and V of one tile, unpacked to fp32, take
 // 128 KiB at head size 128 and so stay in the L2 cache of every server CPU since Haswell.

@@ -1,14 +1,19 @@
-// Scatter of new K and V rows into the paged cache, with the cast where the dtypes differ.
+// Scatter of new K and V rows into the paged cache, with the cast where the dtypes differ and the scale of fp8 caches.
 namespace fastattention {
 namespace {
 
 template <class From, class To>
-inline void copy_row(const From* from, To* to, int head_size) {
-  for_each_vector(head_size, [&](int d, auto part) { part.write(to + d, part.read(from + d)); });
+inline void copy_row(const From* from, To* to, int head_size, float scale) {
+  // Divided, as vLLM's CUDA kernels do: multiplying by the reciprocal would round some numbers to the next fp8 number.
+  const Vec divisor = splat(scale);
+  for_each_vector(head_size, [&](int d, auto part) {
+    const Vec x = part.read(from + d);
+    part.write(to + d, sizeof(To) == 1 ? div(x, divisor) : x);
+  });
 }
 // Same dtype: bit for bit, signalling NaNs included.
 template <class T>
-inline void copy_row(const T* from, T* to, int head_size) {
+inline void copy_row(const T* from, T* to, int head_size, float) {
   __builtin_memcpy(to, from, sizeof(T) * head_size);
 }
 
@@ -27,18 +32,18 @@ void write_rows(const fa_kv_write& write, int64_t token_begin, int64_t token_end
       copy_row(key + t * write.key_token_stride + head * write.key_head_stride,
                key_cache + block * write.key_cache_block_stride + row * write.key_cache_token_stride +
                    head * write.key_cache_head_stride,
-               write.head_size);
+               write.head_size, write.key_scale);
       copy_row(value + t * write.value_token_stride + head * write.value_head_stride,
                value_cache + block * write.value_cache_block_stride + row * write.value_cache_token_stride +
                    head * write.value_cache_head_stride,
-               write.head_size);
+               write.head_size, write.value_scale);
     }
   }
 }
 
 void write_kv(const fa_kv_write& write, int64_t token_begin, int64_t token_end) {
   with_dtype(write.dtype, [&](auto* from) {
-    with_dtype(write.kv_dtype, [&](auto* to) { write_rows(write, token_begin, token_end, from, to); });
+    with_kv_dtype(write.kv_dtype, [&](auto* to) { write_rows(write, token_begin, token_end, from, to); });
   });
 }
 

@@ -1,6 +1,7 @@
 // AVX2 + FMA + F16C: 8 lanes, 16 registers. The instruction set of the Xeons that host V100s.
 #include <immintrin.h>
 
+#include "fp8_format.h"
 #include "kernel.h"
 
 namespace fastattention {
@@ -55,6 +56,18 @@ inline Vec load(const BFloat16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
+// Each byte becomes the upper byte of 16 bits.
+inline __m128i load_upper_bytes(const void* p) {
+  return _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+inline Vec load(const Float8E5M2* p) { return _mm256_cvtph_ps(load_upper_bytes(p)); }
+// Why this is so: fp8_format.h.
+inline Vec load(const Float8E4M3* p) {
+  const __m128i half = _mm_srai_epi16(load_upper_bytes(p), 1);
+  const __m128i carried = _mm_add_epi16(half, _mm_set1_epi16(0x80));
+  const __m128i bits = _mm_xor_si128(half, _mm_and_si128(carried, _mm_set1_epi16(0x4000)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(bits), _mm256_set1_ps(256.0f));
+}
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
 inline void store(Half* p, Vec a) {
   const __m128i half = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -71,6 +84,29 @@ inline void store(BFloat16* p, Vec a) {
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
+
+template <class T>
+inline void store_fp8(T* p, Vec a) {
+  using Format = Fp8Format<T>;
+  // NaN is neither below a bound nor above it: the minimum of two returns its second argument then.
+  const __m256 magnitude = _mm256_min_ps(_mm256_set1_ps(Format::kLargest), abs(a));
+  const __m256i bits = _mm256_castps_si256(magnitude);
+  const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, Format::kShift), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(Format::kHalfUnit)));
+  __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(rounded, Format::kShift), _mm256_set1_epi32(Format::kRebias));
+  const __m256 anchor = _mm256_set1_ps(Format::kSubnormalAnchor);
+  const __m256i anchored = _mm256_castps_si256(_mm256_add_ps(magnitude, anchor));
+  const __m256 small = _mm256_cmp_ps(magnitude, _mm256_set1_ps(Format::kSmallestNormal), _CMP_LT_OQ);
+  code = _mm256_blendv_epi8(code, _mm256_sub_epi32(anchored, _mm256_castps_si256(anchor)), _mm256_castps_si256(small));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  code = _mm256_blendv_epi8(code, _mm256_set1_epi32(kFp8NaN), nan);
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 24), _mm256_set1_epi32(0x80));
+  code = _mm256_or_si256(code, sign);
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+inline void store(Float8E4M3* p, Vec a) { store_fp8(p, a); }
+inline void store(Float8E5M2* p, Vec a) { store_fp8(p, a); }
 
 // Lane i of the result is the sum of the lanes of a[i].
 inline Vec reduce_add_each(const Vec (&a)[8]) {

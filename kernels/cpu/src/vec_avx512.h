@@ -1,6 +1,7 @@
 // AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers.
 #include <immintrin.h>
 
+#include "fp8_format.h"
 #include "kernel.h"
 
 namespace fastattention {
@@ -44,6 +45,23 @@ inline Vec load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reint
 inline Vec widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline Vec load(const BFloat16* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
+// Each byte becomes the upper byte of 16 bits.
+inline __m256i upper_bytes(__m128i x) {
+  const __m256i order = _mm256_setr_epi8(-1, 0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7,  //
+                                         -1, 8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), order);
+}
+inline Vec widen(Float8E5M2, __m128i x) { return _mm512_cvtph_ps(upper_bytes(x)); }
+// Why this is so: fp8_format.h.
+inline Vec widen(Float8E4M3, __m128i x) {
+  const __m256i half = _mm256_srai_epi16(upper_bytes(x), 1);
+  const __m256i carried = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+  const __m256i bits = _mm256_ternarylogic_epi32(half, carried, _mm256_set1_epi16(0x4000), 0x78);  // a ^ (b & c)
+  return _mm512_mul_ps(_mm512_cvtph_ps(bits), _mm512_set1_ps(256.0f));
+}
+inline Vec load(const Float8E4M3* p) { return widen(*p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Vec load(const Float8E5M2* p) { return widen(*p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
 inline __m256i round_bf16(Vec a) {
   const __m512i bits = _mm512_castps_si512(a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -53,9 +71,28 @@ inline __m256i round_bf16(Vec a) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 inline __m256i round_half(Vec a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+template <class T>
+inline __m128i round_fp8(Vec a) {
+  using Format = Fp8Format<T>;
+  // NaN is neither below a bound nor above it: the minimum of two returns its second argument then.
+  const __m512 magnitude = _mm512_min_ps(_mm512_set1_ps(Format::kLargest), _mm512_abs_ps(a));
+  const __m512i bits = _mm512_castps_si512(magnitude);
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, Format::kShift), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(Format::kHalfUnit)));
+  __m512i code = _mm512_sub_epi32(_mm512_srli_epi32(rounded, Format::kShift), _mm512_set1_epi32(Format::kRebias));
+  const __m512 anchor = _mm512_set1_ps(Format::kSubnormalAnchor);
+  const __m512i anchored = _mm512_castps_si512(_mm512_add_ps(magnitude, anchor));
+  const __mmask16 small = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(Format::kSmallestNormal), _CMP_LT_OQ);
+  code = _mm512_mask_sub_epi32(code, small, anchored, _mm512_castps_si512(anchor));
+  code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), _mm512_set1_epi32(kFp8NaN));
+  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 24), _mm512_set1_epi32(0x80));
+  return _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
+}
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 inline void store(Half* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_half(a)); }
 inline void store(BFloat16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
+inline void store(Float8E4M3* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a)); }
+inline void store(Float8E5M2* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a)); }
 
 // The first 8 elements; the other lanes read as zero. Head sizes are multiples of 8, so this is the only tail.
 inline Vec load_8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
@@ -65,6 +102,8 @@ inline Vec load_8(const Half* p) {
 inline Vec load_8(const BFloat16* p) {
   return widen_bf16(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+inline Vec load_8(const Float8E4M3* p) { return widen(*p, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline Vec load_8(const Float8E5M2* p) { return widen(*p, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 inline void store_8(float* p, Vec a) { _mm256_storeu_ps(p, _mm512_castps512_ps256(a)); }
 inline void store_8(Half* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(round_half(a)));
@@ -72,6 +111,8 @@ inline void store_8(Half* p, Vec a) {
 inline void store_8(BFloat16* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(round_bf16(a)));
 }
+inline void store_8(Float8E4M3* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a)); }
+inline void store_8(Float8E5M2* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a)); }
 
 // Lane i of the result is the sum of the lanes of a[i]: 45 instructions where 16 separate reductions take 160.
 inline Vec reduce_add_each(const Vec (&a)[16]) {

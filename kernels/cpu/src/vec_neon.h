@@ -1,6 +1,7 @@
 // NEON (AArch64 baseline): 4 lanes, 32 registers.
 #include <arm_neon.h>
 
+#include "fp8_format.h"
 #include "kernel.h"
 
 namespace fastattention {
@@ -43,6 +44,20 @@ inline bool any_greater(Vec a, Vec b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
 inline Vec load(const float* p) { return vld1q_f32(p); }
 inline Vec load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 inline Vec load(const BFloat16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
+// Each of 4 bytes becomes the upper byte of 16 bits.
+inline uint16x4_t load_upper_bytes(const void* p) {
+  uint32_t bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+  return vget_low_u16(vshll_n_u8(vcreate_u8(bytes), 8));
+}
+inline Vec load(const Float8E5M2* p) { return vcvt_f32_f16(vreinterpret_f16_u16(load_upper_bytes(p))); }
+// Why this is so: fp8_format.h.
+inline Vec load(const Float8E4M3* p) {
+  const uint16x4_t half = vreinterpret_u16_s16(vshr_n_s16(vreinterpret_s16_u16(load_upper_bytes(p)), 1));
+  const uint16x4_t carried = vadd_u16(half, vdup_n_u16(0x80));
+  const uint16x4_t bits = veor_u16(half, vand_u16(carried, vdup_n_u16(0x4000)));
+  return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(bits)), 256.0f);
+}
 inline void store(float* p, Vec a) { vst1q_f32(p, a); }
 inline void store(Half* p, Vec a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 inline void store(BFloat16* p, Vec a) {
@@ -53,6 +68,27 @@ inline void store(BFloat16* p, Vec a) {
   const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
   vst1_u16(&p->bits, vshrn_n_u32(vbslq_u32(vceqq_f32(a, a), rounded, quiet), 16));
 }
+
+template <class T>
+inline void store_fp8(T* p, Vec a) {
+  using Format = Fp8Format<T>;
+  const float32x4_t magnitude = vminq_f32(vdupq_n_f32(Format::kLargest), vabsq_f32(a));
+  const uint32x4_t bits = vreinterpretq_u32_f32(magnitude);
+  const uint32x4_t last = vandq_u32(vshrq_n_u32(bits, Format::kShift), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(last, vdupq_n_u32(Format::kHalfUnit)));
+  const uint32x4_t normal = vsubq_u32(vshrq_n_u32(rounded, Format::kShift), vdupq_n_u32(Format::kRebias));
+  const float32x4_t anchor = vdupq_n_f32(Format::kSubnormalAnchor);
+  const uint32x4_t subnormal =
+      vsubq_u32(vreinterpretq_u32_f32(vaddq_f32(magnitude, anchor)), vreinterpretq_u32_f32(anchor));
+  uint32x4_t code = vbslq_u32(vcltq_f32(magnitude, vdupq_n_f32(Format::kSmallestNormal)), subnormal, normal);
+  code = vbslq_u32(vceqq_f32(a, a), code, vdupq_n_u32(kFp8NaN));
+  code = vorrq_u32(code, vandq_u32(vshrq_n_u32(vreinterpretq_u32_f32(a), 24), vdupq_n_u32(0x80)));
+  const uint16x4_t words = vmovn_u32(code);
+  const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
+  __builtin_memcpy(p, &bytes, sizeof(bytes));
+}
+inline void store(Float8E4M3* p, Vec a) { store_fp8(p, a); }
+inline void store(Float8E5M2* p, Vec a) { store_fp8(p, a); }
 
 // Lane i of the result is the sum of the lanes of a[i].
 inline Vec reduce_add_each(const Vec (&a)[4]) { return vpaddq_f32(vpaddq_f32(a[0], a[1]), vpaddq_f32(a[2], a[3])); }

@@ -2,6 +2,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "fp8_format.h"
 #include "kernel.h"
 
 namespace fastattention {
@@ -108,6 +109,14 @@ inline float widen(Half x) {
   }
   return from_bits(sign | ((magnitude << 13) + (112u << 23)));
 }
+inline float widen(Float8E5M2 x) { return widen(Half{static_cast<uint16_t>(x.bits << 8)}); }
+inline float widen(Float8E4M3 x) {
+  const uint16_t sign = static_cast<uint16_t>((x.bits & 0x80) << 8);
+  const uint16_t magnitude = x.bits & 0x7f;
+  if (magnitude == 0x7f) return widen(Half{static_cast<uint16_t>(sign | 0x7e00)});
+  // In the bits of a Half, subnormals included, the number is 2^-8 of what it is here.
+  return widen(Half{static_cast<uint16_t>(sign | magnitude << 7)}) * 256.0f;
+}
 inline void narrow(float x, float* p) { *p = x; }
 inline void narrow(float x, BFloat16* p) {
   const uint32_t bits = to_bits(x);
@@ -130,6 +139,26 @@ inline void narrow(float x, Half* p) {
   }
   p->bits = static_cast<uint16_t>(sign | half);
 }
+template <class T>
+inline uint8_t round_fp8(float x) {
+  using Format = Fp8Format<T>;
+  const uint32_t bits = to_bits(x);
+  const float magnitude = from_bits(bits & 0x7fffffff);
+  uint32_t code;
+  if (x != x) {
+    code = kFp8NaN;
+  } else if (magnitude >= Format::kLargest) {
+    code = Format::kLargestCode;
+  } else if (magnitude < Format::kSmallestNormal) {
+    code = to_bits(magnitude + Format::kSubnormalAnchor) - to_bits(Format::kSubnormalAnchor);
+  } else {
+    const uint32_t last = to_bits(magnitude) >> Format::kShift & 1;
+    code = ((to_bits(magnitude) + Format::kHalfUnit + last) >> Format::kShift) - Format::kRebias;
+  }
+  return static_cast<uint8_t>(bits >> 24 & 0x80) | static_cast<uint8_t>(code);
+}
+inline void narrow(float x, Float8E4M3* p) { p->bits = round_fp8<Float8E4M3>(x); }
+inline void narrow(float x, Float8E5M2* p) { p->bits = round_fp8<Float8E5M2>(x); }
 template <class T>
 inline Vec load(const T* p) {
   return each_lane([&](int i) { return widen(p[i]); });
