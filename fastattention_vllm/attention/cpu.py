@@ -22,7 +22,7 @@ import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 

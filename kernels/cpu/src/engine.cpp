@@ -7,12 +7,18 @@
 #include <new>
 
 #include "isa.h"
+#include "roof_choice.h"
 
 namespace fastattention {
 namespace {
 
 // Fewer elements than this are copied before another thread has woken up.
 constexpr int64_t kMinElementsPerWrite = 32 * 1024;
+
+// A thread's turn at reading: so long that taking the next one costs nothing, so short that all end together.
+constexpr int64_t kMinBytesPerRead = 64 * 1024;
+constexpr int64_t kMaxBytesPerRead = 1024 * 1024;
+constexpr int64_t kTurnsPerThread = 16;
 
 }  // namespace
 
@@ -145,6 +151,55 @@ void Engine::write_kv(const fa_kv_write& write) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, [&](int64_t index, int) {
     kernel.write_kv(write, index * tokens_per_item, std::min(write.num_tokens, (index + 1) * tokens_per_item));
+  });
+}
+
+uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, ReadMethod method) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const ReadLoop read = best_read_loop();
+  int64_t total = 0;
+  for (int64_t page = 0; page < num_pages; ++page) total += bytes[page];
+  const int64_t wanted =
+      std::clamp(total / (num_threads_ * kTurnsPerThread), kMinBytesPerRead, kMaxBytesPerRead) / 64 * 64;
+
+  struct Turn {
+    int64_t page, offset;
+  };
+  std::vector<Turn> turns;
+  for (int64_t page = 0, filled = wanted; page < num_pages; ++page) {
+    for (int64_t offset = 0; offset < bytes[page];) {
+      if (filled == wanted) {
+        turns.push_back({page, offset});
+        filled = 0;
+      }
+      const int64_t taken = std::min(wanted - filled, bytes[page] - offset);
+      filled += taken;
+      offset += taken;
+    }
+  }
+  const int64_t num_turns = static_cast<int64_t>(turns.size());
+  turns.push_back({num_pages, 0});
+
+  std::atomic<uint64_t> checksum{0};
+  for_each(num_turns, [&](int64_t index, int) {
+    const Turn end = turns[index + 1];
+    uint64_t sum = 0;
+    int64_t offset = turns[index].offset;
+    for (int64_t page = turns[index].page; page < end.page; ++page, offset = 0) {
+      sum ^= read(static_cast<const char*>(pages[page]) + offset, bytes[page] - offset, method);
+    }
+    if (end.offset > offset) sum ^= read(static_cast<const char*>(pages[end.page]) + offset, end.offset - offset, method);
+    checksum.fetch_xor(sum, std::memory_order_relaxed);
+  });
+  return checksum;
+}
+
+void Engine::spin(const PeakLoop& loop, int64_t iterations) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t turns = std::min<int64_t>(iterations, num_threads_ * kTurnsPerThread);
+  for_each(turns, [&](int64_t index, int) {
+    volatile float result = loop.run(iterations * (index + 1) / turns - iterations * index / turns);
+    (void)result;
   });
 }
 

@@ -9,6 +9,7 @@
 
 #include "kernel.h"
 #include "plan.h"
+#include "roof.h"
 #include "thread_pool.h"
 
 namespace fastattention {
@@ -21,6 +22,8 @@ class Engine {
   void set_num_threads(int num_threads, const std::vector<int>& cpus);
   void attend(const fa_attention_problem& problem);
   void write_kv(const fa_kv_write& write);
+  uint64_t read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, ReadMethod method);
+  void spin(const PeakLoop& loop, int64_t iterations);
 
   // Around fork(): a child has none of its parent's threads, so it starts with a pool of its own.
   void before_fork() { mutex_.lock(); }
