@@ -1,7 +1,7 @@
 """CPU attention next to torch SDPA, vLLM's CPU_ATTN and the roof of the machine: `fastattention bench cpu` as a script.
 
-    python benchmarks/cpu_attention.py --suite quick
-    python benchmarks/cpu_attention.py --case "decode bf16 (32,8,128) 32K b1" --threads 1,2 --json result.json
+python benchmarks/cpu_attention.py --suite quick
+python benchmarks/cpu_attention.py --case "decode bf16 (32,8,128) 32K b1" --threads 1,2 --json result.json
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 
@@ -9,17 +10,10 @@ NEEDED = ("typer", "rich", "matplotlib")
 
 
 def main() -> None:
-    app = load_app()
-    app()
-
-
-def load_app():  # type: ignore[no-untyped-def]
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"fastattention needs {' and '.join(missing)}: pip install 'fastattention-vllm[bench]'")
-    from fastattention_vllm.bench.command import app
-
-    return app
+    importlib.import_module("fastattention_vllm.bench.command").app()
 
 
 if __name__ == "__main__":

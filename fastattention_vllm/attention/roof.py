@@ -49,15 +49,13 @@ class PageReader:
         """Exclusive or of all 64-bit words; ``ValueError`` for a size or a method that cannot be."""
         checksum = c_uint64()
         cpu._check(
-            self._function(
-                self._pages, self._sizes, len(self._pages), method.prefetch_bytes, method.streams, checksum
-            )
+            self._function(self._pages, self._sizes, len(self._pages), method.prefetch_bytes, method.streams, checksum)
         )
         return checksum.value
 
 
 def peak_kinds() -> list[str]:
-    """Arithmetic that this build and this machine can do, fastest first: of ``bf16_amx``, ``bf16_dot``, ``fp32_fma``."""
+    """What this build can make this machine compute: some of ``bf16_amx``, ``bf16_dot``, and always ``fp32_fma``."""
     function = cpu._library().fa_cpu_peak_kinds
     function.restype = c_char_p
     names: bytes = function()

@@ -92,9 +92,7 @@ def chosen_threads(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def measure_here(
-    cases: list[Case], threads: int, names: list[str] | None, rounds: int, console: Console
-) -> Report:
+def measure_here(cases: list[Case], threads: int, names: list[str] | None, rounds: int, console: Console) -> Report:
     kernels.set_num_threads(threads)
     torch.set_num_threads(threads)
 

@@ -42,21 +42,23 @@ class Peak:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.flops = 0.0
+        """Of one call."""
         self._iterations = 1000
         while (seconds := self._seconds()) < _PEAK_SECONDS / 2:
             self._iterations = int(self._iterations * min(100.0, 1.2 * _PEAK_SECONDS / max(seconds, 1e-6)))
 
-    def __call__(self) -> float:
-        """FLOPs done."""
-        return roof.peak(self.kind, self._iterations)
+    def __call__(self) -> None:
+        self.flops = roof.peak(self.kind, self._iterations)
 
     def rate(self) -> float:
         """FLOP/s, the best of five."""
-        return max(self() / self._seconds() for _ in range(5))
+        fastest = min(self._seconds() for _ in range(5))
+        return self.flops / fastest
 
     def _seconds(self) -> float:
         start = time.perf_counter()
-        roof.peak(self.kind, self._iterations)
+        self()
         return time.perf_counter() - start
 
 
@@ -86,9 +88,7 @@ def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader
                 runs[-1][1] += size
             else:
                 runs.append([at, size])
-    return [
-        roof.PageReader([layer.data_ptr() + at for at, _ in runs], [size for _, size in runs]) for layer in layers
-    ]
+    return [roof.PageReader([layer.data_ptr() + at for at, _ in runs], [size for _, size in runs]) for layer in layers]
 
 
 def fastest_read(readers: list[roof.PageReader], clock: Callable[[], float] = time.perf_counter) -> roof.ReadMethod:

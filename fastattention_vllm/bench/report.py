@@ -116,7 +116,5 @@ def summaries(rows: list[Row]) -> list[Summary]:
             if mean is not None:
                 worst = min(chosen, key=lambda row: row.ratio or math.inf)
                 losses = sum(ratio < 1 for ratio in ratios)
-                found.append(
-                    Summary(group=group, peer=peer, mean=mean, count=len(ratios), losses=losses, worst=worst)
-                )
+                found.append(Summary(group=group, peer=peer, mean=mean, count=len(ratios), losses=losses, worst=worst))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from fastattention_vllm.attention import cpu, roof
 from fastattention_vllm.bench import limits, machine
 from fastattention_vllm.bench.cases import Case
-from fastattention_vllm.bench.contenders import OURS, Bound, Contender
+from fastattention_vllm.bench.contenders import OURS, Contender
 from fastattention_vllm.bench.correctness import Checker, Verdict, make_query
 from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
 from fastattention_vllm.bench.memory import Arena, plan_rotation
@@ -59,7 +60,7 @@ class Runner:
         if self._read_method is None:
             self._read_method = limits.fastest_read(readers)
         method = self._read_method
-        read = Subject(READ, [lambda reader=reader: reader.read(method) for reader in readers])
+        read = Subject(READ, [functools.partial(reader.read, method) for reader in readers])
         if case.dtype not in self._peaks:
             self._peaks[case.dtype] = limits.fastest_peak(case.dtype)
         peak = self._peaks[case.dtype]
@@ -70,7 +71,7 @@ class Runner:
         found = Findings(
             case=case,
             read=read.samples.median,
-            flops_rate=peak() / arithmetic.samples.median,
+            flops_rate=peak.flops / arithmetic.samples.median,
             peak_kind=peak.kind,
             read_method=str(method),
             disturbed=sum(len(subject.samples.disturbed) for subject in subjects),

@@ -129,8 +129,8 @@ int32_t fa_cpu_write_kv(const fa_kv_write* write);
  * multiples of 8. *checksum becomes the exclusive or of all 64-bit words. */
 int32_t fa_cpu_read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, int32_t prefetch_bytes,
                           int32_t streams, uint64_t* checksum);
-/* Arithmetic on registers alone that this build and machine can do, fastest first, comma-separated: of "bf16_amx",
- * "bf16_dot" (AVX-512) and "fp32_fma", which is always there. */
+/* Arithmetic on registers alone that this build and machine can do, comma-separated: of "bf16_amx", "bf16_dot"
+ * (AVX-512) and "fp32_fma", which is always there. The widest unit comes first; whether it is the fastest, measure. */
 const char* fa_cpu_peak_kinds(void);
 /* `iterations` rounds of it, shared by the threads; *flops becomes the operations done, a multiply-add being 2. */
 int32_t fa_cpu_peak(const char* kind, int64_t iterations, double* flops);

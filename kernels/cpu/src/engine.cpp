@@ -188,7 +188,8 @@ uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int6
     for (int64_t page = turns[index].page; page < end.page; ++page, offset = 0) {
       sum ^= read(static_cast<const char*>(pages[page]) + offset, bytes[page] - offset, method);
     }
-    if (end.offset > offset) sum ^= read(static_cast<const char*>(pages[end.page]) + offset, end.offset - offset, method);
+    if (end.offset > offset)
+      sum ^= read(static_cast<const char*>(pages[end.page]) + offset, end.offset - offset, method);
     checksum.fetch_xor(sum, std::memory_order_relaxed);
   });
   return checksum;

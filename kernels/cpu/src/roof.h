@@ -17,7 +17,8 @@ struct ReadMethod {
 // Exclusive or of all 64-bit words of [data, data + bytes); bytes is a multiple of 8.
 using ReadLoop = uint64_t (*)(const void* data, int64_t bytes, ReadMethod method);
 
-// Independent accumulators in registers and no memory access. What run() returns keeps the compiler from leaving it out.
+// Independent accumulators in registers and no memory access. What run() returns keeps the compiler from leaving it
+// out.
 struct PeakLoop {
   const char* name;
   int64_t flops_per_iteration;  // a multiply-add counts 2

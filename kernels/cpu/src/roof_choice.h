@@ -11,7 +11,7 @@ namespace fastattention {
 
 ReadLoop best_read_loop();  // the widest loads
 
-const std::vector<const PeakLoop*>& usable_peaks();  // fastest first; fp32_fma is always among them
+const std::vector<const PeakLoop*>& usable_peaks();  // widest unit first; fp32_fma is always among them
 const char* usable_peak_names();                     // comma-separated
 
 }  // namespace fastattention
