@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,11 @@ import torch
 from fastattention_vllm.attention import roof
 from fastattention_vllm.bench.cases import DTYPES, Case
 from fastattention_vllm.bench.contenders import block_table
+from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
 
 READ_METHODS = [roof.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 1024, 4096)]
 _PEAK_SECONDS = 0.03
+_TRY_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,11 @@ def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader
     return [roof.PageReader([layer.data_ptr() + at for at, _ in runs], [size for _, size in runs]) for layer in layers]
 
 
-def fastest_read(readers: list[roof.PageReader], clock: Callable[[], float] = time.perf_counter) -> roof.ReadMethod:
-    """The method that reads all of ``readers`` in the shortest time, the best of two tries each."""
-
-    def seconds(method: roof.ReadMethod) -> float:
-        start = clock()
-        for reader in readers:
-            reader.read(method)
-        return clock() - start
-
-    return min(READ_METHODS, key=lambda method: min(seconds(method) for _ in range(2)))
+def fastest_read(readers: list[roof.PageReader], rotation: Rotation) -> roof.ReadMethod:
+    """The method that read the pages in the shortest time just now. It is then timed anew, next to everyone else."""
+    tried = {
+        method: Subject(str(method), [functools.partial(reader.read, method) for reader in readers], _TRY_SECONDS)
+        for method in READ_METHODS
+    }
+    run_rounds(list(tried.values()), rotation, rounds=3)
+    return min(tried, key=lambda method: tried[method].samples.median)

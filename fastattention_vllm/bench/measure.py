@@ -13,6 +13,8 @@ from fastattention_vllm.bench import machine
 SAMPLE_SECONDS = 0.1
 DISTURBED = 0.03
 """A sample during which threads waited for the CPU longer than this part of the time does not count."""
+PATIENCE_SECONDS = 30.0
+"""How long a case waits for undisturbed samples."""
 SLOW_SECONDS, HOPELESS_SECONDS = 1.5, 5.0
 """A call longer than this gets three samples, longer than that only one."""
 
@@ -84,12 +86,13 @@ class Subject:
 
 
 def run_rounds(subjects: list[Subject], rotation: Rotation, rounds: int) -> None:
-    """Sample everyone ``rounds`` times, and half as often again where disturbed samples leave fewer than half."""
+    """Sample everyone ``rounds`` times, and up to three times as often where too many samples are disturbed."""
+    deadline = time.perf_counter() + PATIENCE_SECONDS
     for subject in subjects:
         subject.sample(rotation, keep=False)
-    for number in range(rounds + rounds // 2):
+    for number in range(3 * rounds):
         enough = all(len(s.samples.clean) * 2 >= rounds or not s.wants_more() for s in subjects)
-        if number >= rounds and enough:
+        if number >= rounds and (enough or time.perf_counter() > deadline):
             return
         for subject in subjects if number % 2 == 0 else reversed(subjects):
             if subject.wants_more():

@@ -29,28 +29,31 @@ class Rotation:
     """A sentence, where memory did not allow for what was wanted."""
 
 
-def plan_rotation(case: Case, available: int, cache: int) -> Rotation:
+def plan_rotation(case: Case, available: int, cache: int, asked: int | None = None) -> Rotation:
     """Copies of the cache for ``case``, from bytes of ``available`` memory and of last-level ``cache``.
+
+    ``asked``: bytes to rotate over instead of what these say.
 
     Raises ``MemoryError`` with one sentence if not even one copy fits.
     """
     usable = int(available * USABLE)
     if case.layer_bytes > usable:
         raise MemoryError(
-            f"{case}: one layer's KV cache takes {case.layer_bytes / 2**30:.1f} GiB, "
+            f"One layer's KV cache takes {case.layer_bytes / 2**30:.1f} GiB, "
             f"but only {usable / 2**30:.1f} GiB may be used here."
         )
     if case.kind == "prefill":
         return Rotation(1)
     wanted = max(COLD_BYTES, COLD_CACHES * cache)
-    layers = -(-wanted // case.layer_bytes)
+    layers = -(-(wanted if asked is None else asked) // case.layer_bytes)
     possible = usable // case.layer_bytes
-    if layers <= possible:
+    layers, why = (layers, "as asked") if layers <= possible else (possible, "because memory is short")
+    if layers * case.layer_bytes >= wanted:
         return Rotation(layers)
     return Rotation(
-        possible,
-        f"{case}: rotates over {possible * case.layer_bytes / 2**30:.1f} GiB instead of {wanted / 2**30:.1f} GiB, "
-        "because memory is short; a large cache may flatter it.",
+        layers,
+        f"Rotated over {layers * case.layer_bytes / 2**30:.3g} GiB instead of {wanted / 2**30:.3g} GiB, {why}: "
+        "a large cache may flatter it.",
     )
 
 

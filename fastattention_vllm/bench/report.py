@@ -51,8 +51,10 @@ class Row(BaseModel):
     """Samples of everyone in this case that did not count, because other processes ran."""
     sweep_gib: float | None = None
     """Memory read before any of it is read again."""
-    note: str | None = None
-    """What was wrong, slow, skipped or cut short, in a sentence."""
+    reliable: bool = True
+    """False where other processes ran during every sample of ours, of the peer or of the roof."""
+    notes: list[str] = []
+    """What was wrong, skipped, cut short or disturbed, in sentences."""
 
 
 class Report(BaseModel):
@@ -102,10 +104,10 @@ class Summary(BaseModel):
 
 
 def summaries(rows: list[Row]) -> list[Summary]:
-    """For each group: against each peer, and against the better of all peers case by case."""
+    """For each group: against each peer, and against the better of all peers case by case. Reliable rows only."""
     found = []
     for group, belongs in GROUPS.items():
-        members = [row for row in rows if belongs(row) and row.ratio is not None]
+        members = [row for row in rows if belongs(row) and row.ratio is not None and row.reliable]
         names = list(dict.fromkeys(row.peer_name for row in members))
         lists = {str(name): [row for row in members if row.peer_name == name] for name in names}
         if len(names) > 1:

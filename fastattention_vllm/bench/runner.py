@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from fastattention_vllm.attention import cpu, roof
+from fastattention_vllm.attention import cpu
 from fastattention_vllm.bench import limits, machine
 from fastattention_vllm.bench.cases import Case
 from fastattention_vllm.bench.contenders import OURS, Contender
@@ -39,27 +38,25 @@ class Entry:
 class Runner:
     """Keeps memory and what was found out about the machine from case to case."""
 
-    def __init__(self, contenders: list[Contender], threads: int, rounds: int) -> None:
-        self.contenders, self.threads, self.rounds = contenders, threads, rounds
+    def __init__(self, contenders: list[Contender], threads: int, rounds: int, sweep_bytes: int | None = None) -> None:
+        self.contenders, self.threads, self.rounds, self.sweep_bytes = contenders, threads, rounds, sweep_bytes
         self._arena = Arena()
-        self._read_method: roof.ReadMethod | None = None
         self._peaks: dict[str, limits.Peak] = {}
 
     @torch.inference_mode()
     def measure(self, case: Case) -> list[Row]:
         """One row per peer, or one without a peer where none can run the case."""
         try:
-            plan = plan_rotation(case, self._arena.available(), machine.last_level_cache())
+            plan = plan_rotation(case, self._arena.available(), machine.last_level_cache(), self.sweep_bytes)
         except MemoryError as error:
-            return rows_of(case, [], None, self, note=str(error))
+            return rows_of(case, [], None, self, [str(error)])
         layers = self._arena.layers(case, plan.layers)
         query = make_query(case)
         entries = self._enter(case, query, layers)
 
         readers = limits.page_readers(case, layers)
-        if self._read_method is None:
-            self._read_method = limits.fastest_read(readers)
-        method = self._read_method
+        rotation = Rotation(plan.layers)
+        method = limits.fastest_read(readers, rotation)
         read = Subject(READ, [functools.partial(reader.read, method) for reader in readers])
         if case.dtype not in self._peaks:
             self._peaks[case.dtype] = limits.fastest_peak(case.dtype)
@@ -67,17 +64,18 @@ class Runner:
         arithmetic = Subject(PEAK, [peak], sample_seconds=0.0)
 
         subjects = [read, arithmetic, *(entry.subject for entry in entries if entry.subject is not None)]
-        run_rounds(subjects, Rotation(plan.layers), self.rounds)
+        run_rounds(subjects, rotation, self.rounds)
         found = Findings(
             case=case,
-            read=read.samples.median,
-            flops_rate=peak.flops / arithmetic.samples.median,
+            read=read,
+            arithmetic=arithmetic,
+            flops_of_peak=peak.flops,
             peak_kind=peak.kind,
             read_method=str(method),
             disturbed=sum(len(subject.samples.disturbed) for subject in subjects),
             sweep_bytes=plan.layers * case.kv_bytes,
         )
-        return rows_of(case, entries, found, self, note=plan.note)
+        return rows_of(case, entries, found, self, [plan.note] if plan.note else [])
 
     def _enter(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> list[Entry]:
         entries = []
@@ -106,22 +104,29 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was measured of the machine during a case. Seconds per layer, FLOP/s, bytes."""
+    """What was measured of the machine during a case."""
 
     case: Case
-    read: float
-    flops_rate: float
+    read: Subject
+    arithmetic: Subject
+    flops_of_peak: float
     peak_kind: str
     read_method: str
     disturbed: int
     sweep_bytes: int
 
     @property
+    def flops_rate(self) -> float:
+        """FLOP/s."""
+        return self.flops_of_peak / self.arithmetic.samples.median
+
+    @property
     def roof(self) -> limits.Roof:
-        return limits.Roof(self.read, self.case.flops / self.flops_rate)
+        return limits.Roof(self.read.samples.median, self.case.flops / self.flops_rate)
 
 
-def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Runner, note: str | None) -> list[Row]:
+def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Runner, notes: list[str]) -> list[Row]:
+    """One row per peer among ``entries``, or one without a peer."""
     decode = case.kind == "decode"
     amount = case.kv_bytes / 1e9 if decode else case.flops / 1e12
 
@@ -130,7 +135,6 @@ def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Ru
 
     ours = next((entry for entry in entries if entry.contender.peer == OURS), None)
     our_seconds = ours.seconds if ours is not None else None
-    notes = [note, ours.note if ours is not None else None]
     row = Row(
         case=str(case),
         metric="decode KV read rate" if decode else "prefill rate",
@@ -145,46 +149,60 @@ def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Ru
         isa=cpu.isa(),
         milliseconds=1e3 * our_seconds if our_seconds is not None else None,
     )
-    if ours is not None and ours.subject is not None:
-        row.iqr, row.samples = ours.subject.samples.iqr, len(ours.subject.samples.clean)
-    if ours is not None and ours.verdict is not None:
-        row.error = ours.verdict.error
+    involved: list[Subject] = []
+    if ours is not None:
+        notes = notes + ([ours.note] if ours.note is not None else [])
+        row.error = ours.verdict.error if ours.verdict is not None else None
+        if ours.subject is not None:
+            row.iqr, row.samples = ours.subject.samples.iqr, len(ours.subject.samples.clean)
+            involved.append(ours.subject)
     if found is not None:
         row.limit = speed(found.roof.seconds)
         row.fraction_of_limit = found.roof.seconds / our_seconds if our_seconds is not None else None
         row.longer = found.roof.longer
-        row.read_gbs, row.read_method = case.kv_bytes / found.read / 1e9, found.read_method
+        row.read_gbs, row.read_method = case.kv_bytes / found.roof.read / 1e9, found.read_method
         row.peak_tflops, row.peak_kind = found.flops_rate / 1e12, found.peak_kind
         row.disturbed, row.sweep_gib = found.disturbed, found.sweep_bytes / 2**30
+        involved.append(found.read if found.roof.longer == "read" else found.arithmetic)
 
-    rows = []
     peers = dict.fromkeys(entry.contender.peer for entry in entries if entry.contender.peer != OURS)
-    for peer in peers:
-        group = [entry for entry in entries if entry.contender.peer == peer]
-        timed = [entry for entry in group if entry.seconds is not None]
-        best = min(timed, key=lambda entry: entry.seconds or 0.0) if timed else group[0]
-        other = row.model_copy(update={"peer_name": peer, "peer_variant": best.contender.name})
-        other.peer = speed(best.seconds)
-        if best.subject is not None and best.seconds is not None:
-            other.peer_milliseconds, other.peer_iqr = 1e3 * best.seconds, best.subject.samples.iqr
-            other.ratio = best.seconds / our_seconds if our_seconds is not None else None
-        if best.verdict is not None:
-            other.peer_error = best.verdict.error
-        wrong = [entry.note for entry in group if entry.note is not None and (entry.verdict or not timed)]
-        other.note = " ".join(text for text in [*notes, *wrong] if text) or None
-        rows.append(other)
-    row.note = " ".join(text for text in notes if text) or None
-    return rows or [row]
+    rows = [
+        against(row, peer, [entry for entry in entries if entry.contender.peer == peer], speed, involved, notes)
+        for peer in peers
+    ]
+    if rows:
+        return rows
+    return [row.model_copy(update=quality(involved, notes))]
 
 
-Progress = Callable[[Case, list[Row], float], None]
+def against(
+    row: Row,
+    peer: str,
+    group: list[Entry],
+    speed: Callable[[float | None], float | None],
+    involved: list[Subject],
+    notes: list[str],
+) -> Row:
+    """``row`` with the fastest of ``group``, whose members all stand for ``peer``."""
+    timed = [entry for entry in group if entry.seconds is not None]
+    best = min(timed, key=lambda entry: entry.seconds or 0.0) if timed else group[0]
+    other = row.model_copy(update={"peer_name": peer, "peer_variant": best.contender.name})
+    if best.subject is not None and best.seconds is not None:
+        other.peer, other.peer_milliseconds = speed(best.seconds), 1e3 * best.seconds
+        other.peer_iqr = best.subject.samples.iqr
+        other.ratio = 1e3 * best.seconds / row.milliseconds if row.milliseconds is not None else None
+        involved = [*involved, best.subject]
+    if best.verdict is not None:
+        other.peer_error = best.verdict.error
+    # That one of several variants does not apply is no news; that one is wrong is.
+    reasons = [entry.note for entry in group if entry.note is not None and (entry.verdict or not timed)]
+    return other.model_copy(update=quality(involved, [*notes, *dict.fromkeys(reasons)]))
 
 
-def measure_all(runner: Runner, cases: list[Case], progress: Progress) -> list[Row]:
-    rows = []
-    for case in cases:
-        start = time.perf_counter()
-        found = runner.measure(case)
-        progress(case, found, time.perf_counter() - start)
-        rows += found
-    return rows
+def quality(involved: list[Subject], notes: list[str]) -> dict[str, object]:
+    """``reliable`` and ``notes`` of a row that rests on these subjects."""
+    unsure = [subject.name for subject in involved if not subject.samples.clean]
+    if unsure:
+        names = ", ".join(unsure)
+        notes = [*notes, f"Other processes ran during every sample of {names}: measure again on an idle machine."]
+    return {"reliable": not unsure, "notes": notes}

@@ -30,8 +30,8 @@ def print_rows(console: Console, rows: list[Row], seconds: float) -> None:
                 f"  {row.peer_name} ({row.peer_variant}) {_number(row.peer)} {row.unit}, "
                 f"{_number(row.peer_milliseconds)} ms, error {row.peer_error:.1e}{won}"
             )
-        if row.note:
-            console.print(f"  [yellow]{row.note}[/]", highlight=False)
+    for note in dict.fromkeys(note for row in rows for note in row.notes):
+        console.print(f"  {note}", style="yellow", highlight=False, markup=False)
 
 
 def print_report(console: Console, report: Report) -> None:
@@ -47,7 +47,7 @@ def print_report(console: Console, report: Report) -> None:
             _number(row.ours),
             row.peer_name or "",
             _number(row.peer),
-            "" if row.ratio is None else f"{row.ratio:.2f}x",
+            "" if row.ratio is None else f"{row.ratio:.2f}x{'' if row.reliable else ' ?'}",
             _number(row.limit),
             _percent(row.fraction_of_limit),
             row.longer or "",
@@ -56,6 +56,9 @@ def print_report(console: Console, report: Report) -> None:
             style=style,
         )
     console.print(table)
+    unsure = sum(row.ratio is not None and not row.reliable for row in report.rows)
+    if unsure:
+        console.print(f"{unsure} rows with disturbed samples only are marked with ? and not part of the means.")
     found = summaries(report.rows)
     if found:
         means = Table("group", "peer", "geometric mean", "cases", "lost", "worst case", "", title="Ours against peers")

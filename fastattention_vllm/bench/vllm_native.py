@@ -36,8 +36,8 @@ class CpuAttn:
         operators = _operators()
         if isinstance(operators, str):
             return operators
-        if case.dtype != case.kv_dtype:
-            return f"CPU_ATTN is not measured with a {case.kv_dtype} cache of {case.dtype} models."
+        if case.kv_dtype not in (case.dtype, "fp8"):
+            return f"CPU_ATTN has no {case.kv_dtype} cache for {case.dtype} models."
         return None
 
     def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
@@ -45,11 +45,13 @@ class CpuAttn:
         assert not isinstance(operators, str)
         ops, choose_isa = operators
         dtype = DTYPES[case.dtype]
-        isa = choose_isa(dtype, case.page, case.head_size)
+        # Only where it is needed: older versions know neither fp8 nor the argument.
+        cache_dtype = {"kv_cache_dtype": "fp8_e4m3"} if case.kv_dtype == "fp8" else {}
+        isa = choose_isa(dtype, case.page, case.head_size, *cache_dtype.values())
         table = block_table(case)
         starts, seq_lens = sequence_tensors(case)
         shape = (table.numel(), case.num_kv_heads, 2 * case.page, case.head_size)
-        caches = [layer.view(dtype).view(shape).chunk(2, dim=2) for layer in layers]
+        caches = [layer.view(torch.uint8 if cache_dtype else dtype).view(shape).chunk(2, dim=2) for layer in layers]
         out = torch.empty_like(query)
         metadata = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=case.batch,
@@ -63,6 +65,7 @@ class CpuAttn:
             sliding_window_size=-1,
             isa=isa,
             enable_kv_split=True,
+            **cache_dtype,
         )
 
         def call(key: torch.Tensor, value: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -82,6 +85,7 @@ class CpuAttn:
                     softcap=0.0,
                     scheduler_metadata=metadata,
                     s_aux=None,
+                    **cache_dtype,
                 )
                 return out
 
@@ -90,6 +94,6 @@ class CpuAttn:
         def load(sequence: int, first_token: int, key: torch.Tensor, value: torch.Tensor) -> None:
             tokens = torch.arange(first_token, first_token + key.shape[0])
             slots = table[sequence].long()[tokens // case.page] * case.page + tokens % case.page
-            ops.cpu_attn_reshape_and_cache(key, value, *caches[0], slots, isa)
+            ops.cpu_attn_reshape_and_cache(key.to(dtype), value.to(dtype), *caches[0], slots, isa, **cache_dtype)
 
         return Bound([call(*cache) for cache in caches], load)
