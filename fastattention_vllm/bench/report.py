@@ -48,11 +48,11 @@ class Row(BaseModel):
     samples: int | None = None
     """Undisturbed samples of ours that the median is over."""
     disturbed: int | None = None
-    """Samples of everyone in this case that did not count, because other processes ran."""
+    """Samples of everyone in this case that did not count, because threads waited for a CPU."""
     sweep_gib: float | None = None
     """Memory read before any of it is read again."""
     reliable: bool = True
-    """False where other processes ran during every sample of ours, of the peer or of the roof."""
+    """False where threads waited for a CPU in every sample of ours, of the peer or of the roof."""
     notes: list[str] = []
     """What was wrong, skipped, cut short or disturbed, in sentences."""
 

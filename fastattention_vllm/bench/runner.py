@@ -204,5 +204,5 @@ def quality(involved: list[Subject], notes: list[str]) -> dict[str, object]:
     unsure = [subject.name for subject in involved if not subject.samples.clean]
     if unsure:
         names = ", ".join(unsure)
-        notes = [*notes, f"Other processes ran during every sample of {names}: measure again on an idle machine."]
+        notes = [*notes, f"Threads waited for a CPU in every sample of {names}: measure again on an idle machine."]
     return {"reliable": not unsure, "notes": notes}
