@@ -13,7 +13,7 @@ from fastattention_vllm.bench.cases import DTYPES, Case
 from fastattention_vllm.bench.contenders import block_table
 from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
 
-READ_METHODS = [roof.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 1024, 4096)]
+READ_METHODS = [roof.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048, 4096)]
 _PEAK_SECONDS = 0.03
 _TRY_SECONDS = 0.03
 

@@ -32,7 +32,7 @@ uint64_t read_streams(const char* data, int64_t apart, int64_t turns, int64_t ah
       if (kPrefetch) {
         // Past the end of the data this asks for memory that does not exist, which processors ignore.
         _Pragma("GCC unroll 4") for (int64_t line = 0; line < kStep; line += kLine) {
-          __builtin_prefetch(from + ahead + line, 0, 3);
+          __builtin_prefetch(from + ahead + line, 0, 2);  // into L2: 2 % faster than into L1 on Emerald Rapids
         }
       }
       _Pragma("GCC unroll 16") for (int64_t i = 0; i < kStep / kBytes; ++i) {
