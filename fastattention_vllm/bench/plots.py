@@ -98,7 +98,10 @@ def panels(
     x: Callable[[Row], float],
     values: Callable[[Row], list[tuple[str, float | None]]],
 ) -> Panels:
-    """Rows sorted into panels and lines; without ``line``, the names that come with ``values`` are the lines."""
+    """Rows sorted into panels and lines; without ``line``, the names that come with ``values`` are the lines.
+
+    The title says where threads had to wait for a CPU in every sample of some point.
+    """
     found: dict[str, dict[str, dict[float, float]]] = {}
     for row in rows:
         for name, y in values(row):
@@ -109,7 +112,8 @@ def panels(
         title: {name: sorted(points.items()) for name, points in lines.items() if len(points) > 1}
         for title, lines in found.items()
     }
-    return {title: lines for title, lines in long.items() if lines}
+    unsure = {panel(row) for row in rows if not row.reliable}
+    return {title + (" (disturbed)" if title in unsure else ""): lines for title, lines in long.items() if lines}
 
 
 def x_values(axes: Axes) -> list[float]:

@@ -73,7 +73,7 @@ def print_report(console: Console, report: Report) -> None:
                 f"{summary.worst.ratio:.2f}x",
             )
         console.print(means)
-    with_roof = [row for row in report.rows if row.fraction_of_limit is not None]
+    with_roof = [row for row in report.rows if row.fraction_of_limit is not None and row.reliable]
     if with_roof:
         worst = min(with_roof, key=lambda row: row.fraction_of_limit or 0.0)
         console.print(f"Furthest from the roof: {worst.case}, {_percent(worst.fraction_of_limit)} of it.")

@@ -40,7 +40,8 @@ def test_from_the_command_line_to_the_plots(tmp_path: Path) -> None:
     names = {path.name for path in plots.glob("*.png")}
     assert names == {"decode-roof-by-context.png", "decode-speed-by-context.png"}
     assert "of the roof" in result.stdout
-    assert "geometric mean" in result.stdout
+    # On a busy machine, where this runs too, no row may be fit for a mean.
+    assert "geometric mean" in result.stdout or not any(row.reliable for row in report.rows)
 
 
 @pytest.mark.parametrize(
