@@ -7,38 +7,6 @@
 namespace fastattention {
 namespace {
 
-// Direct panels convert K and V anew for every 4 rows; from here on unpacking once is cheaper.
-constexpr int kMaxDirectRows = 16;
-
-struct Scratch {
-  float* query;    // [rows][stride], scaled
-  float* output;   // [rows][stride], unnormalised
-  float* maximum;  // [rows]
-  float* sum;      // [rows]
-  float* scores;   // [kPanelRows][kKvBlock]
-  float* keys;     // [stride][kKvBlock]
-  float* values;   // [kKvBlock][stride]
-  size_t floats;
-
-  Scratch(void* memory, int rows, int head_size) : floats(0) {
-    const size_t stride = round_up(head_size, kWidth);
-    const auto take = [&](size_t count) {
-      float* part = memory != nullptr ? static_cast<float*>(memory) + floats : nullptr;
-      floats += (count + 15) / 16 * 16;  // every part starts on a cache line
-      return part;
-    };
-    query = take(rows * stride);
-    output = take(rows * stride);
-    maximum = take(rows);
-    sum = take(rows);
-    scores = take(8 * kKvBlock);
-    keys = take(stride * kKvBlock);
-    values = take(kKvBlock * stride);
-  }
-};
-
-size_t scratch_bytes(int rows, int head_size) { return Scratch(nullptr, rows, head_size).floats * sizeof(float); }
-
 // Calls f(offset of the row in token and head, row) for every row of the item.
 template <class F>
 inline void for_each_row(const fa_attention_problem& problem, const WorkItem& item, F f) {
@@ -48,12 +16,6 @@ inline void for_each_row(const fa_attention_problem& problem, const WorkItem& it
   for (int t = 0; t < item.num_tokens; ++t) {
     for (int g = 0; g < group; ++g) f(first + t, item.kv_head * group + g, row++);
   }
-}
-
-template <class T>
-void load_query(const T* from, int head_size, float scale, float* to) {
-  const Vec factor = splat(scale);
-  for_each_vector(head_size, [&](int d, auto part) { store(to + d, mul(part.read(from + d), factor)); });
 }
 
 template <class T>
@@ -75,43 +37,63 @@ inline void with_dtype(int32_t dtype, F f) {
   }
 }
 
-void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, float* query) {
+// Query rows of the item as the panels want them: fp32, with the scale and the change to base 2 multiplied in ...
+inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, float* query) {
+  const Vec factor = splat(problem.scale * kLog2E);
   with_dtype(problem.dtype, [&](auto* type) {
     const auto* base = static_cast<decltype(type)>(const_cast<void*>(problem.query));
     for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
-      load_query(base + token * problem.query_token_stride + head * problem.query_head_stride, problem.head_size,
-                 problem.scale, query + static_cast<size_t>(row) * stride);
+      const auto* from = base + token * problem.query_token_stride + head * problem.query_head_stride;
+      float* to = query + static_cast<size_t>(row) * stride;
+      for_each_vector(problem.head_size, [&](int d, auto part) { store(to + d, mul(part.read(from + d), factor)); });
     });
   });
 }
+inline float score_factor(const fa_attention_problem&, const float*) { return 1.0f; }
+
+// ... or bf16, exactly as they are, because rounding a scaled query would cost precision; padded with zeros.
+inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, BFloat16* query) {
+  const BFloat16* base = static_cast<const BFloat16*>(problem.query);
+  __builtin_memset(query, 0, sizeof(BFloat16) * round_up(item.num_tokens * (problem.num_heads / problem.num_kv_heads), kPadding) * stride);
+  for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
+    __builtin_memcpy(query + static_cast<size_t>(row) * stride,
+                     base + token * problem.query_token_stride + head * problem.query_head_stride,
+                     sizeof(BFloat16) * problem.head_size);
+  });
+}
+inline float score_factor(const fa_attention_problem& problem, const BFloat16*) { return problem.scale * kLog2E; }
 
 // Normalises a row once everything it sees is summed up: the one place, and the one time, that its sink is counted.
-void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head, const float* output, float maximum,
+void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head, const float* output, float reference,
                 float sum) {
-  float weight = 1.0f;
-  if (problem.sinks != nullptr) weight = add_sink(problem.sinks[head], maximum, sum);
-  const bool saw_nothing = sum == 0.0f;
+  const bool saw_nothing = sum == 0.0f;  // of the keys: its sink every row sees
+  float weight = saw_nothing ? 0.0f : 1.0f;
+  if (problem.sinks != nullptr) weight *= add_sink(problem.sinks[head] * kLog2E, reference, sum);
   with_dtype(problem.dtype, [&](auto* type) {
     auto* out =
         static_cast<decltype(type)>(problem.out) + token * problem.out_token_stride + head * problem.out_head_stride;
-    store_output(output, problem.head_size, saw_nothing ? 0.0f : weight / sum, out);
+    store_output(output, problem.head_size, sum == 0.0f ? 0.0f : weight / sum, out);
   });
-  if (problem.lse != nullptr) {
-    problem.lse[token * problem.lse_token_stride + head * problem.lse_head_stride] =
-        saw_nothing ? -kInfinity : maximum + __builtin_logf(sum);
+  if (problem.lse == nullptr) return;
+  float& lse = problem.lse[token * problem.lse_token_stride + head * problem.lse_head_stride];
+  if (!saw_nothing) {
+    lse = reference * kLn2 + __builtin_logf(sum);
+  } else {
+    lse = problem.sinks != nullptr ? problem.sinks[head] : -kInfinity;
   }
 }
 
 template <class T, class Panels>
-void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int num_rows, const Scratch& scratch,
-                  Panels panels) {
-  const int head_size = problem.head_size;
-  const int stride = round_up(head_size, kWidth);
+void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int num_rows, const Scratch& scratch) {
+  using Weight = typename Panels::Weight;
   const int group = problem.num_heads / problem.num_kv_heads;
   const Visibility visible = visibility(problem, item.seq);
   const float* slopes = problem.alibi_slopes;
   if (slopes != nullptr) slopes += item.seq * problem.alibi_seq_stride + item.kv_head * group;
+  const float factor = score_factor(problem, static_cast<const typename Panels::Element*>(nullptr));
+  const bool adjusted = problem.softcap > 0.0f || slopes != nullptr;
 
+  Panels panels{scratch, problem.head_size};
   KvRows<T> row_sets[2];
   KvRows<T>* rows = &row_sets[0];
   KvRows<T>* upcoming = &row_sets[1];
@@ -123,7 +105,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int
   for (int64_t tile = item.kv_begin; tile < item.kv_end; tile += kKvBlock) {
     const int64_t next = tile + kKvBlock;
     if (next < item.kv_end) locate(problem, item, next, tile_size(next), *upcoming);
-    panels.prepare(*rows, next < item.kv_end ? upcoming : nullptr, head_size, stride);
+    panels.prepare(*rows, next < item.kv_end ? upcoming : nullptr, num_rows);
     const auto column = [&](int64_t position) {
       const int64_t c = position - tile;
       return c < 0 ? 0 : c > rows->count ? rows->count : static_cast<int>(c);
@@ -137,75 +119,89 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int
       const int begin = column(visible.begin(first_token));
       const int end = column(visible.end(last_token));
       if (begin >= end) continue;
-      const int vector_begin = begin / kWidth * kWidth;
-      const int vector_end = round_up(end, kWidth);
+      const int step_begin = begin / kColumnStep * kColumnStep;
+      const int step_end = round_up(end, kColumnStep);
       // Every row sees every column that is computed: no mask code at all.
       const bool boundary =
-          column(visible.begin(last_token)) > vector_begin || column(visible.end(first_token)) < vector_end;
+          column(visible.begin(last_token)) > step_begin || column(visible.end(first_token)) < step_end;
 
-      panels.scores(panel_rows, scratch.query + static_cast<size_t>(first_row) * stride, stride, head_size,
-                    vector_begin, vector_end, scratch.scores);
+      panels.scores(first_row, panel_rows, step_begin, step_end, scratch.scores);
       float rescale[Panels::kRows];
       for (int r = 0; r < panel_rows; ++r) {
         const int row = first_row + r;
         const int64_t token = item.first_token + row / group;
         float* scores = scratch.scores + r * kKvBlock;
-        if (problem.softcap > 0.0f) apply_softcap(scores, vector_begin, vector_end, problem.softcap);
-        if (slopes != nullptr) {
-          apply_alibi(scores, vector_begin, vector_end, slopes[row % group],
-                      static_cast<float>(visible.offset + token - tile));
+        if (adjusted) {
+          if (factor != 1.0f) multiply_scores(scores, step_begin, step_end, factor);
+          if (problem.softcap > 0.0f) apply_softcap(scores, step_begin, step_end, problem.softcap * kLog2E);
+          if (slopes != nullptr) {
+            apply_alibi(scores, step_begin, step_end, slopes[row % group] * kLog2E,
+                        static_cast<float>(visible.offset + token - tile));
+          }
         }
-        rescale[r] = softmax_row(scores, vector_begin, vector_end, boundary, column(visible.begin(token)),
-                                 column(visible.end(token)), scratch.maximum[row], scratch.sum[row]);
+        rescale[r] = softmax_row<Weight>(scores, step_begin, step_end, adjusted ? 1.0f : factor, boundary,
+                                         column(visible.begin(token)), column(visible.end(token)),
+                                         scratch.reference[row], scratch.sums + static_cast<size_t>(row) * kWidth);
       }
       // Exactly the visible columns: V rows that no row of the panel sees are not even multiplied by zero, since
       // zero times a NaN in an unwritten page would be NaN.
-      panels.add_values(panel_rows, scratch.scores, stride, head_size, begin, end, rescale,
-                        scratch.output + static_cast<size_t>(first_row) * stride);
+      panels.add_values(first_row, panel_rows, scratch.scores, begin, end, rescale);
     }
+    panels.finish();
     KvRows<T>* done = rows;
     rows = upcoming;
     upcoming = done;
   }
 }
 
-template <class T>
-void attend_kv(const fa_attention_problem& problem, const WorkItem& item, int num_rows, const Scratch& scratch, T*) {
-  if (num_rows <= kMaxDirectRows) {
-    attend_tiles<T>(problem, item, num_rows, scratch, DirectPanels<T>{});
-  } else {
-    attend_tiles<T>(problem, item, num_rows, scratch, PackedPanels<T>{scratch.keys, scratch.values});
-  }
-}
-
-void attend(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
+template <class T, class Panels>
+void attend_with(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
   const int head_size = problem.head_size;
-  const int stride = round_up(head_size, kWidth);
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
+  const int stride = Panels::output_stride(head_size);
   const Scratch scratch(memory, num_rows, head_size);
 
-  load_queries(problem, item, stride, scratch.query);
-  __builtin_memset(scratch.output, 0, sizeof(float) * num_rows * stride);
-  for (int r = 0; r < num_rows; ++r) {
-    scratch.maximum[r] = -kInfinity;
-    scratch.sum[r] = 0.0f;
-  }
-  with_dtype(problem.kv_dtype, [&](auto* type) { attend_kv(problem, item, num_rows, scratch, type); });
+  load_queries(problem, item, Panels::query_stride(head_size), static_cast<typename Panels::Element*>(scratch.query));
+  __builtin_memset(scratch.output, 0, sizeof(float) * round_up(num_rows, kPadding) * stride);
+  __builtin_memset(scratch.sums, 0, sizeof(float) * num_rows * kWidth);
+  for (int r = 0; r < num_rows; ++r) scratch.reference[r] = -kInfinity;
+  attend_tiles<T, Panels>(problem, item, num_rows, scratch);
 
+  const auto row_output = [&](int row) { return scratch.output + static_cast<size_t>(row) * stride; };
+  const auto row_sum = [&](int row) { return reduce_add(load(scratch.sums + static_cast<size_t>(row) * kWidth)); };
   if (item.partial == nullptr) {
     for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
-      finish_row(problem, token, head, scratch.output + static_cast<size_t>(row) * stride, scratch.maximum[row],
-                 scratch.sum[row]);
+      finish_row(problem, token, head, row_output(row), scratch.reference[row], row_sum(row));
     });
     return;
   }
+  float* reference = item.partial + static_cast<size_t>(num_rows) * head_size;
   for (int r = 0; r < num_rows; ++r) {
-    store_output(scratch.output + static_cast<size_t>(r) * stride, head_size, 1.0f,
-                 item.partial + static_cast<size_t>(r) * head_size);
+    store_output(row_output(r), head_size, 1.0f, item.partial + static_cast<size_t>(r) * head_size);
+    reference[r] = scratch.reference[r];
+    reference[num_rows + r] = row_sum(r);
   }
-  float* maximum = item.partial + static_cast<size_t>(num_rows) * head_size;
-  __builtin_memcpy(maximum, scratch.maximum, sizeof(float) * num_rows);
-  __builtin_memcpy(maximum + num_rows, scratch.sum, sizeof(float) * num_rows);
+}
+
+template <class T>
+void attend_kv(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
+  const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
+#ifdef FA_BF16_PANELS
+  // Only where bf16 holds the operands exactly; the order of scaled scores must be that of the products.
+  if constexpr (kExactInBf16<T>) {
+    if (problem.dtype == FA_BF16 && problem.scale > 0.0f && num_rows > kTuning.max_direct_rows_bf16) {
+      return attend_with<T, FA_BF16_PANELS<T>>(problem, item, memory);
+    }
+  }
+#endif
+  if (num_rows <= kTuning.max_direct_rows) return attend_with<T, DirectPanels<T>>(problem, item, memory);
+  attend_with<T, PackedPanels<T, FmaUnit>>(problem, item, memory);
+}
+
+void attend(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
+  with_dtype(problem.kv_dtype, [&](auto* type) {
+    attend_kv<__typeof__(*type)>(problem, item, memory);
+  });
 }
 
 // Log-sum-exp merge, always in KV order: the result does not depend on which thread finished when.
@@ -215,18 +211,18 @@ void merge(const fa_attention_problem& problem, const WorkItem& item, int num_sp
   const size_t partial_size = partial_floats(num_rows, head_size);
   for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
     const float* row_output = item.partial + static_cast<size_t>(row) * head_size;
-    const float* row_maximum = item.partial + static_cast<size_t>(num_rows) * head_size + row;
-    float maximum = -kInfinity;
+    const float* row_reference = item.partial + static_cast<size_t>(num_rows) * head_size + row;
+    float reference = -kInfinity;
     for (int i = 0; i < num_splits; ++i) {
-      const float m = row_maximum[i * partial_size];
-      maximum = m > maximum ? m : maximum;
+      const float m = row_reference[i * partial_size];
+      reference = m > reference ? m : reference;
     }
-    const float shift = maximum == -kInfinity ? 0.0f : maximum;
+    const float shift = reference == -kInfinity ? 0.0f : reference;
     float weight[kMaxSplits];
     float sum = 0.0f;
     for (int i = 0; i < num_splits; ++i) {
-      weight[i] = exp_nonpositive(row_maximum[i * partial_size] - shift);
-      sum += weight[i] * row_maximum[i * partial_size + num_rows];
+      weight[i] = exp2(row_reference[i * partial_size] - shift);
+      sum += weight[i] * row_reference[i * partial_size + num_rows];
     }
     alignas(64) float merged[kMaxHeadSize];
     for_each_vector(head_size, [&](int d, auto part) {
@@ -236,7 +232,7 @@ void merge(const fa_attention_problem& problem, const WorkItem& item, int num_sp
       }
       store(merged + d, total);
     });
-    finish_row(problem, token, head, merged, maximum, sum);
+    finish_row(problem, token, head, merged, reference, sum);
   });
 }
 

@@ -1,11 +1,19 @@
 #include "isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 
 namespace fastattention {
 
 extern const KernelTable kScalar;
 #if defined(__x86_64__)
+extern const KernelTable kAmx;
+extern const KernelTable kAvx512Bf16;
 extern const KernelTable kAvx512;
 extern const KernelTable kAvx2;
 #elif defined(__aarch64__)
@@ -14,6 +22,18 @@ extern const KernelTable kNeon;
 
 namespace {
 
+#if defined(__x86_64__)
+// Tiles are 8 KiB of state per thread, which Linux saves only for processes that have asked (since 5.16). Threads that
+// exist already are covered too.
+bool has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & (kTile | kBf16)) != (kTile | kBf16)) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 std::vector<const KernelTable*> detect() {
   std::vector<const KernelTable*> kernels;
 #if defined(__x86_64__)
@@ -21,6 +41,10 @@ std::vector<const KernelTable*> detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512bf16")) {
+      if (has_amx()) kernels.push_back(&kAmx);
+      kernels.push_back(&kAvx512Bf16);
+    }
     kernels.push_back(&kAvx512);
   }
   if (avx2) kernels.push_back(&kAvx2);

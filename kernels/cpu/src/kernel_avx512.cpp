@@ -1,7 +1,13 @@
+#include "tuning.h"
 #include "vec_avx512.h"
-// clang-format off: the implementation needs the vectors
+
+namespace fastattention {
+namespace {
+constexpr Tuning kTuning = kTuningAvx512;
+}
+}  // namespace fastattention
+
 #include "kernel_impl.h"
-// clang-format on
 
 namespace fastattention {
 

@@ -1,12 +1,20 @@
-// The templated source in reading order. Every kernel_<isa>.cpp includes its vec_<isa>.h and then this.
+// The templated source in reading order. Every kernel_<isa>.cpp includes its vec_<isa>.h, names its kTuning, and then
+// includes this.
 //
 // Everything here lives in an unnamed namespace: translation units compiled with different -m flags must not share a
 // single inline function or template instance, std:: ones included, or the linker may hand AVX-512 code to a machine
 // without it.
 #include "vec_math.h"
 // clang-format off: each file builds on those before it
+#include "scratch.h"
 #include "kv_rows.h"
 #include "panel_packed.h"
+#if defined(FA_AVX512_BF16)
+#include "unit_bf16.h"
+#endif
+#if defined(FA_AMX)
+#include "panel_amx.h"
+#endif
 #include "panel_direct.h"
 #include "softmax.h"
 #include "attention_kernel.h"

@@ -1,7 +1,13 @@
+#include "tuning.h"
 #include "vec_neon.h"
-// clang-format off: the implementation needs the vectors
+
+namespace fastattention {
+namespace {
+constexpr Tuning kTuning = kTuningNeon;
+}
+}  // namespace fastattention
+
 #include "kernel_impl.h"
-// clang-format on
 
 namespace fastattention {
 

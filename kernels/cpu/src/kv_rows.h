@@ -36,16 +36,41 @@ void locate(const fa_attention_problem& problem, const WorkItem& item, int64_t f
     }
   }
   rows.count = count;
-  // Vectors of scores reach past the end of the tile: let them recompute its last row, which is safe to read.
-  for (int i = count; i < round_up(count, kWidth); ++i) rows.key[i] = rows.key[count - 1];
+  // Columns of scores come in groups and reach past the end of the tile: let them recompute its last row, which is safe
+  // to read.
+  for (int i = count; i < round_up(count, kColumnStep); ++i) rows.key[i] = rows.key[count - 1];
 }
 
+// Fetches the next tile's rows into the cache while this tile is computed, spread evenly over the computation: memory
+// is idle whenever no request is out, and a burst of requests waits for itself.
 template <class T>
-inline void prefetch_row(const T* row, int head_size) {
-  const char* line = reinterpret_cast<const char*>(row);
-  const char* end = reinterpret_cast<const char*>(row + head_size);
-  for (; line < end; line += 64) __builtin_prefetch(line, 0, 2);
-}
+class Prefetch {
+ public:
+  // steps: calls of advance(1) that the computation of this tile will make.
+  Prefetch(const KvRows<T>* rows, int head_size, int steps)
+      : rows_(rows), bytes_(head_size * static_cast<int>(sizeof(T))), count_(rows != nullptr ? rows->count : 0) {
+    rows_per_step_ = steps > 0 ? static_cast<float>(count_) / steps : 0.0f;
+  }
+  inline void advance(int steps) {
+    if (next_ >= count_) return;
+    due_ += rows_per_step_ * steps;
+    const int end = due_ < count_ ? static_cast<int>(due_) : count_;
+    for (; next_ < end; ++next_) {
+      fetch(rows_->key[next_]);
+      fetch(rows_->value[next_]);
+    }
+  }
+  void rest() { due_ = static_cast<float>(count_), advance(0); }
+
+ private:
+  void fetch(const T* row) const {
+    const char* line = reinterpret_cast<const char*>(row);
+    for (int b = 0; b < bytes_; b += 64) __builtin_prefetch(line + b, 0, 2);
+  }
+  const KvRows<T>* rows_;
+  int bytes_, count_, next_ = 0;
+  float rows_per_step_, due_ = 0.0f;
+};
 
 }  // namespace
 }  // namespace fastattention

@@ -1,13 +1,14 @@
-// Few query rows (decode): unpacking would cost more than the arithmetic, so K and V are widened on the way from the
+// Few query rows (decode): packing would cost more than the arithmetic, so K and V are widened on the way from the
 // cache into registers. Scores are dot products along the head dimension; kWidth of them are reduced together.
 namespace fastattention {
 namespace {
 
 template <class T, int R>
-void direct_scores(const float* query, int query_stride, const T* const* key, const T* const* upcoming, int head_size,
+void direct_scores(const float* query, int query_stride, const T* const* key, Prefetch<T>& upcoming, int head_size,
                    int begin, int end, float* scores) {
   constexpr int kTokens = kWidth / R;
   for (int column = begin; column < end; column += kTokens) {
+    upcoming.advance(kTokens);
     Vec sums[kWidth];
     FA_UNROLL
     for (int i = 0; i < kWidth; ++i) sums[i] = splat(0.0f);
@@ -15,11 +16,9 @@ void direct_scores(const float* query, int query_stride, const T* const* key, co
       Vec q[R];
       FA_UNROLL
       for (int r = 0; r < R; ++r) q[r] = load(query + r * query_stride + d);
-      const bool new_line = upcoming != nullptr && d * sizeof(T) % 64 == 0;
       FA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
         const Vec k = part.read(key[column + t] + d);
-        if (new_line) __builtin_prefetch(upcoming[column + t] + d, 0, 2);
         FA_UNROLL
         for (int r = 0; r < R; ++r) sums[r * kTokens + t] = fma(q[r], k, sums[r * kTokens + t]);
       }
@@ -35,9 +34,9 @@ void direct_scores(const float* query, int query_stride, const T* const* key, co
 
 template <class T, int R, int N, class Part>
 inline __attribute__((always_inline)) void direct_values_tile(const float* weights, const T* const* value,
-                                                              const T* const* upcoming, int stride, int head_size,
-                                                              int begin, int end, int d, const float* rescale,
-                                                              float* output, Part part) {
+                                                              Prefetch<T>& upcoming, int steps, int stride, int begin,
+                                                              int end, int d, const float* rescale, float* output,
+                                                              Part part) {
   Vec c[R][N];
   FA_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -45,7 +44,7 @@ inline __attribute__((always_inline)) void direct_values_tile(const float* weigh
     for (int n = 0; n < N; ++n) c[r][n] = splat(0.0f);
   }
   for (int i = begin; i < end; ++i) {
-    if (upcoming != nullptr) prefetch_row(upcoming[i], head_size);
+    if (i % 8 == 0) upcoming.advance(steps);
     Vec operand[N];
     FA_UNROLL
     for (int n = 0; n < N; ++n) operand[n] = part.read(value[i] + d + n * kWidth);
@@ -68,62 +67,66 @@ inline __attribute__((always_inline)) void direct_values_tile(const float* weigh
 }
 
 template <class T, int R, int N>
-void direct_values(const float* weights, const T* const* value, const T* const* upcoming, int stride, int head_size,
+void direct_values(const float* weights, const T* const* value, Prefetch<T>& upcoming, int stride, int head_size,
                    int begin, int end, int d, const float* rescale, float* output) {
+  const auto steps = [&](int columns) { return 8 * columns / head_size; };
   for (; d + N * kWidth <= head_size; d += N * kWidth) {
-    direct_values_tile<T, R, N>(weights, value, upcoming, stride, head_size, begin, end, d, rescale, output,
+    direct_values_tile<T, R, N>(weights, value, upcoming, steps(N * kWidth), stride, begin, end, d, rescale, output,
                                 WholeVector());
-    upcoming = nullptr;  // once per tile is enough
   }
   if constexpr (N > 1) {
     direct_values<T, R, N / 2>(weights, value, upcoming, stride, head_size, begin, end, d, rescale, output);
   } else if constexpr (kWidth > 8) {
     if (d == head_size) return;
-    direct_values_tile<T, R, 1>(weights, value, upcoming, stride, head_size, begin, end, d, rescale, output,
+    direct_values_tile<T, R, 1>(weights, value, upcoming, steps(8), stride, begin, end, d, rescale, output,
                                 HalfVector());
   }
 }
 
 template <class T>
 struct DirectPanels {
-  static constexpr int kRows = 4;
-  const KvRows<T>* rows_ = nullptr;
-  // The next tile's rows, fetched into the cache while this tile is computed; nullptr once that is done.
-  const T* const* upcoming_key_ = nullptr;
-  const T* const* upcoming_value_ = nullptr;
+  using Element = float;
+  using Weight = float;
+  static constexpr int kRows = kDirectRows;
+  const Scratch& scratch;
+  int head_size;
+  const KvRows<T>* current = nullptr;
+  Prefetch<T> upcoming{nullptr, 0, 0};
 
-  void prepare(const KvRows<T>& rows, const KvRows<T>* upcoming, int, int) {
-    const bool same_size = upcoming != nullptr && upcoming->count == rows.count;
-    rows_ = &rows;
-    upcoming_key_ = same_size ? upcoming->key : nullptr;
-    upcoming_value_ = same_size ? upcoming->value : nullptr;
+  static int query_stride(int head_size) { return round_up(head_size, kWidth); }
+  static int output_stride(int head_size) { return round_up(head_size, kWidth); }
+
+  void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
+    const int panels = num_rows / kRows + __builtin_popcount(num_rows % kRows);
+    current = &rows;
+    upcoming = Prefetch<T>(next, head_size, 2 * panels * rows.count);
   }
 
-  // Panels of 3 rows run as 2 + 1.
-  template <class F>
-  static void split(int rows, F f) {
-    int r = 0;
-    if (rows & 4) f(r, Constant<4>()), r += 4;
-    if (rows & 2) f(r, Constant<2>()), r += 2;
-    if (rows & 1) f(r, Constant<1>());
+  // Rows in powers of two: 7 run as 4 + 2 + 1.
+  template <int R = kDirectRows, class F>
+  static void split(int rows, F f, int first = 0) {
+    if (rows & R) f(first, Constant<R>()), first += R;
+    if constexpr (R > 1) split<R / 2>(rows & (R - 1), f, first);
   }
-  void scores(int rows, const float* query, int stride, int head_size, int begin, int end, float* scores) {
+  void scores(int first_row, int rows, int begin, int end, float* scores) {
+    const int stride = query_stride(head_size);
+    const float* query = static_cast<const float*>(scratch.query) + static_cast<size_t>(first_row) * stride;
     split(rows, [&](int r, auto count) {
-      direct_scores<T, decltype(count)::value>(query + r * stride, stride, rows_->key, upcoming_key_, head_size, begin,
+      direct_scores<T, decltype(count)::value>(query + r * stride, stride, current->key, upcoming, head_size, begin,
                                                end, scores + r * kKvBlock);
-      upcoming_key_ = nullptr;
     });
   }
-  void add_values(int rows, const float* weights, int stride, int head_size, int begin, int end, const float* rescale,
-                  float* output) {
+  void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
+    const int stride = output_stride(head_size);
+    float* output = scratch.output + static_cast<size_t>(first_row) * stride;
     split(rows, [&](int r, auto count) {
       constexpr int R = decltype(count)::value;
       constexpr int kVectors = kDirectAccumulators / R < 8 ? kDirectAccumulators / R : 8;
-      direct_values<T, R, kVectors>(weights + r * kKvBlock, rows_->value, upcoming_value_, stride, head_size, begin,
-                                    end, 0, rescale + r, output + r * stride);
-      upcoming_value_ = nullptr;
+      direct_values<T, R, kVectors>(weights + r * kKvBlock, current->value, upcoming, stride, head_size, begin, end, 0,
+                                    rescale + r, output + r * stride);
     });
   }
+  void finish() { upcoming.rest(); }
 };
 
 }  // namespace

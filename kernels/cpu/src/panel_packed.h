@@ -1,12 +1,22 @@
-// Many query rows: K and V of the tile are unpacked once to fp32 (K transposed) and every panel of kPanelRows rows
-// multiplies against them with register-tiled FMA.
+// Many query rows: K and V of the tile are packed once, and every panel of rows multiplies against them in register
+// tiles. The same code runs on fp32 FMA and on bf16 dot products; a Unit says which:
+//   Element            what the operands are packed to
+//   kDepth             elements of the summed dimension that one instruction multiplies and adds in each lane
+//   pack_keys, pack_values, broadcast, load_operand, accumulate
 namespace fastattention {
 namespace {
 
-// keys[d][column]: transposed, so that one vector holds the same dimension of kWidth neighbouring tokens.
-template <class T>
-void pack_keys(const KvRows<T>& rows, int head_size, float* keys) {
-  for (int column = 0; column < rows.count; column += kWidth) {
+struct FmaUnit {
+  using Element = float;
+  static constexpr int kDepth = 1;
+
+  static Vec broadcast(const float* p) { return splat(*p); }
+  static Vec load_operand(const float* p) { return load(p); }
+  static Vec accumulate(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+
+  // kWidth tokens from column on, transposed: one vector holds the same dimension of kWidth neighbouring tokens.
+  template <class T>
+  static void pack_keys(const KvRows<T>& rows, int column, int head_size, float* strip, int width) {
     for_each_vector(head_size, [&](int d, auto part) {
       Vec block[kWidth];
       FA_UNROLL
@@ -14,85 +24,57 @@ void pack_keys(const KvRows<T>& rows, int head_size, float* keys) {
       transpose(block);
       // Dimensions past head_size land in the padding of the scratch matrix and are never read.
       FA_UNROLL
-      for (int i = 0; i < kWidth; ++i) store(keys + (d + i) * kKvBlock + column, block[i]);
+      for (int i = 0; i < kWidth; ++i) store(strip + (d + i) * width, block[i]);
     });
   }
-}
-
-template <class T>
-void pack_values(const KvRows<T>& rows, int head_size, int stride, float* values) {
-  for (int i = 0; i < rows.count; ++i) {
-    float* row = values + static_cast<size_t>(i) * stride;
-    for_each_vector(head_size, [&](int d, auto part) { store(row + d, part.read(rows.value[i] + d)); });
+  template <class T>
+  static void pack_values(const KvRows<T>& rows, int token, int head_size, int stride, float* values) {
+    for_each_vector(head_size, [&](int d, auto part) {
+      const int first = d / kStrip * kStrip;
+      const int width = stride - first < kStrip ? stride - first : kStrip;
+      store(values + first * kKvBlock + token * width + (d - first), part.read(rows.value[token] + d));
+    });
   }
-}
+};
 
-// c[R][N vectors] = a[R][depth] * b[depth][N vectors], all row-major. The sum over depth starts from zero in registers.
-template <int R, int N>
-inline __attribute__((always_inline)) void multiply(const float* a, int a_stride, const float* b, int b_stride,
-                                                    int depth, Vec (&c)[R][N]) {
+// c[R][N vectors] = a[R][steps * kDepth] * b[steps][N vectors][kDepth]. The sums start from zero in registers.
+template <class Unit, int R, int N>
+inline __attribute__((always_inline)) void multiply(const typename Unit::Element* a, int a_stride,
+                                                    const typename Unit::Element* b, int b_width, int steps,
+                                                    Vec (&c)[R][N]) {
+  constexpr int kDepth = Unit::kDepth;
   FA_UNROLL
   for (int r = 0; r < R; ++r) {
     FA_UNROLL
     for (int n = 0; n < N; ++n) c[r][n] = splat(0.0f);
   }
-  for (int k = 0; k < depth; ++k) {
+  for (int k = 0; k < steps; ++k) {
     Vec operand[N];
     FA_UNROLL
-    for (int n = 0; n < N; ++n) operand[n] = load(b + static_cast<size_t>(k) * b_stride + n * kWidth);
+    for (int n = 0; n < N; ++n) {
+      operand[n] = Unit::load_operand(b + (static_cast<size_t>(k) * b_width + n * kWidth) * kDepth);
+    }
     FA_UNROLL
     for (int r = 0; r < R; ++r) {
-      const Vec factor = splat(a[r * a_stride + k]);
+      const Vec factor = Unit::broadcast(a + r * a_stride + k * kDepth);
       FA_UNROLL
-      for (int n = 0; n < N; ++n) c[r][n] = fma(factor, operand[n], c[r][n]);
+      for (int n = 0; n < N; ++n) c[r][n] = Unit::accumulate(factor, operand[n], c[r][n]);
     }
   }
 }
 
-// Columns [begin, end), both multiples of kWidth, N vectors at a time, then what is left with smaller tiles.
-template <int N, class Tile>
-inline void for_column_tiles(int begin, int end, Tile tile) {
-  for (; begin + N * kWidth <= end; begin += N * kWidth) tile(begin, Constant<N>());
+// Calls tile(column, Constant<N>, width of its strip) for columns [begin, end), both multiples of kWidth: whole strips,
+// then what is left with smaller register tiles. begin is the start of a strip.
+template <int N = kPanelVectors, class Tile>
+inline void for_strips(int begin, int end, Tile tile) {
+  if constexpr (N == kPanelVectors) {
+    for (; begin + kStrip <= end; begin += kStrip) tile(begin, Constant<N>(), kStrip);
+  } else if (begin + N * kWidth <= end) {
+    return tile(begin, Constant<N>(), N * kWidth);
+  }
   if constexpr (N > 1) {
-    if (begin < end) for_column_tiles<N - 1>(begin, end, tile);
+    if (begin < end) for_strips<N - 1>(begin, end, tile);
   }
-}
-
-template <int R>
-void packed_scores(const float* query, int query_stride, const float* keys, int head_size, int begin, int end,
-                   float* scores) {
-  for_column_tiles<kPanelVectors>(begin, end, [&](int column, auto vectors) {
-    constexpr int N = decltype(vectors)::value;
-    Vec c[R][N];
-    multiply<R, N>(query, query_stride, keys + column, kKvBlock, head_size, c);
-    FA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      FA_UNROLL
-      for (int n = 0; n < N; ++n) store(scores + r * kKvBlock + column + n * kWidth, c[r][n]);
-    }
-  });
-}
-
-// output = output * rescale[row] + weights * values, over tile tokens [begin, end).
-// The tile's own sum is formed first and added once: long sequences lose less precision, and rescaling is one FMA.
-template <int R>
-void packed_values(const float* weights, const float* values, int stride, int begin, int end, const float* rescale,
-                   float* output) {
-  for_column_tiles<kPanelVectors>(0, stride, [&](int column, auto vectors) {
-    constexpr int N = decltype(vectors)::value;
-    Vec c[R][N];
-    multiply<R, N>(weights + begin, kKvBlock, values + static_cast<size_t>(begin) * stride + column, stride,
-                   end - begin, c);
-    FA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Vec factor = splat(rescale[r]);
-      FA_UNROLL
-      for (int n = 0; n < N; ++n) {
-        float* to = output + r * stride + column + n * kWidth;
-        store(to, fma(load(to), factor, c[r][n]));
-      }
-    }
-  });
 }
 
 // Calls f with the row count as a compile-time constant, 1 <= rows <= kPanelRows.
@@ -105,27 +87,100 @@ inline void with_panel_rows(int rows, F f) {
   }
 }
 
-template <class T>
-struct PackedPanels {
-  static constexpr int kRows = kPanelRows;
-  float* keys;
-  float* values;
+template <class Unit, int R, class Upcoming>
+void packed_scores(const typename Unit::Element* query, int query_stride, const typename Unit::Element* keys,
+                   int key_depth, int begin, int end, float* scores, Upcoming& upcoming) {
+  for_strips(begin, end, [&](int column, auto vectors, int width) {
+    constexpr int N = decltype(vectors)::value;
+    upcoming.advance(1);
+    Vec c[R][N];
+    multiply<Unit, R, N>(query, query_stride, keys + static_cast<size_t>(column) * key_depth, width,
+                         key_depth / Unit::kDepth, c);
+    FA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      FA_UNROLL
+      for (int n = 0; n < N; ++n) store(scores + r * kKvBlock + column + n * kWidth, c[r][n]);
+    }
+  });
+}
 
-  void prepare(const KvRows<T>& rows, const KvRows<T>*, int head_size, int stride) {
-    pack_keys(rows, head_size, keys);
-    pack_values(rows, head_size, stride, values);
+// output = output * rescale[row] + weights * values, over tile tokens [begin, end).
+// The tile's own sum is formed first and added once: long sequences lose less precision, and rescaling is one FMA.
+template <class Unit, int R, class Upcoming>
+void packed_values(const float* weights, const typename Unit::Element* values, int stride, int begin, int end,
+                   const float* rescale, float* output, Upcoming& upcoming) {
+  using Element = typename Unit::Element;
+  constexpr int kDepth = Unit::kDepth;
+  // Weights outside [begin, end) are zero, so a first or last group of kDepth may reach past.
+  begin = begin / kDepth * kDepth;
+  constexpr int kRowElements = kKvBlock * sizeof(float) / sizeof(Element);
+  const Element* factors = reinterpret_cast<const Element*>(weights) + begin;
+  for_strips(0, stride, [&](int column, auto vectors, int width) {
+    constexpr int N = decltype(vectors)::value;
+    upcoming.advance(1);
+    Vec c[R][N];
+    multiply<Unit, R, N>(factors, kRowElements,
+                         values + static_cast<size_t>(column) * kKvBlock + static_cast<size_t>(begin) * width, width,
+                         (end - begin + kDepth - 1) / kDepth, c);
+    FA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Vec factor = splat(rescale[r]);
+      FA_UNROLL
+      for (int n = 0; n < N; ++n) {
+        float* to = output + r * stride + column + n * kWidth;
+        store(to, fma(load(to), factor, c[r][n]));
+      }
+    }
+  });
+}
+
+template <class T, class Unit>
+struct PackedPanels {
+  using Element = typename Unit::Element;
+  using Weight = Element;
+  static constexpr int kRows = kPanelRows;
+  const Scratch& scratch;
+  int head_size;
+  Prefetch<T> upcoming{nullptr, 0, 0};
+
+  static int query_stride(int head_size) { return round_up(head_size, kWidth * Unit::kDepth); }
+  static int output_stride(int head_size) { return round_up(head_size, kWidth); }
+
+  void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
+    const int stride = output_stride(head_size);
+    const int panels = (num_rows + kRows - 1) / kRows;
+    upcoming = Prefetch<T>(next, head_size, 2 * rows.count / kWidth + panels * (rows.count + stride) / kStrip);
+    auto* keys = static_cast<Element*>(scratch.keys);
+    auto* values = static_cast<Element*>(scratch.values);
+    const int depth = query_stride(head_size);
+    for (int column = 0; column < round_up(rows.count, kStrip); column += kWidth) {
+      const int first = column / kStrip * kStrip;
+      upcoming.advance(1);
+      Unit::pack_keys(rows, column, head_size,
+                      keys + static_cast<size_t>(first) * depth + (column - first) * Unit::kDepth, kStrip);
+    }
+    for (int token = 0; token < rows.count; token += Unit::kDepth) {
+      if (token % kWidth == 0) upcoming.advance(1);
+      Unit::pack_values(rows, token, head_size, stride, values);
+    }
   }
-  void scores(int rows, const float* query, int stride, int head_size, int begin, int end, float* scores) {
+  void scores(int first_row, int rows, int begin, int end, float* scores) {
+    const int depth = query_stride(head_size);
+    const Element* query = static_cast<const Element*>(scratch.query) + static_cast<size_t>(first_row) * depth;
     with_panel_rows(rows, [&](auto count) {
-      packed_scores<decltype(count)::value>(query, stride, keys, head_size, begin, end, scores);
+      packed_scores<Unit, decltype(count)::value>(query, depth, static_cast<const Element*>(scratch.keys), depth,
+                                                  begin, end, scores, upcoming);
     });
   }
-  void add_values(int rows, const float* weights, int stride, int, int begin, int end, const float* rescale,
-                  float* output) {
+  void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
+    const int stride = output_stride(head_size);
     with_panel_rows(rows, [&](auto count) {
-      packed_values<decltype(count)::value>(weights, values, stride, begin, end, rescale, output);
+      packed_values<Unit, decltype(count)::value>(weights, static_cast<const Element*>(scratch.values), stride, begin,
+                                                  end, rescale,
+                                                  scratch.output + static_cast<size_t>(first_row) * stride, upcoming);
     });
   }
+  void finish() { upcoming.rest(); }
 };
 
 }  // namespace

@@ -15,13 +15,7 @@ extern const ReadLoop kReadBaseline;
 extern const PeakLoop kFmaBaseline;
 #if defined(__x86_64__)
 extern const ReadLoop kReadAvx2, kReadAvx512;
-extern const PeakLoop kFmaAvx2, kFmaAvx512;
-#endif
-#if defined(FA_HAVE_AVX512_BF16)
-extern const PeakLoop kDotAvx512Bf16;
-#endif
-#if defined(FA_HAVE_AMX)
-extern const PeakLoop kAmxBf16;
+extern const PeakLoop kFmaAvx2, kFmaAvx512, kDotAvx512Bf16, kAmxBf16;
 #endif
 
 namespace {
@@ -72,13 +66,9 @@ ReadLoop best_read_loop() {
 const std::vector<const PeakLoop*>& usable_peaks() {
   static const auto* loops = [] {
     auto* found = new std::vector<const PeakLoop*>;
-#if defined(FA_HAVE_AMX)
-    if (machine().amx_bf16) found->push_back(&kAmxBf16);
-#endif
-#if defined(FA_HAVE_AVX512_BF16)
-    if (machine().avx512_bf16) found->push_back(&kDotAvx512Bf16);
-#endif
 #if defined(__x86_64__)
+    if (machine().amx_bf16) found->push_back(&kAmxBf16);
+    if (machine().avx512_bf16) found->push_back(&kDotAvx512Bf16);
     found->push_back(machine().avx512 ? &kFmaAvx512 : machine().avx2 ? &kFmaAvx2 : &kFmaBaseline);
 #else
     found->push_back(&kFmaBaseline);

@@ -1,4 +1,5 @@
-// The mask and the online softmax of one panel of rows.
+// The mask and the online softmax of one panel of rows. Scores, maxima and sinks are in base 2: a score of s stands for
+// the weight 2^s, which saves the exponential a multiplication.
 namespace fastattention {
 namespace {
 
@@ -21,10 +22,18 @@ inline Visibility visibility(const fa_attention_problem& problem, int seq) {
   return {kv_len - q_len, kv_len, problem.window_left, problem.causal ? 0 : problem.window_right};
 }
 
-// scores[0 .. end) of one row to unnormalised weights; columns outside [visible_begin, visible_end) get weight 0.
-// Updates the row's running maximum and sum and returns the factor for what was summed before.
-inline float softmax_row(float* scores, int begin, int end, bool boundary, int visible_begin, int visible_end,
-                         float& maximum, float& sum) {
+// What a row's weights are relative to may lie this far below its highest score (FlashAttention-4's lazy rescaling):
+// weights up to 2^8 cost no precision, and after a row's first tiles its sums are hardly ever rescaled.
+constexpr float kRescaleAbove = 8.0f;
+
+// scores[begin .. end) of one row, times factor, to unnormalised weights, in place where Weight is narrower than float;
+// columns outside [visible_begin, visible_end) get weight 0. reference is what the row's weights are relative to, sums
+// the lane-wise sum of its weights; both are updated. Returns the factor for what was summed before.
+template <class Weight>
+inline float softmax_row(float* scores, int begin, int end, float factor, bool boundary, int visible_begin,
+                         int visible_end, float& reference, float* sums) {
+  // The weights' precision, not fp32's, is what the exponential has to meet.
+  constexpr int kDegree = sizeof(Weight) == sizeof(float) ? 5 : 3;
   Vec highest = splat(-kInfinity);
   for (int column = begin; column < end; column += kWidth) {
     Vec x = load(scores + column);
@@ -34,32 +43,37 @@ inline float softmax_row(float* scores, int begin, int end, bool boundary, int v
     }
     highest = max(highest, x);
   }
-  const float tile_maximum = reduce_max(highest);
-  const float new_maximum = tile_maximum > maximum ? tile_maximum : maximum;
-  const float shift = new_maximum == -kInfinity ? 0.0f : new_maximum;  // a row that saw nothing yet: e^-inf, not e^NaN
-  const float rescale = new_maximum == maximum ? 1.0f : exp_nonpositive(maximum - shift);
+  highest = mul(highest, splat(factor));
+  float rescale = 1.0f;
+  if (any_greater(highest, splat(reference + kRescaleAbove))) {
+    const float before = reference;
+    reference = reduce_max(highest);
+    rescale = exp2(before - reference);
+  }
+  const Vec shift = splat(reference == -kInfinity ? 0.0f : -reference);  // saw nothing yet: 2^-inf, not 2^NaN
+  Weight* weights = reinterpret_cast<Weight*>(scores);
   Vec total = splat(0.0f);
   for (int column = begin; column < end; column += kWidth) {
-    const Vec weight = exp_nonpositive(sub(load(scores + column), splat(shift)));
-    store(scores + column, weight);
+    const Vec weight = exp2<kDegree>(fma(load(scores + column), splat(factor), shift));
+    store(weights + column, weight);
     total = add(total, weight);
   }
-  maximum = new_maximum;
-  sum = sum * rescale + reduce_add(total);
+  store(sums, fma(load(sums), splat(rescale), total));
   return rescale;
 }
 
-// One more key with this score and value zero. Updates maximum and sum as a tile of that key alone would, and returns
-// the factor for what was summed before. A sink of -inf changes no bit.
-inline float add_sink(float sink, float& maximum, float& sum) {
-  const float new_maximum = sink > maximum ? sink : maximum;
-  const float shift = new_maximum == -kInfinity ? 0.0f : new_maximum;
-  const float rescale = new_maximum == maximum ? 1.0f : exp_nonpositive(maximum - shift);
-  maximum = new_maximum;
-  sum = sum * rescale + exp_nonpositive(sink - shift);
+// One more key with this score and value zero. Updates reference and sum, and returns the factor for what was summed
+// before. A sink of -inf changes no bit.
+inline float add_sink(float sink, float& reference, float& sum) {
+  const float new_reference = sink > reference ? sink : reference;
+  const float shift = new_reference == -kInfinity ? 0.0f : new_reference;
+  const float rescale = new_reference == reference ? 1.0f : exp2(reference - shift);
+  reference = new_reference;
+  sum = sum * rescale + exp2(sink - shift);
   return rescale;
 }
 
+// softcap in base 2, like the scores.
 inline void apply_softcap(float* scores, int begin, int end, float softcap) {
   const Vec cap = splat(softcap);
   for (int column = begin; column < end; column += kWidth) {
@@ -67,11 +81,17 @@ inline void apply_softcap(float* scores, int begin, int end, float softcap) {
   }
 }
 
-// distance: own position minus the position of column 0.
+// slope in base 2; distance: own position minus the position of column 0.
 inline void apply_alibi(float* scores, int begin, int end, float slope, float distance) {
   for (int column = begin; column < end; column += kWidth) {
     const Vec gap = abs(sub(iota(static_cast<float>(column)), splat(distance)));
     store(scores + column, fma(splat(-slope), gap, load(scores + column)));
+  }
+}
+
+inline void multiply_scores(float* scores, int begin, int end, float factor) {
+  for (int column = begin; column < end; column += kWidth) {
+    store(scores + column, mul(load(scores + column), splat(factor)));
   }
 }
 

@@ -8,9 +8,6 @@ namespace {
 
 using Vec = __m256;
 constexpr int kWidth = 8;
-constexpr int kPanelRows = 6;  // 6 x 2 accumulators + 2 operands + 1 broadcast fit the 16 registers
-constexpr int kPanelVectors = 2;
-constexpr int kDirectAccumulators = 8;
 
 inline Vec splat(float x) { return _mm256_set1_ps(x); }
 inline Vec iota(float start) { return _mm256_add_ps(_mm256_set1_ps(start), _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)); }
@@ -49,6 +46,8 @@ inline float reduce_max(Vec a) {
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
 }
+
+inline bool any_greater(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline Vec load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

@@ -8,9 +8,6 @@ namespace {
 
 using Vec = __m512;
 constexpr int kWidth = 16;
-constexpr int kPanelRows = 6;  // 6 x 4 accumulators + 4 operands + 1 broadcast fit the 32 registers
-constexpr int kPanelVectors = 4;
-constexpr int kDirectAccumulators = 16;
 
 inline Vec splat(float x) { return _mm512_set1_ps(x); }
 inline Vec iota(float start) {
@@ -40,6 +37,7 @@ inline Vec times_power_of_two(Vec a, Vec exponent) { return _mm512_scalef_ps(a, 
 inline float first_lane(Vec a) { return _mm512_cvtss_f32(a); }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
 inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
+inline bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline Vec load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }

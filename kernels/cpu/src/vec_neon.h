@@ -8,9 +8,6 @@ namespace {
 
 using Vec = float32x4_t;
 constexpr int kWidth = 4;
-constexpr int kPanelRows = 6;  // 6 x 4 accumulators + 4 operands + 1 broadcast fit the 32 registers
-constexpr int kPanelVectors = 4;
-constexpr int kDirectAccumulators = 16;
 
 inline Vec splat(float x) { return vdupq_n_f32(x); }
 inline Vec iota(float start) {
@@ -40,6 +37,8 @@ inline Vec times_power_of_two(Vec a, Vec exponent) {
 inline float first_lane(Vec a) { return vgetq_lane_f32(a, 0); }
 inline float reduce_add(Vec a) { return vaddvq_f32(a); }
 inline float reduce_max(Vec a) { return vmaxvq_f32(a); }
+
+inline bool any_greater(Vec a, Vec b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0; }
 
 inline Vec load(const float* p) { return vld1q_f32(p); }
 inline Vec load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }

@@ -8,9 +8,6 @@ namespace fastattention {
 namespace {
 
 constexpr int kWidth = 4;
-constexpr int kPanelRows = 4;
-constexpr int kPanelVectors = 2;
-constexpr int kDirectAccumulators = 4;
 
 struct Vec {
   float lane[kWidth];
@@ -80,6 +77,12 @@ inline float reduce_max(Vec a) {
   float result = a.lane[0];
   for (int i = 1; i < kWidth; ++i) result = a.lane[i] > result ? a.lane[i] : result;
   return result;
+}
+
+inline bool any_greater(Vec a, Vec b) {
+  bool any = false;
+  for (int i = 0; i < kWidth; ++i) any = any || a.lane[i] > b.lane[i];
+  return any;
 }
 
 inline float from_bits(uint32_t bits) {

@@ -1,0 +1,20 @@
+#include "tuning.h"
+#include "vec_avx512.h"
+
+namespace fastattention {
+namespace {
+constexpr Tuning kTuning = kTuningAmx;
+}
+}  // namespace fastattention
+
+#define FA_AVX512_BF16
+#define FA_AMX
+#define FA_BF16_PANELS AmxPanels
+#include "kernel_impl.h"
+
+namespace fastattention {
+
+extern const KernelTable kAmx;
+const KernelTable kAmx = {"amx", scratch_bytes, attend, merge, write_kv};
+
+}  // namespace fastattention

@@ -1,0 +1,147 @@
+// AMX: panels of 32 rows, whose products are formed in tile registers of 16 rows x 16 columns, 32 deep. Operands are
+// packed as for the bf16 dot product.
+namespace fastattention {
+namespace {
+
+// GCC's tile intrinsics do not say that they read memory: without this it may move stores behind them, or drop them.
+inline void memory_barrier() { asm volatile("" ::: "memory"); }
+
+// Tiles 0 to 3 accumulate (row half * 2 + column half), 4 and 5 hold rows of the left operand, 6 and 7 strips of the
+// right one. All are as large as tiles get: 16 rows of 64 bytes.
+class AmxTiles {
+ public:
+  AmxTiles() {
+    struct alignas(64) Configuration {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } configuration;
+    memory_barrier();
+    _tile_loadconfig(&configuration);
+  }
+  ~AmxTiles() { _tile_release(); }  // leaves the thread as other libraries expect it, and context switches short
+  AmxTiles(const AmxTiles&) = delete;
+  AmxTiles& operator=(const AmxTiles&) = delete;
+};
+
+constexpr int kTileRows = 16;
+constexpr int kTileBytes = 64;
+constexpr int kTileDepth = 32;
+
+// c[16 or 32 rows][32 columns] += a[rows][32 * steps] * b[32 * steps][32 columns], or = without Accumulate.
+// Strides in elements; b is one packed strip. TwoHalves: 32 rows.
+template <bool Accumulate, bool TwoHalves, bool TwoColumns>
+inline void amx_multiply(const BFloat16* a, int a_stride, const BFloat16* b, int b_width, int steps, float* c,
+                         int c_stride) {
+  memory_barrier();
+  float* lower = c + kTileRows * c_stride;
+  const size_t c_bytes = c_stride * sizeof(float);
+  if constexpr (Accumulate) {
+    _tile_loadd(0, c, c_bytes);
+    if constexpr (TwoColumns) _tile_loadd(1, c + 16, c_bytes);
+    if constexpr (TwoHalves) _tile_loadd(2, lower, c_bytes);
+    if constexpr (TwoHalves && TwoColumns) _tile_loadd(3, lower + 16, c_bytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (TwoColumns) _tile_zero(1);
+    if constexpr (TwoHalves) _tile_zero(2);
+    if constexpr (TwoHalves && TwoColumns) _tile_zero(3);
+  }
+  const size_t a_bytes = a_stride * sizeof(BFloat16);
+  const size_t b_bytes = b_width * 2 * sizeof(BFloat16);
+  for (int k = 0; k < steps; ++k, a += kTileDepth, b += kTileDepth * b_width) {
+    _tile_loadd(4, a, a_bytes);
+    _tile_loadd(6, b, b_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (TwoColumns) {
+      _tile_loadd(7, b + 2 * 16, b_bytes);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (TwoHalves) {
+      _tile_loadd(5, a + kTileRows * a_stride, a_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (TwoColumns) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, c_bytes);
+  if constexpr (TwoColumns) _tile_stored(1, c + 16, c_bytes);
+  if constexpr (TwoHalves) _tile_stored(2, lower, c_bytes);
+  if constexpr (TwoHalves && TwoColumns) _tile_stored(3, lower + 16, c_bytes);
+}
+
+template <class T>
+struct AmxPanels {
+  using Element = BFloat16;
+  using Weight = BFloat16;
+  static constexpr int kRows = 2 * kTileRows;
+  static_assert(kRows <= kPadding && kColumnStep % kTileDepth == 0 && kStrip == 32, "whole tiles everywhere");
+  const Scratch& scratch;
+  int head_size;
+  Prefetch<T> upcoming{nullptr, 0, 0};
+  AmxTiles tiles{};
+
+  static int query_stride(int head_size) { return round_up(head_size, kTileDepth); }
+  static int output_stride(int head_size) { return round_up(head_size, 16); }
+
+  void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
+    const int stride = output_stride(head_size);
+    const int panels = (num_rows + kRows - 1) / kRows;
+    upcoming = Prefetch<T>(next, head_size, 4 * rows.count / kWidth + panels * (rows.count + stride) / kStrip);
+    auto* keys = static_cast<BFloat16*>(scratch.keys);
+    auto* values = static_cast<BFloat16*>(scratch.values);
+    const int depth = query_stride(head_size);
+    const int count = round_up(rows.count, kStrip);
+    for (int column = 0; column < count; column += kWidth) {
+      const int first = column / kStrip * kStrip;
+      upcoming.advance(2);
+      Bf16Unit::pack_keys(rows, column, head_size, keys + static_cast<size_t>(first) * depth + (column - first) * 2,
+                          kStrip);
+    }
+    for (int token = 0; token < count; token += 2) {
+      if (token % (kWidth / 2) == 0) upcoming.advance(1);
+      Bf16Unit::pack_values(rows, token, head_size, stride, values);
+    }
+  }
+
+  void scores(int first_row, int rows, int begin, int end, float* scores) {
+    const int depth = query_stride(head_size);
+    const BFloat16* query = static_cast<const BFloat16*>(scratch.query) + static_cast<size_t>(first_row) * depth;
+    for (int column = begin; column < end; column += kStrip) {
+      const BFloat16* strip = static_cast<const BFloat16*>(scratch.keys) + static_cast<size_t>(column) * depth;
+      upcoming.advance(1);
+      const auto multiply = rows > kTileRows ? amx_multiply<false, true, true> : amx_multiply<false, false, true>;
+      multiply(query, depth, strip, kStrip, depth / kTileDepth, scores + column, kKvBlock);
+    }
+  }
+
+  void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
+    const int stride = output_stride(head_size);
+    float* output = scratch.output + static_cast<size_t>(first_row) * stride;
+    for (int r = 0; r < rows; ++r) {
+      if (rescale[r] == 1.0f) continue;
+      for (int d = 0; d < stride; d += kWidth) {
+        float* to = output + r * stride + d;
+        store(to, mul(load(to), splat(rescale[r])));
+      }
+    }
+    // Weights outside [begin, end) are zero up to the next multiple of kColumnStep.
+    begin = begin / kTileDepth * kTileDepth;
+    const int steps = (end - begin + kTileDepth - 1) / kTileDepth;
+    const BFloat16* factors = reinterpret_cast<const BFloat16*>(weights) + begin;
+    const bool two_halves = rows > kTileRows;
+    for (int column = 0; column < stride; column += kStrip) {
+      const bool whole = stride - column >= kStrip;
+      const int width = whole ? kStrip : stride - column;
+      const BFloat16* strip = static_cast<const BFloat16*>(scratch.values) + static_cast<size_t>(column) * kKvBlock +
+                              static_cast<size_t>(begin) * width;
+      upcoming.advance(1);
+      const auto multiply = two_halves ? (whole ? amx_multiply<true, true, true> : amx_multiply<true, true, false>)
+                                       : (whole ? amx_multiply<true, false, true> : amx_multiply<true, false, false>);
+      multiply(factors, 2 * kKvBlock, strip, width, steps, output + column, stride);
+    }
+  }
+  void finish() { upcoming.rest(); }
+};
+
+}  // namespace
+}  // namespace fastattention

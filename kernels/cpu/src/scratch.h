@@ -1,0 +1,52 @@
+// The shapes that the tuning table chose, and the memory of one work item.
+namespace fastattention {
+namespace {
+
+constexpr int kPanelRows = kTuning.panel_rows;
+constexpr int kPanelVectors = kTuning.panel_vectors;
+constexpr int kDirectRows = kTuning.direct_rows;
+constexpr int kDirectAccumulators = kTuning.direct_accumulators;
+static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth, "direct panels halve their rows");
+
+// Packed operands are strips of kStrip columns, each [depth / kDepth][columns][kDepth]: a register tile reads its strip
+// from front to back, and the strip stays in the L1 cache while panel after panel of rows passes.
+constexpr int kStrip = kPanelVectors * kWidth;
+static_assert(kKvBlock % kStrip == 0, "tiles are whole strips");
+// Scores are computed, and made weights, for whole groups of this many KV tokens.
+constexpr int kColumnStep = kStrip;
+
+// Rows and dimensions are padded to this: an AMX tile pair has 32 rows, and one of its products spans 32 dimensions.
+constexpr int kPadding = 32;
+
+struct Scratch {
+  void* query;    // [rows][Panels::query_stride] in the panels' element type
+  float* output;  // [rows][Panels::output_stride], unnormalised
+  float* reference;  // [rows] what a row's weights are relative to, in base 2
+  float* sums;       // [rows][kWidth], lane by lane
+  float* scores;     // [Panels::kRows][kKvBlock]
+  void* keys;        // packed K of the tile
+  void* values;      // packed V of the tile
+  size_t floats;
+
+  Scratch(void* memory, int rows, int head_size) : floats(0) {
+    const size_t stride = round_up(head_size, kPadding);
+    const size_t padded = round_up(rows, kPadding);
+    const auto take = [&](size_t count) {
+      float* part = memory != nullptr ? static_cast<float*>(memory) + floats : nullptr;
+      floats += (count + 15) / 16 * 16;  // every part starts on a cache line
+      return part;
+    };
+    query = take(padded * stride);
+    output = take(padded * stride);
+    reference = take(padded);
+    sums = take(padded * kWidth);
+    scores = take(kPadding * kKvBlock);
+    keys = take(stride * kKvBlock);
+    values = take(kKvBlock * stride);
+  }
+};
+
+size_t scratch_bytes(int rows, int head_size) { return Scratch(nullptr, rows, head_size).floats * sizeof(float); }
+
+}  // namespace
+}  // namespace fastattention
