@@ -231,7 +231,7 @@ def install_dev() -> None:
 
     # The extras' packages alone: naming the project itself would build the kernels once more.
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    pip("install", *extras["dev"], *extras["ray"])
+    pip("install", *extras["bench"], *extras["dev"], *extras["ray"])
 
 
 # --- pip -----------------------------------------------------------------------------------------------------------

@@ -162,6 +162,19 @@ int32_t fa_cpu_alloc(int64_t bytes, const int32_t* nodes, int32_t num_nodes, voi
                      fa_cpu_placement* achieved);
 void fa_cpu_free(void* address, int64_t bytes);
 
+/* Measuring instruments: what any attention kernel on this machine is bound by. Both run on the pool's threads.
+ *
+ * Reads every byte of num_pages pages once and does nothing else with them. prefetch_bytes: how far ahead of itself a
+ * thread asks for data, 0 to leave that to the hardware; streams: places it reads at a time, 1, 2 or 4. Sizes are
+ * multiples of 8. *checksum becomes the exclusive or of all 64-bit words. */
+int32_t fa_cpu_read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, int32_t prefetch_bytes,
+                          int32_t streams, uint64_t* checksum);
+/* Arithmetic on registers alone that this build and machine can do, comma-separated: of "bf16_amx", "bf16_dot"
+ * (AVX-512) and "fp32_fma", which is always there. The widest unit comes first; whether it is the fastest, measure. */
+const char* fa_cpu_peak_kinds(void);
+/* `iterations` rounds of it, shared by the threads; *flops becomes the operations done, a multiply-add being 2. */
+int32_t fa_cpu_peak(const char* kind, int64_t iterations, double* flops);
+
 #ifdef __cplusplus
 }
 #endif

@@ -13,6 +13,7 @@
 #include "fastattention_cpu.h"
 #include "isa.h"
 #include "memory.h"
+#include "roof_choice.h"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -22,6 +23,8 @@ namespace {
 constexpr int kMaxThreads = 4096;
 constexpr int kMaxCpus = 1 << 18;
 constexpr int64_t kMaxBytes = int64_t{1} << 52;  // so that rounding up cannot overflow
+constexpr int kMaxPrefetchBytes = 1 << 20;
+constexpr int64_t kMaxPeakIterations = int64_t{1} << 40;
 
 thread_local char last_error[512] = "";
 
@@ -288,4 +291,54 @@ FA_EXPORT int32_t fa_cpu_alloc(int64_t bytes, const int32_t* nodes, int32_t num_
 
 FA_EXPORT void fa_cpu_free(void* address, int64_t bytes) {
   if (address != nullptr) unmap_memory(address, whole_huge_pages(bytes));
+}
+
+FA_EXPORT int32_t fa_cpu_read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages,
+                                    int32_t prefetch_bytes, int32_t streams, uint64_t* checksum) {
+  return guarded([&]() -> int32_t {
+    if (num_pages < 0)
+      return fail(FA_BAD_ARGUMENT, "num_pages must not be negative, but is %lld.", (long long)num_pages);
+    if (prefetch_bytes < 0 || prefetch_bytes > kMaxPrefetchBytes) {
+      return fail(FA_BAD_ARGUMENT, "prefetch_bytes must lie between 0 and %d, but is %d.", kMaxPrefetchBytes,
+                  prefetch_bytes);
+    }
+    if (streams != 1 && streams != 2 && streams != 4) {
+      return fail(FA_BAD_ARGUMENT, "streams must be 1, 2 or 4, not %d.", streams);
+    }
+    if (checksum == nullptr) return fail(FA_BAD_ARGUMENT, "checksum must not be a null pointer.");
+    if (num_pages > 0 && (pages == nullptr || bytes == nullptr)) {
+      return fail(FA_BAD_ARGUMENT, "%s must not be a null pointer.", pages == nullptr ? "pages" : "bytes");
+    }
+    for (int64_t page = 0; page < num_pages; ++page) {
+      if (bytes[page] < 0 || bytes[page] % 8 != 0) {
+        return fail(FA_BAD_ARGUMENT, "bytes[%lld] must be a multiple of 8, not %lld.", (long long)page,
+                    (long long)bytes[page]);
+      }
+      if (pages[page] == nullptr) {
+        return fail(FA_BAD_ARGUMENT, "pages[%lld] must not be a null pointer.", (long long)page);
+      }
+    }
+    *checksum = Engine::get().read_pages(pages, bytes, num_pages, {prefetch_bytes, streams});
+    return FA_OK;
+  });
+}
+
+FA_EXPORT const char* fa_cpu_peak_kinds(void) { return usable_peak_names(); }
+
+FA_EXPORT int32_t fa_cpu_peak(const char* kind, int64_t iterations, double* flops) {
+  return guarded([&]() -> int32_t {
+    if (flops == nullptr) return fail(FA_BAD_ARGUMENT, "flops must not be a null pointer.");
+    if (iterations < 1 || iterations > kMaxPeakIterations) {
+      return fail(FA_BAD_ARGUMENT, "iterations must lie between 1 and %lld, but is %lld.",
+                  (long long)kMaxPeakIterations, (long long)iterations);
+    }
+    for (const PeakLoop* loop : usable_peaks()) {
+      if (kind == nullptr || std::string(kind) != loop->name) continue;
+      Engine::get().spin(*loop, iterations);
+      *flops = static_cast<double>(iterations) * static_cast<double>(loop->flops_per_iteration);
+      return FA_OK;
+    }
+    return fail(FA_BAD_ARGUMENT, "peak kind %s is not usable here; usable: %s.", kind != nullptr ? kind : "(null)",
+                usable_peak_names());
+  });
 }

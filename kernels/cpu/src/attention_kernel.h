@@ -96,7 +96,8 @@ void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head
 }
 
 template <class T, class Panels>
-void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int num_rows, const Scratch& scratch) {
+void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, int num_rows,
+                  const Scratch& scratch) {
   using Weight = typename Panels::Weight;
   const int group = problem.num_heads / problem.num_kv_heads;
   const Visibility visible = visibility(problem, item.seq);
@@ -110,15 +111,17 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int
   KvRows<T> row_sets[2];
   KvRows<T>* rows = &row_sets[0];
   KvRows<T>* upcoming = &row_sets[1];
-  const auto tile_size = [&](int64_t first) {
-    return item.kv_end - first < kKvBlock ? static_cast<int>(item.kv_end - first) : kKvBlock;
+  const auto locate_tile = [&](const WorkItem& of, int64_t first, KvRows<T>& to) {
+    if (first >= of.kv_end) return false;
+    locate(problem, of, first, of.kv_end - first < kKvBlock ? static_cast<int>(of.kv_end - first) : kKvBlock, to);
+    return true;
   };
-  if (item.kv_begin < item.kv_end) locate(problem, item, item.kv_begin, tile_size(item.kv_begin), *rows);
+  locate_tile(item, item.kv_begin, *rows);
 
   for (int64_t tile = item.kv_begin; tile < item.kv_end; tile += kKvBlock) {
-    const int64_t next = tile + kKvBlock;
-    if (next < item.kv_end) locate(problem, item, next, tile_size(next), *upcoming);
-    panels.prepare(*rows, next < item.kv_end ? upcoming : nullptr, num_rows);
+    const bool more = locate_tile(item, tile + kKvBlock, *upcoming) ||
+                      (following != nullptr && locate_tile(*following, following->kv_begin, *upcoming));
+    panels.prepare(*rows, more ? upcoming : nullptr, num_rows);
     const auto column = [&](int64_t position) {
       const int64_t c = position - tile;
       return c < 0 ? 0 : c > rows->count ? rows->count : static_cast<int>(c);
@@ -169,7 +172,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, int
 }
 
 template <class T, class Panels>
-void attend_with(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
+void attend_with(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* memory) {
   const int head_size = problem.head_size;
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
   const int stride = Panels::output_stride(head_size);
@@ -179,7 +182,7 @@ void attend_with(const fa_attention_problem& problem, const WorkItem& item, void
   __builtin_memset(scratch.output, 0, sizeof(float) * round_up(num_rows, kPadding) * stride);
   __builtin_memset(scratch.sums, 0, sizeof(float) * num_rows * kWidth);
   for (int r = 0; r < num_rows; ++r) scratch.reference[r] = -kInfinity;
-  attend_tiles<T, Panels>(problem, item, num_rows, scratch);
+  attend_tiles<T, Panels>(problem, item, following, num_rows, scratch);
 
   const auto row_output = [&](int row) { return scratch.output + static_cast<size_t>(row) * stride; };
   const auto row_sum = [&](int row) { return reduce_add(load(scratch.sums + static_cast<size_t>(row) * kWidth)); };
@@ -198,7 +201,7 @@ void attend_with(const fa_attention_problem& problem, const WorkItem& item, void
 }
 
 template <class T>
-void attend_kv(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
+void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* memory) {
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
 #if defined(FA_AVX512_BF16)
   // Only where bf16 holds the operands exactly; and scaled scores must be ordered as the products are.
@@ -206,22 +209,22 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, void* 
     if (problem.dtype == FA_BF16 && problem.scale > 0.0f && num_rows > kTuning.max_direct_rows_bf16) {
 #if defined(FA_AMX)
       if (num_rows <= kTuning.max_amx_direct_rows && AmxDirectPanels<T>::can_run(problem)) {
-        return attend_with<T, AmxDirectPanels<T>>(problem, item, memory);
+        return attend_with<T, AmxDirectPanels<T>>(problem, item, following, memory);
       }
-      return attend_with<T, AmxPanels<T>>(problem, item, memory);
+      return attend_with<T, AmxPanels<T>>(problem, item, following, memory);
 #else
-      return attend_with<T, PackedPanels<T, Bf16Unit>>(problem, item, memory);
+      return attend_with<T, PackedPanels<T, Bf16Unit>>(problem, item, following, memory);
 #endif
     }
   }
 #endif
-  if (num_rows <= kTuning.max_direct_rows) return attend_with<T, DirectPanels<T>>(problem, item, memory);
-  attend_with<T, PackedPanels<T, FmaUnit>>(problem, item, memory);
+  if (num_rows <= kTuning.max_direct_rows) return attend_with<T, DirectPanels<T>>(problem, item, following, memory);
+  attend_with<T, PackedPanels<T, FmaUnit>>(problem, item, following, memory);
 }
 
-void attend(const fa_attention_problem& problem, const WorkItem& item, void* memory) {
+void attend(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* memory) {
   with_kv_dtype(problem.kv_dtype, [&](auto* type) {
-    attend_kv<__typeof__(*type)>(problem, item, memory);
+    attend_kv<__typeof__(*type)>(problem, item, following, memory);
   });
 }
 

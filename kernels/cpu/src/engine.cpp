@@ -10,9 +10,18 @@
 #include <thread>
 
 #include "isa.h"
+#include "roof_choice.h"
 #include "schedule_tuning.h"
 
 namespace fastattention {
+namespace {
+
+// A thread's turn at reading: so long that taking the next one costs nothing, so short that all end together.
+constexpr int64_t kMinBytesPerRead = 64 * 1024;
+constexpr int64_t kMaxBytesPerRead = 1024 * 1024;
+constexpr int64_t kTurnsPerThread = 16;
+
+}  // namespace
 
 Engine& Engine::get() {
   // Never destroyed, so a daemon thread that calls during exit finds it; only its workers are joined.
@@ -71,18 +80,24 @@ void Engine::for_each(int64_t count, bool alone, const F& task) {
   struct Context {
     const F& task;
     int64_t count;
+    int64_t last_reserved;
     alignas(64) std::atomic<int64_t> next;
-  } context{task, count, {0}};
+  } context{task, count, count - kPool.unreserved_items_per_thread * num_threads_, {0}};
   const auto participate = [](void* opaque, int participant) {
     Context& shared = *static_cast<Context*>(opaque);
-    for (int64_t i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.count;) {
-      shared.task(i, participant);
+    const auto take = [&] { return shared.next.fetch_add(1, std::memory_order_relaxed); };
+    for (int64_t i = take(); i < shared.count;) {
+      // Knowing what comes next lets a task prepare for it; near the end, whoever is free first takes it.
+      const int64_t reserved = i < shared.last_reserved ? take() : -1;
+      shared.task(i, reserved < shared.count ? reserved : -1, participant);
+      i = reserved >= 0 ? reserved : take();
     }
   };
   ThreadPool* threads = count > 1 && !alone ? pool() : nullptr;
   if (threads != nullptr) {
     threads->run(participate, &context, static_cast<int>(std::min<int64_t>(count, num_threads_) - 1));
   } else {
+    context.last_reserved = count;
     participate(&context, 0);
   }
 }
@@ -109,26 +124,33 @@ void Engine::attend(const fa_attention_problem& problem) {
   }
 
   const bool alone = plan_.multiply_adds < kPool.solo_multiply_adds;
-  for_each(plan_.num_items, alone, [&](int64_t index, int participant) {
+  const auto partial_of = [&](const RowBlock& block, int64_t head, int64_t split) {
+    return partials + block.first_partial + block.partial_size * static_cast<size_t>(head * block.num_splits + split);
+  };
+  const auto item_at = [&](int64_t index, const RowBlock*& block) {
     // Heads inner: neighbours in memory run at the same time.
     const Piece& piece = plan_.pieces[static_cast<size_t>(index / problem.num_kv_heads)];
-    const RowBlock& block = plan_.blocks[static_cast<size_t>(piece.block)];
-    WorkItem item = block.item;
+    block = &plan_.blocks[static_cast<size_t>(piece.block)];
+    WorkItem item = block->item;
     item.kv_head = static_cast<int32_t>(index % problem.num_kv_heads);
-    if (block.num_splits == 1) {
-      kernel.attend(problem, item, scratch_[participant].data);
-      return;
+    if (block->num_splits > 1) {
+      item.kv_begin = split_begin(*block, piece.split);
+      item.kv_end = split_begin(*block, piece.split + 1);
+      item.partial = partial_of(*block, item.kv_head, piece.split);
     }
-    float* head_partials =
-        partials + block.first_partial + block.partial_size * static_cast<size_t>(item.kv_head) * block.num_splits;
-    item.kv_begin = split_begin(block, piece.split);
-    item.kv_end = split_begin(block, piece.split + 1);
-    item.partial = head_partials + block.partial_size * piece.split;
-    kernel.attend(problem, item, scratch_[participant].data);
+    return item;
+  };
+  for_each(plan_.num_items, alone, [&](int64_t index, int64_t next, int participant) {
+    const RowBlock* block = nullptr;
+    const RowBlock* next_block = nullptr;
+    WorkItem item = item_at(index, block);
+    const WorkItem following = next >= 0 ? item_at(next, next_block) : WorkItem{};
+    kernel.attend(problem, item, next >= 0 ? &following : nullptr, scratch_[participant].data);
+    if (block->num_splits == 1) return;
     // Whoever finishes last merges; release and acquire make the others' partials visible to it.
-    if (unmerged[block.first_merge + item.kv_head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      item.partial = head_partials;
-      kernel.merge(problem, item, block.num_splits);
+    if (unmerged[block->first_merge + item.kv_head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      item.partial = partial_of(*block, item.kv_head, 0);
+      kernel.merge(problem, item, block->num_splits);
     }
   });
 }
@@ -142,7 +164,7 @@ void Engine::write_kv(const fa_kv_write& write) {
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, false, [&](int64_t index, int) {
+  for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, false, [&](int64_t index, int64_t, int) {
     kernel.write_kv(write, index * tokens_per_item, std::min(write.num_tokens, (index + 1) * tokens_per_item));
   });
 }
@@ -150,7 +172,7 @@ void Engine::write_kv(const fa_kv_write& write) {
 void Engine::zero(void* address, int64_t bytes, bool fresh) {
   constexpr int64_t kSmallestPage = 4096;
   const std::lock_guard<std::mutex> lock(mutex_);
-  for_each((bytes + kTouchBytes - 1) / kTouchBytes, false, [&](int64_t index, int) {
+  for_each((bytes + kTouchBytes - 1) / kTouchBytes, false, [&](int64_t index, int64_t, int) {
     char* const begin = static_cast<char*>(address) + index * kTouchBytes;
     const int64_t length = std::min(kTouchBytes, bytes - index * kTouchBytes);
     if (!fresh) {
@@ -186,6 +208,56 @@ int64_t Engine::measure_wake() {
       },
       &context, context.awaited - 1);
   return context.last;
+}
+
+uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, ReadMethod method) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const ReadLoop read = best_read_loop();
+  int64_t total = 0;
+  for (int64_t page = 0; page < num_pages; ++page) total += bytes[page];
+  const int64_t wanted =
+      std::clamp(total / (num_threads_ * kTurnsPerThread), kMinBytesPerRead, kMaxBytesPerRead) / 64 * 64;
+
+  struct Turn {
+    int64_t page, offset;
+  };
+  std::vector<Turn> turns;
+  for (int64_t page = 0, filled = wanted; page < num_pages; ++page) {
+    for (int64_t offset = 0; offset < bytes[page];) {
+      if (filled == wanted) {
+        turns.push_back({page, offset});
+        filled = 0;
+      }
+      const int64_t taken = std::min(wanted - filled, bytes[page] - offset);
+      filled += taken;
+      offset += taken;
+    }
+  }
+  const int64_t num_turns = static_cast<int64_t>(turns.size());
+  turns.push_back({num_pages, 0});
+
+  std::atomic<uint64_t> checksum{0};
+  for_each(num_turns, false, [&](int64_t index, int64_t, int) {
+    const Turn end = turns[index + 1];
+    uint64_t sum = 0;
+    int64_t offset = turns[index].offset;
+    for (int64_t page = turns[index].page; page < end.page; ++page, offset = 0) {
+      sum ^= read(static_cast<const char*>(pages[page]) + offset, bytes[page] - offset, method);
+    }
+    if (end.offset > offset)
+      sum ^= read(static_cast<const char*>(pages[end.page]) + offset, end.offset - offset, method);
+    checksum.fetch_xor(sum, std::memory_order_relaxed);
+  });
+  return checksum;
+}
+
+void Engine::spin(const PeakLoop& loop, int64_t iterations) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t turns = std::min<int64_t>(iterations, num_threads_ * kTurnsPerThread);
+  for_each(turns, false, [&](int64_t index, int64_t, int) {
+    volatile float result = loop.run(iterations * (index + 1) / turns - iterations * index / turns);
+    (void)result;
+  });
 }
 
 }  // namespace fastattention

@@ -9,6 +9,7 @@
 
 #include "kernel.h"
 #include "plan.h"
+#include "roof.h"
 #include "thread_pool.h"
 
 namespace fastattention {
@@ -26,6 +27,8 @@ class Engine {
   void zero(void* address, int64_t bytes, bool fresh);
 
   int64_t measure_wake();  // nanoseconds until every participant of a job runs; -1: not within a second
+  uint64_t read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, ReadMethod method);
+  void spin(const PeakLoop& loop, int64_t iterations);
 
   // Around fork(): a child has none of its parent's threads, so it starts with a pool of its own.
   void before_fork() { mutex_.lock(); }

@@ -53,7 +53,8 @@ static inline size_t partial_floats(int rows, int head_size) { return static_cas
 struct KernelTable {
   const char* name;
   size_t (*scratch_bytes)(int rows, int head_size);
-  void (*attend)(const fa_attention_problem& problem, const WorkItem& item, void* scratch);
+  // following: what this thread computes next, if that is known; its first K and V are fetched at the end of this item.
+  void (*attend)(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* scratch);
   // Joins num_splits partials lying one behind the other, in that order; item.partial points at the first.
   void (*merge)(const fa_attention_problem& problem, const WorkItem& item, int num_splits);
   void (*write_kv)(const fa_kv_write& write, int64_t token_begin, int64_t token_end);

@@ -1,0 +1,162 @@
+"""`fastattention bench cpu` and `benchmarks/cpu_attention.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+
+from fastattention_vllm.attention import cpu as kernels
+from fastattention_vllm.bench import table
+from fastattention_vllm.bench.cases import DEFAULT_PAGE, Case, parse_case
+from fastattention_vllm.bench.contenders import contenders
+from fastattention_vllm.bench.report import Report, Row, report
+from fastattention_vllm.bench.runner import Runner
+from fastattention_vllm.bench.suites import SUITES, cases_of
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this machine.")
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def fastattention() -> None:
+    """FastAttention for vLLM."""
+
+
+@bench.callback()
+def benchmarks() -> None:
+    """Side-by-side measurements; they want an otherwise idle machine."""
+
+
+@bench.command()
+def cpu(
+    suite: Annotated[list[str] | None, typer.Option(help=f"Named lists of cases: {', '.join(SUITES)}.")] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="One case, as in 'decode bf16 (32,8,128) 32K b1' or 'prefill bf16 (32,8,128) 512 on 8K'."),
+    ] = None,
+    threads: Annotated[str, typer.Option(help="Thread counts, each in a process of its own: 1,2,4.")] = "",
+    contender: Annotated[list[str] | None, typer.Option(help="Only these: ours, sdpa, vllm.")] = None,
+    page: Annotated[int, typer.Option(min=1, help="Tokens per page, where the case does not say.")] = DEFAULT_PAGE,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved samples of each contender.")] = 9,
+    sweep_gib: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Decode rotates over this much memory, instead of 4 GiB or 8 times the L3."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the rows there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
+) -> None:
+    """CPU attention next to other implementations and to what this machine can do at all.
+
+    Without a suite or a case, the suite `quick` runs.
+    """
+    try:
+        cases = chosen_cases(suite or ([] if case else ["quick"]), case or [], page)
+        counts = chosen_threads(threads)
+        contenders(contender)
+        kernels.isa()
+        if plot is not None:
+            plot.mkdir(parents=True, exist_ok=True)
+        if json is not None:
+            json.touch()
+    except (ValueError, RuntimeError, OSError) as error:  # now, and not after half an hour of measuring
+        typer.echo(f"fastattention bench: {error}", err=True)
+        raise typer.Exit(2) from None
+    found, status = measure_in_children(cases, counts, contender, rounds, sweep_gib)
+    console = new_console()
+    if found.rows:
+        table.print_report(console, found)
+    if json is not None:
+        json.write_text(found.model_dump_json(indent=1) + "\n")
+    if plot is not None:
+        from fastattention_vllm.bench.plots import draw
+
+        for path in draw(found, plot):
+            console.print(f"wrote {path}")
+    raise typer.Exit(status)
+
+
+def new_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 180)
+
+
+def chosen_cases(suites: list[str], spelled: list[str], page: int) -> list[Case]:
+    """Each case once; ``ValueError`` with one sentence for what cannot be understood."""
+    named = [found for suite in suites for found in cases_of(suite, page)]
+    return list(dict.fromkeys(named + [parse_case(text, page) for text in spelled]))
+
+
+def chosen_threads(text: str) -> list[int]:
+    """The counts in ``text``, or one thread per CPU that this process may use; ``ValueError`` with one sentence."""
+    available = len(os.sched_getaffinity(0))
+    parts = text.split(",") if text else [str(available)]
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--threads is {text!r}; write numbers separated by commas, as in 1,2,4.")
+    counts = [int(part) for part in parts]
+    for count in counts:
+        if not 1 <= count <= available:
+            raise ValueError(f"--threads names {count}, but this process may use 1 to {available} CPUs.")
+    return list(dict.fromkeys(counts))
+
+
+class Order(BaseModel):
+    """What a measuring process is told."""
+
+    cases: list[Case]
+    threads: int
+    contenders: list[str] | None
+    rounds: int
+    sweep_bytes: int | None
+    out: Path
+
+
+def measure_in_children(
+    cases: list[Case], counts: list[int], names: list[str] | None, rounds: int, sweep_gib: float | None
+) -> tuple[Report, int]:
+    """What was measured, and the exit status: rows of a run that breaks off are kept.
+
+    One process per thread count: OpenMP takes its number of threads when it starts.
+    """
+    sweep_bytes = None if sweep_gib is None else int(sweep_gib * 2**30)
+    rows: list[Row] = []
+    status = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for threads in counts:
+            out = Path(folder) / f"{threads}.json"
+            order = Order(
+                cases=cases, threads=threads, contenders=names, rounds=rounds, sweep_bytes=sweep_bytes, out=out
+            )
+            command = [sys.executable, "-m", "fastattention_vllm.bench.child", order.model_dump_json()]
+            try:
+                status = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}).returncode
+            except KeyboardInterrupt:
+                status = 130
+            if out.exists():
+                rows += Report.model_validate_json(out.read_text()).rows
+            if status:
+                break
+    return report(rows, max(counts)), status
+
+
+def measure_here(order: Order, console: Console) -> None:
+    """Measure in this process; the report so far is in ``order.out`` after every case."""
+    kernels.set_num_threads(order.threads)
+    torch.set_num_threads(order.threads)
+    runner = Runner(contenders(order.contenders), order.threads, order.rounds, order.sweep_bytes)
+    rows: list[Row] = []
+    for case in order.cases:
+        start = time.perf_counter()
+        found = runner.measure(case)
+        table.print_rows(console, found, time.perf_counter() - start)
+        rows += found
+        order.out.write_text(report(rows, order.threads).model_dump_json())

@@ -1,0 +1,107 @@
+"""Who is measured. Each one reads the same memory, in the layout that is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.bench.cases import DTYPES, Case
+
+OURS = "ours"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A contender, ready to run one case."""
+
+    calls: list[Callable[[], torch.Tensor]]
+    """One per layer: computes the case over that layer's cache and returns ``[batch * q_len, heads, head_size]``."""
+    load: Callable[[int, int, torch.Tensor, torch.Tensor], None]
+    """``load(sequence, first_token, key, value)`` writes rows into layer 0; key and value are ``[tokens, KV heads,
+    head_size]`` in the cache's dtype. ``first_token`` is a multiple of the page."""
+
+
+class Contender(Protocol):
+    name: str
+    peer: str
+    """Whom it stands for in the report: of several with the same peer the fastest correct one counts."""
+
+    def why_not(self, case: Case) -> str | None:
+        """Why it cannot run ``case``, in one sentence."""
+
+    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+        """``query``: ``[batch * q_len, heads, head_size]``; ``layers``: uint8 of ``case.layer_bytes`` each."""
+
+
+def block_table(case: Case) -> torch.Tensor:
+    """``[batch, pages]`` int32: every page of a layer once, in an order that no prefetcher can guess."""
+    generator = torch.Generator().manual_seed(2)
+    pages = torch.randperm(case.batch * case.pages_per_seq, generator=generator)
+    return pages.to(torch.int32).view(case.batch, case.pages_per_seq)
+
+
+def sequence_tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """``query_start_loc`` ``[batch + 1]`` and ``seq_lens`` ``[batch]``, int32."""
+    starts = torch.arange(0, (case.batch + 1) * case.q_len, case.q_len, dtype=torch.int32)
+    return starts, torch.full((case.batch,), case.kv_len, dtype=torch.int32)
+
+
+class Ours:
+    name = OURS
+    peer = OURS
+
+    def why_not(self, case: Case) -> str | None:
+        dtype, kv_dtype = DTYPES[case.dtype], DTYPES[case.kv_dtype]
+        cache = torch.empty(1, 1, case.num_kv_heads, case.head_size, dtype=kv_dtype)
+        starts, seq_lens = sequence_tensors(case)
+        query = torch.empty(0, case.num_heads, case.head_size, dtype=dtype)
+        return cpu.can_run(AttentionProblem(query, cache, cache, starts, seq_lens, 1.0, True, block_table(case)))
+
+    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+        """vLLM's paged layout: ``[blocks, KV heads, page, K | V]``."""
+        table = block_table(case)
+        starts, seq_lens = sequence_tensors(case)
+        shape = (table.numel(), case.num_kv_heads, case.page, 2, case.head_size)
+        caches = [layer.view(DTYPES[case.kv_dtype]).view(shape) for layer in layers]
+        out = torch.empty_like(query)
+
+        def call(cache: torch.Tensor) -> Callable[[], torch.Tensor]:
+            key, value = cache.permute(3, 0, 2, 1, 4)
+            problem = AttentionProblem(
+                query, key, value, starts, seq_lens, case.head_size**-0.5, causal=True, block_table=table
+            )
+
+            def run() -> torch.Tensor:
+                cpu.run(problem, out)
+                return out
+
+            return run
+
+        def load(sequence: int, first_token: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            for start in range(0, key.shape[0], case.page):
+                page = caches[0][int(table[sequence, (first_token + start) // case.page])]
+                rows = key[start : start + case.page].shape[0]
+                page[:, :rows, 0] = key[start : start + rows].transpose(0, 1)
+                page[:, :rows, 1] = value[start : start + rows].transpose(0, 1)
+
+        return Bound([call(cache) for cache in caches], load)
+
+
+def contenders(names: list[str] | None = None) -> list[Contender]:
+    """All that are known, ours first, or those of ``names``; ``ValueError`` naming them if one is not known."""
+    from fastattention_vllm.bench import sdpa, vllm_native
+
+    known: dict[str, list[Contender]] = {
+        OURS: [Ours()],
+        "sdpa": [sdpa.Sdpa(), sdpa.SdpaFolded()],
+        "vllm": [vllm_native.CpuAttn()],
+    }
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"there is no contender {name!r}; choose from {', '.join(known)}.")
+    return [contender for name, group in known.items() if names is None or name in names for contender in group]

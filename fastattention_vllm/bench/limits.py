@@ -1,0 +1,103 @@
+"""The roof of a case: the longer of reading its pages and doing its arithmetic, both measured, on the same threads."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fastattention_vllm.attention import roof
+from fastattention_vllm.bench.cases import DTYPES, Case
+from fastattention_vllm.bench.contenders import block_table
+from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
+
+READ_METHODS = [roof.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048, 4096)]
+_PEAK_SECONDS = 0.03
+_TRY_SECONDS = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """``read`` and ``arithmetic``: seconds that a case takes at least for its memory and for its FLOPs."""
+
+    read: float
+    arithmetic: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.read, self.arithmetic)
+
+    @property
+    def longer(self) -> str:
+        return "read" if self.read >= self.arithmetic else "flops"
+
+
+def usable_kinds(dtype: str) -> list[str]:
+    """Arithmetic units of this machine that can take the products of ``dtype`` (a case's query dtype)."""
+    return [kind for kind in roof.peak_kinds() if kind == "fp32_fma" or (dtype == "bf16" and kind.startswith("bf16"))]
+
+
+class Peak:
+    """One arithmetic unit at full speed: a call runs for about 30 ms."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.flops = 0.0
+        """Of one call."""
+        self._iterations = 1000
+        while (seconds := self._seconds()) < _PEAK_SECONDS / 2:
+            self._iterations = int(self._iterations * min(100.0, 1.2 * _PEAK_SECONDS / max(seconds, 1e-6)))
+
+    def __call__(self) -> None:
+        self.flops = roof.peak(self.kind, self._iterations)
+
+    def rate(self) -> float:
+        """FLOP/s, the best of five."""
+        fastest = min(self._seconds() for _ in range(5))
+        return self.flops / fastest
+
+    def _seconds(self) -> float:
+        start = time.perf_counter()
+        self()
+        return time.perf_counter() - start
+
+
+def fastest_peak(dtype: str) -> Peak:
+    """The unit that is fastest in fact: a bf16 dot product can be slower than fp32 multiply-adds."""
+    return max((Peak(kind) for kind in usable_kinds(dtype)), key=Peak.rate)
+
+
+def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader]:
+    """One reader per layer of the very bytes that attention reads.
+
+    In the order of addresses, neighbours joined: no order of the block table can be faster. ``layers`` are in the
+    paged layout ``[blocks, KV heads, page, K | V]``; what lies behind the last token of a sequence is left out.
+    """
+    row = 2 * case.head_size * DTYPES[case.kv_dtype].itemsize
+    table = block_table(case)
+    used = torch.full((table.numel(),), case.page)
+    used[table[:, -1].long()] = case.kv_len - (case.pages_per_seq - 1) * case.page
+    runs: list[list[int]] = []
+    for block, tokens in enumerate(used.tolist()):
+        begin = block * case.num_kv_heads * case.page * row
+        parts = 1 if tokens == case.page else case.num_kv_heads
+        size = tokens * row * (case.num_kv_heads // parts)
+        for part in range(parts):
+            at = begin + part * case.page * row
+            if runs and sum(runs[-1]) == at:
+                runs[-1][1] += size
+            else:
+                runs.append([at, size])
+    return [roof.PageReader([layer.data_ptr() + at for at, _ in runs], [size for _, size in runs]) for layer in layers]
+
+
+def fastest_read(readers: list[roof.PageReader], rotation: Rotation) -> roof.ReadMethod:
+    """The method that read the pages in the shortest time just now. It is then timed anew, next to everyone else."""
+    tried = {
+        method: Subject(str(method), [functools.partial(reader.read, method) for reader in readers], _TRY_SECONDS)
+        for method in READ_METHODS
+    }
+    run_rounds(list(tried.values()), rotation, rounds=3)
+    return min(tried, key=lambda method: tried[method].samples.median)

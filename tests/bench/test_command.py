@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastattention_vllm import cli
+from fastattention_vllm.bench.report import Report
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "cpu_attention.py"
+
+
+def bench(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_from_the_command_line_to_the_plots(tmp_path: Path) -> None:
+    out, plots = tmp_path / "result.json", tmp_path / "plots"
+    result = bench(
+        *("--case", "decode fp16 (4,2,64) 100 b2", "--case", "decode fp16 (4,2,64) 200 b2"),
+        *("--threads", "1", "--rounds", "1", "--sweep-gib", "0.01", "--contender", "ours", "--contender", "sdpa"),
+        *("--json", str(out), "--plot", str(plots)),
+    )
+    assert result.returncode == 0, result.stderr
+    report = Report.model_validate_json(out.read_text())
+    assert [row.case for row in report.rows] == ["decode fp16 (4,2,64) 100 b2", "decode fp16 (4,2,64) 200 b2"]
+    for row in report.rows:
+        assert row.threads == 1
+        assert row.ours is not None
+        assert row.peer_name == "torch SDPA"
+        assert row.longer in ("read", "flops")
+        assert any("as asked" in note for note in row.notes)
+    names = {path.name for path in plots.glob("*.png")}
+    assert names == {"decode-roof-by-context.png", "decode-speed-by-context.png"}
+    assert "of the roof" in result.stdout
+    # On a busy machine, where this runs too, no row may be fit for a mean.
+    assert "geometric mean" in result.stdout or not any(row.reliable for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--case", "decode"], "case 'decode' is not understood"),
+        (["--suite", "all"], "there is no suite 'all'"),
+        (["--threads", "two"], "--threads is 'two'"),
+        (["--threads", "100000"], "--threads names 100000"),
+        (["--contender", "x"], "there is no contender 'x'"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+    ],
+)
+def test_errors_are_one_sentence(arguments: list[str], said: str) -> None:
+    result = bench(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("fastattention bench: ")
+    assert said in line
+
+
+def test_no_library() -> None:
+    result = bench(environment={"FASTATTENTION_CPU_LIBRARY": "/nowhere.so"})
+    assert result.stderr == "fastattention bench: FASTATTENTION_CPU_LIBRARY names /nowhere.so, which does not exist.\n"
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name != "rich" else object())
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == "fastattention needs typer and matplotlib: pip install 'fastattention-vllm[bench]'"

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fastattention_vllm.bench.cases import Case, parse_case
+from fastattention_vllm.bench.contenders import Bound, Contender, Ours, contenders
+from fastattention_vllm.bench.correctness import Checker, make_query
+from fastattention_vllm.bench.memory import Arena
+from fastattention_vllm.bench.report import Row
+from fastattention_vllm.bench.runner import Runner
+from fastattention_vllm.bench.sdpa import Sdpa
+
+CASES = [
+    "decode bf16 (8,2,64) 300 b3 page16",
+    "decode fp16 (4,4,128) 129 b1",
+    "decode fp32 (8,1,64) 1000 b2 page32",
+    "prefill bf16 (8,2,64) 200 page16",
+    "prefill fp16 (8,1,64) 50 on 100 b2",
+]
+
+
+PAIRS = [
+    pytest.param(contender, parse_case(text), id=f"{contender.name}: {text}")
+    for contender in contenders(["ours", "sdpa"])
+    for text in CASES
+    if contender.why_not(parse_case(text)) is None
+]
+
+
+@pytest.mark.parametrize(("contender", "case"), PAIRS)
+def test_each_contender_computes_the_case(contender: Contender, case: Case) -> None:
+    query = make_query(case)
+    bound = contender.bind(case, query, Arena().layers(case, 2))
+    verdict = Checker(case, query).check(bound)
+    assert not verdict.wrong, verdict
+    assert verdict.error < verdict.allowed / 3
+    assert bound.calls[1]().shape == query.shape
+    assert not torch.equal(bound.calls[0]().clone(), bound.calls[1]()), "each layer has a cache of its own"
+
+
+class Broken(Sdpa):
+    """SDPA of another problem; answers as fast as one likes."""
+
+    def __init__(self, name: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.name = self.peer = name
+        self._spoil = spoil
+
+    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+        bound = super().bind(case, query, layers)
+        return Bound([lambda call=call: self._spoil(call()) for call in bound.calls], bound.load)
+
+
+class Failing(Sdpa):
+    name = peer = "failing"
+
+    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+        raise RuntimeError("no such kernel")
+
+
+def measure(text: str, peers: list[Contender]) -> dict[str, Row]:
+    rows = Runner([Ours(), *peers], threads=2, rounds=1, sweep_bytes=1 << 20).measure(parse_case(text))
+    return {str(row.peer_name): row for row in rows}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_wrong_contender_is_reported_as_wrong_and_not_as_fast() -> None:
+    wrong = [
+        Broken("zeros", torch.zeros_like),
+        Broken("nan", lambda out: torch.full_like(out, float("nan"))),
+        Broken("heads swapped", lambda out: out.flip(1)),
+    ]
+    rows = measure("decode bf16 (8,2,64) 300 b3 page16", [*wrong, Sdpa()])
+    for name in ("zeros", "nan", "heads swapped"):
+        assert (rows[name].peer, rows[name].ratio) == (None, None)
+        assert any(f"{name} is wrong" in note for note in rows[name].notes)
+        assert rows[name].peer_error is not None
+    good = rows["torch SDPA"]
+    assert good.peer is not None
+    assert good.ratio == pytest.approx(good.ours / good.peer)
+    assert good.fraction_of_limit == pytest.approx(good.ours / good.limit)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_failing_contender_is_a_row_with_its_reason() -> None:
+    row = measure("prefill fp16 (4,2,64) 100", [Failing()])["failing"]
+    assert row.peer is None
+    assert row.ours is not None
+    assert row.notes[0] == "failing failed: RuntimeError: no such kernel"
+
+
+@pytest.mark.usefixtures("hurried")
+def test_ours_wrong_leaves_the_peer_and_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = Ours.bind
+
+    def spoiled(self: Ours, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+        bound = bind(self, case, query, layers)
+        return Bound([lambda call=call: call() * 2 for call in bound.calls], bound.load)
+
+    monkeypatch.setattr(Ours, "bind", spoiled)
+    row = measure("decode fp16 (4,2,64) 100 b1", [Sdpa()])["torch SDPA"]
+    assert (row.ours, row.ratio, row.fraction_of_limit) == (None, None, None)
+    assert row.peer is not None
+    assert any("ours is wrong" in note for note in row.notes)
+
+
+def test_a_case_that_memory_does_not_allow_is_a_row_that_says_so() -> None:
+    rows = measure("decode fp32 (128,128,256) 1024K b64", [Sdpa()])
+    assert list(rows) == ["None"]
+    assert "may be used here" in rows["None"].notes[0]
+
+
+def test_an_unknown_contender() -> None:
+    with pytest.raises(ValueError, match="choose from ours, sdpa, vllm"):
+        contenders(["theirs"])

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from fastattention_vllm.attention import roof
+from fastattention_vllm.bench import limits
+from fastattention_vllm.bench.cases import parse_case
+from fastattention_vllm.bench.contenders import block_table
+from fastattention_vllm.bench.limits import Roof
+
+
+@pytest.mark.parametrize("text", ["decode bf16 (4,2,64) 50 b3 page16", "decode fp32 (4,1,8) 64 b2 page16"])
+def test_the_plain_read_covers_the_bytes_that_attention_reads(text: str) -> None:
+    """Everything up to the last token of each sequence, and nothing behind it."""
+    case = parse_case(text)
+    layer = torch.randint(0, 256, (case.layer_bytes,), dtype=torch.uint8)
+    table = block_table(case)
+    blocks = layer.view(table.numel(), case.num_kv_heads, case.page, -1)
+    expected = 0
+    for pages in table.tolist():
+        for number, page in enumerate(pages):
+            tokens = min(case.page, case.kv_len - number * case.page)
+            words = blocks[page, :, :tokens].contiguous().view(-1).numpy().view(numpy.uint64)
+            expected ^= int(numpy.bitwise_xor.reduce(words))
+    (reader,) = limits.page_readers(case, [layer])
+    assert reader.read(roof.ReadMethod()) == expected
+    assert reader.total_bytes == case.kv_bytes
+
+
+def test_the_roof_is_the_longer_side() -> None:
+    assert Roof(read=2.0, arithmetic=1.0).seconds == 2.0
+    assert Roof(read=2.0, arithmetic=1.0).longer == "read"
+    assert Roof(read=1.0, arithmetic=3.0).seconds == 3.0
+    assert Roof(read=1.0, arithmetic=3.0).longer == "flops"
+
+
+def test_units_that_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roof, "peak_kinds", lambda: ["bf16_amx", "bf16_dot", "fp32_fma"])
+    assert limits.usable_kinds("bf16") == ["bf16_amx", "bf16_dot", "fp32_fma"]
+    assert limits.usable_kinds("fp16") == limits.usable_kinds("fp32") == ["fp32_fma"]
+
+
+def test_the_fastest_unit_counts_and_not_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"bf16_dot": 1.0, "fp32_fma": 2.0}
+    monkeypatch.setattr(roof, "peak_kinds", lambda: list(rates))
+    monkeypatch.setattr(limits.Peak, "rate", lambda self: rates[self.kind])
+    assert limits.fastest_peak("bf16").kind == "fp32_fma"
