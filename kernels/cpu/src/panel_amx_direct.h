@@ -22,6 +22,7 @@ struct AmxDirectPanels {
   using Element = BFloat16;
   using Weight = OddPair;
   static constexpr int kRows = kTileRows;
+  static constexpr int kTransposeSteps = 2;  // of the prefetch, for each 16 tokens
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
@@ -54,8 +55,8 @@ struct AmxDirectPanels {
   void prepare(const KvRows<T>& rows, const KvRows<T>* next, int num_rows) {
     current = &rows;
     const int panels = (num_rows + kRows - 1) / kRows;
-    const int products = 3 * (round_up(rows.count, kTileRows) / kTileRows) * (head_size / kTileDepth);
-    upcoming = Prefetch<T>(next, head_size, panels * products);
+    const int tiles_of_rows = round_up(rows.count, kTileRows) / kTileRows;
+    upcoming = Prefetch<T>(next, head_size, panels * tiles_of_rows * (3 * head_size / kTileDepth + kTransposeSteps));
   }
 
   // Where the 16 rows from token on begin, and their distance: in the cache where they lie evenly, else in a copy, in
@@ -106,7 +107,9 @@ struct AmxDirectPanels {
         Vec block[kTileRows];
         FA_UNROLL
         for (int t = 0; t < kTileRows; ++t) block[t] = load(products + (i * kTileRows + t) * kTileRows);
+        upcoming.advance();
         transpose(block);
+        upcoming.advance();
         for (int r = 0; r < rows; ++r) store(scores + r * kKvBlock + token + i * kTileRows, block[r]);
       }
     }

@@ -15,7 +15,7 @@ void direct_scores(const float* query, int query_stride, const T* const* key, Pr
       Vec q[R];
       FA_UNROLL
       for (int r = 0; r < R; ++r) q[r] = load(query + r * query_stride + d);
-      upcoming.advance();
+      if (d % (R * kWidth) == 0) upcoming.advance();
       FA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
         const Vec k = part.read(key[column + t] + d);
@@ -32,6 +32,10 @@ void direct_scores(const float* query, int query_stride, const T* const* key, Pr
   }
 }
 
+// Rows are fetched ahead so often that each time some eight cache lines are due: more at once would stop the core.
+template <int N>
+constexpr int kValuesPerStep = 16 / N;
+
 template <class T, int R, int N, class Part>
 inline __attribute__((always_inline)) void direct_values_tile(const float* weights, const T* const* value,
                                                               Prefetch<T>& upcoming, int stride, int begin,
@@ -44,7 +48,7 @@ inline __attribute__((always_inline)) void direct_values_tile(const float* weigh
     for (int n = 0; n < N; ++n) c[r][n] = splat(0.0f);
   }
   for (int i = begin; i < end; ++i) {
-    upcoming.advance();
+    if (i % kValuesPerStep<N> == 0) upcoming.advance();
     Vec operand[N];
     FA_UNROLL
     for (int n = 0; n < N; ++n) operand[n] = part.read(value[i] + d + n * kWidth);
@@ -102,7 +106,8 @@ struct DirectPanels {
     for (int row = 0; row < num_rows; row += kRows) {
       split(num_rows - row < kRows ? num_rows - row : kRows, [&](int, auto count) {
         constexpr int R = decltype(count)::value;
-        steps += rows.count * R / kWidth * vectors + rows.count * ((vectors + value_vectors(R) - 1) / value_vectors(R));
+        constexpr int N = value_vectors(R);
+        steps += rows.count * R / kWidth * ((vectors + R - 1) / R) + ((vectors + N - 1) / N) * rows.count / kValuesPerStep<N>;
       });
     }
     upcoming = Prefetch<T>(next, head_size, steps);
