@@ -63,7 +63,7 @@ class Prefetch {
   }
   inline void advance() {
     due_ += rate_;
-    while (next_ < due_ >> kFraction && next_ < count_) fetch();
+    if (due_ >= at_) fetch_due();
   }
   // To be called when the tile is done: rows whose steps were skipped, such as masked panels.
   void rest() {
@@ -73,6 +73,10 @@ class Prefetch {
  private:
   static constexpr int kFraction = 16;
 
+  __attribute__((noinline)) void fetch_due() {
+    while (next_ < due_ >> kFraction && next_ < count_) fetch();
+    at_ = next_ < count_ ? static_cast<int64_t>(next_ + 1) << kFraction : INT64_MAX;
+  }
   inline void fetch() {
     const T* const* rows = next_ & 1 ? rows_->value : rows_->key;
     const char* line = reinterpret_cast<const char*>(rows[next_ >> 1]);
@@ -81,7 +85,7 @@ class Prefetch {
   }
   const KvRows<T>* rows_ = nullptr;
   int bytes_ = 0, count_ = 0, next_ = 0;  // rows of K and V in turn, as they lie in a cache that holds both together
-  int64_t rate_ = 0, due_ = 0;              // in rows, fixed point
+  int64_t rate_ = 0, due_ = 0, at_ = 0;   // in rows, fixed point
 };
 
 }  // namespace

@@ -97,8 +97,8 @@ struct AmxPanels {
     const int stride = output_stride(head_size);
     const int panels = (num_rows + kRows - 1) / kRows;
     const int strips = (rows.count + kStrip - 1) / kStrip + (stride + kStrip - 1) / kStrip;
-    upcoming = Prefetch<T>(next, head_size,
-                           (rows.count / kWidth) * (stride / kWidth) + rows.count / 2 + panels * strips);
+    upcoming =
+        Prefetch<T>(next, head_size, (rows.count / kWidth) * (stride / kWidth) + rows.count / 2 + panels * strips);
     auto* keys = static_cast<BFloat16*>(scratch.keys);
     auto* values = static_cast<BFloat16*>(scratch.values);
     const int depth = query_stride(head_size);

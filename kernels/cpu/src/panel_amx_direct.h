@@ -1,10 +1,11 @@
-// AMX for few query rows (decode): K and V go from the cache into tile registers as they lie in memory, nothing is packed.
+// AMX for few query rows (decode): K and V go from the cache into tile registers as they lie in memory, nothing is
+// packed.
 //
-//   Scores: K is the left operand (16 tokens x 32 dimensions), the transposed queries the right one, so the products are
-//   transposed scores. Transposing those back takes a quarter of what transposing K would.
-//   Values: the dot product sums pairs of neighbours in a row, which for rows of V are two dimensions of one token. With
-//   (weight, 0) as the pair on the left it yields the even dimensions, with (0, weight) the odd ones: twice the products,
-//   of which there are plenty, instead of interleaving tokens.
+//   Scores: K is the left operand (16 tokens x 32 dimensions), the transposed queries the right one, so the products
+//   are transposed scores. Transposing those back takes a quarter of what transposing K would. Values: the dot product
+//   sums pairs of neighbours in a row, which for rows of V are two dimensions of one token. With (weight, 0) as the
+//   pair on the left it yields the even dimensions, with (0, weight) the odd ones: twice the products, of which there
+//   are plenty, instead of interleaving tokens.
 namespace fastattention {
 namespace {
 
@@ -86,8 +87,8 @@ struct AmxDirectPanels {
       size_t bytes[2];
       const BFloat16* key[2];
       for (int i = 0; i < 2; ++i) {
-        key[i] = rows_at(current->key, token + i * kTileRows, current->key_stride,
-                         copy + i * kTileRows * kMaxHeadSize, &bytes[i]);
+        key[i] = rows_at(current->key, token + i * kTileRows, current->key_stride, copy + i * kTileRows * kMaxHeadSize,
+                         &bytes[i]);
       }
       memory_barrier();
       _tile_zero(0);

@@ -3,9 +3,10 @@
 namespace fastattention {
 namespace {
 
+// Not inlined, here and below: together, the variants would fight over the registers.
 template <class T, int R>
-void direct_scores(const float* query, int query_stride, const T* const* key, Prefetch<T>& upcoming, int head_size,
-                   int begin, int end, float* scores) {
+__attribute__((noinline)) void direct_scores(const float* query, int query_stride, const T* const* key,
+                                             Prefetch<T>& upcoming, int head_size, int begin, int end, float* scores) {
   constexpr int kTokens = kWidth / R;
   for (int column = begin; column < end; column += kTokens) {
     Vec sums[kWidth];
@@ -38,9 +39,8 @@ constexpr int kValuesPerStep = 16 / N;
 
 template <class T, int R, int N, class Part>
 inline __attribute__((always_inline)) void direct_values_tile(const float* weights, const T* const* value,
-                                                              Prefetch<T>& upcoming, int stride, int begin,
-                                                              int end, int d, const float* rescale, float* output,
-                                                              Part part) {
+                                                              Prefetch<T>& upcoming, int stride, int begin, int end,
+                                                              int d, const float* rescale, float* output, Part part) {
   Vec c[R][N];
   FA_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -71,18 +71,17 @@ inline __attribute__((always_inline)) void direct_values_tile(const float* weigh
 }
 
 template <class T, int R, int N>
-void direct_values(const float* weights, const T* const* value, Prefetch<T>& upcoming, int stride, int head_size,
-                   int begin, int end, int d, const float* rescale, float* output) {
+__attribute__((noinline)) void direct_values(const float* weights, const T* const* value, Prefetch<T>& upcoming,
+                                             int stride, int head_size, int begin, int end, int d, const float* rescale,
+                                             float* output) {
   for (; d + N * kWidth <= head_size; d += N * kWidth) {
-    direct_values_tile<T, R, N>(weights, value, upcoming, stride, begin, end, d, rescale, output,
-                                WholeVector());
+    direct_values_tile<T, R, N>(weights, value, upcoming, stride, begin, end, d, rescale, output, WholeVector());
   }
   if constexpr (N > 1) {
     direct_values<T, R, N / 2>(weights, value, upcoming, stride, head_size, begin, end, d, rescale, output);
   } else if constexpr (kWidth > 8) {
     if (d == head_size) return;
-    direct_values_tile<T, R, 1>(weights, value, upcoming, stride, begin, end, d, rescale, output,
-                                HalfVector());
+    direct_values_tile<T, R, 1>(weights, value, upcoming, stride, begin, end, d, rescale, output, HalfVector());
   }
 }
 
@@ -107,7 +106,8 @@ struct DirectPanels {
       split(num_rows - row < kRows ? num_rows - row : kRows, [&](int, auto count) {
         constexpr int R = decltype(count)::value;
         constexpr int N = value_vectors(R);
-        steps += rows.count * R / kWidth * ((vectors + R - 1) / R) + ((vectors + N - 1) / N) * rows.count / kValuesPerStep<N>;
+        steps += rows.count * R / kWidth * ((vectors + R - 1) / R) +
+                 ((vectors + N - 1) / N) * rows.count / kValuesPerStep<N>;
       });
     }
     upcoming = Prefetch<T>(next, head_size, steps);
@@ -136,8 +136,8 @@ struct DirectPanels {
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
     split(rows, [&](int r, auto count) {
       constexpr int R = decltype(count)::value;
-      direct_values<T, R, value_vectors(R)>(weights + r * kKvTile, current->value, upcoming, stride, head_size, begin, end, 0,
-                                    rescale + r, output + r * stride);
+      direct_values<T, R, value_vectors(R)>(weights + r * kKvTile, current->value, upcoming, stride, head_size, begin,
+                                            end, 0, rescale + r, output + r * stride);
     });
   }
   void finish() { upcoming.rest(); }

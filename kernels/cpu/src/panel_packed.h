@@ -171,8 +171,8 @@ struct PackedPanels {
     const int depth = query_stride(head_size);
     const Element* query = static_cast<const Element*>(scratch.query) + static_cast<size_t>(first_row) * depth;
     with_panel_rows(rows, [&](auto count) {
-      packed_scores<Unit, decltype(count)::value>(query, depth, static_cast<const Element*>(scratch.keys), depth,
-                                                  begin, end, scores, upcoming);
+      packed_scores<Unit, decltype(count)::value>(query, depth, static_cast<const Element*>(scratch.keys), depth, begin,
+                                                  end, scores, upcoming);
     });
   }
   void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
