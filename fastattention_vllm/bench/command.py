@@ -70,7 +70,8 @@ def cpu(
         if json is not None:
             json.touch()
     except (ValueError, RuntimeError, OSError) as error:  # now, and not after half an hour of measuring
-        typer.echo(f"fastattention bench: {error}", err=True)
+        reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else error
+        typer.echo(f"fastattention bench: {reason}", err=True)
         raise typer.Exit(2) from None
     found, status = measure_in_children(cases, counts, contender, rounds, sweep_gib)
     console = new_console()

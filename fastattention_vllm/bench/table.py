@@ -58,7 +58,7 @@ def print_report(console: Console, report: Report) -> None:
     console.print(table)
     unsure = sum(row.ratio is not None and not row.reliable for row in report.rows)
     if unsure:
-        console.print(f"{unsure} rows with disturbed samples only are marked with ? and not part of the means.")
+        console.print(f"Marked with ?, and not part of the means: {unsure} with disturbed samples only.")
     found = summaries(report.rows)
     if found:
         means = Table("group", "peer", "geometric mean", "cases", "lost", "worst case", "", title="Ours against peers")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,12 @@ from fastattention_vllm.bench.contenders import Bound, block_table, sequence_ten
 @functools.cache
 def _operators() -> tuple[Any, Any] | str:
     """``vllm._custom_ops`` and the function that chooses the instruction set, or why they cannot be had."""
+    found = importlib.util.find_spec("vllm")
+    if found is None:
+        return "vLLM is not installed here."
+    # Looked for first: to import what is missing makes vLLM print a warning of its own.
+    if not any(library for folder in found.submodule_search_locations or [] for library in Path(folder).glob("_C*.so")):
+        return "This vLLM has no compiled CPU kernels; a CPU build of it, in an environment of its own, has CPU_ATTN."
     try:
         from vllm.platforms import current_platform
 

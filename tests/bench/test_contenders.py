@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fastattention_vllm.bench import vllm_native
 from fastattention_vllm.bench.cases import Case, parse_case
 from fastattention_vllm.bench.contenders import Bound, Contender, Ours, contenders
 from fastattention_vllm.bench.correctness import Checker, make_query
@@ -115,3 +116,17 @@ def test_a_case_that_memory_does_not_allow_is_a_row_that_says_so() -> None:
 def test_an_unknown_contender() -> None:
     with pytest.raises(ValueError, match="choose from ours, sdpa, vllm"):
         contenders(["theirs"])
+
+
+def test_without_a_cpu_build_of_vllm_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The ordinary environment of this package; vLLM itself would print a warning about a missing module."""
+    case = parse_case("decode bf16 (8,2,64) 512 b1", 128)
+    vllm_native._operators.cache_clear()
+    assert "compiled CPU kernels" in (vllm_native.CpuAttn().why_not(case) or "")
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    vllm_native._operators.cache_clear()
+    assert vllm_native.CpuAttn().why_not(case) == "vLLM is not installed here."
+    vllm_native._operators.cache_clear()
