@@ -109,7 +109,7 @@ def test_masks_in_bf16(mask: str, shape: str) -> None:
 @pytest.mark.parametrize("rows", [1, 4, 5, 15, 16, 17, 40, 64, 65, 100, 130])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
 def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
-    """Odd and even numbers of tokens, within one tile and over several; as many pages begin within 16 rows as at them."""
+    """Odd and even numbers of tokens, in one tile and in several; pages that begin at every 16 rows, and others."""
     kv_lens = (rows, rows + 33, rows + 256 - rows % 2)
     check(Case((rows,) * 3, kv_lens, 2, 2, head_size, page_size, dtype=BF16))
 
@@ -144,7 +144,7 @@ def test_nothing_behind_the_last_token_counts(isa: str, dtype: torch.dtype, rows
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
 @pytest.mark.parametrize("broken", [math.inf, math.nan])
 def test_what_is_no_number_stays_within_its_pair_of_dimensions(isa: str, broken: float, rows: int) -> None:
-    """AMX for few rows multiplies neighbouring dimensions by 0: there, and only there, infinity comes out as NaN too."""
+    """AMX for few rows multiplies neighbouring dimensions by 0: there, and only there, infinity comes out as NaN."""
     problem = Case((rows,), (300,), 1, 1, page_size=0, dtype=BF16, causal=False).build()
     problem.value[int(problem.kv_start_loc[0]) + 77, 0, 5] = broken  # type: ignore[index]
     out, _ = cpu.run(problem)
@@ -172,10 +172,10 @@ def test_rows_are_not_read_past_their_end(isa: str, head_size: int, rows: int) -
 def test_bf16_weights_are_off_like_rounded_ones(rows: int, head_size: int) -> None:
     """The bound per element lets an error pass that has a direction; among many elements it shows.
 
-    A number rounded to bf16 is off by an even chance within half a unit in the last place, 2^-8 of its power of two, and
-    its significand m is spread like 1 / m over [1, 2]. So relative to the number the square of the error is, on average,
-    2^-16 / 3 times the mean of 1 / m^2, which is 3 / (8 ln 2). The output is rounded once, and each weight once:
-    error^2 = rounding^2 * (out^2 + sum (weight * value)^2).
+    A number rounded to bf16 is off by up to half a unit in the last place, 2^-8 of its power of two, all of it equally
+    likely, and its significand m is spread like 1 / m over [1, 2]. So relative to the number the square of the error
+    is, on average, 2^-16 / 3 times the mean of 1 / m^2, which is 3 / (8 ln 2). The output is rounded once, and each
+    weight once: error^2 = rounding^2 * (out^2 + sum (weight * value)^2).
     """
     rounding = math.sqrt(2**-16 / 3 * 3 / (8 * math.log(2)))
     problem = Case((rows,) * 24, (200,) * 24, 2, 2, head_size, page_size=0, dtype=BF16, causal=False).build()
