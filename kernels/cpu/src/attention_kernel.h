@@ -1,7 +1,7 @@
 // One work item from queries to output: the two-level tiling. Compiled once per instruction set.
 //
 // First level: the item's query rows (kRowBlock of them, the heads of a GQA group packed into rows) against the KV
-// stream in tiles of kKvBlock tokens, so K and V are read from memory once per KV head.
+// stream in tiles of kKvTile tokens, so K and V are read from memory once per KV head.
 // Second level: panels of a few rows, whose scores of one tile are computed, turned into weights and multiplied with V
 // while they sit in the L1 cache, and whose products are formed in register tiles.
 namespace fastattention {
@@ -113,13 +113,13 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
   KvRows<T>* upcoming = &row_sets[1];
   const auto locate_tile = [&](const WorkItem& of, int64_t first, KvRows<T>& to) {
     if (first >= of.kv_end) return false;
-    locate(problem, of, first, of.kv_end - first < kKvBlock ? static_cast<int>(of.kv_end - first) : kKvBlock, to);
+    locate(problem, of, first, of.kv_end - first < kKvTile ? static_cast<int>(of.kv_end - first) : kKvTile, to);
     return true;
   };
   locate_tile(item, item.kv_begin, *rows);
 
-  for (int64_t tile = item.kv_begin; tile < item.kv_end; tile += kKvBlock) {
-    const bool more = locate_tile(item, tile + kKvBlock, *upcoming) ||
+  for (int64_t tile = item.kv_begin; tile < item.kv_end; tile += kKvTile) {
+    const bool more = locate_tile(item, tile + kKvTile, *upcoming) ||
                       (following != nullptr && locate_tile(*following, following->kv_begin, *upcoming));
     panels.prepare(*rows, more ? upcoming : nullptr, num_rows);
     const auto column = [&](int64_t position) {
@@ -146,7 +146,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
       for (int r = 0; r < panel_rows; ++r) {
         const int row = first_row + r;
         const int64_t token = item.first_token + row / group;
-        float* scores = scratch.scores + r * kKvBlock;
+        float* scores = scratch.scores + r * kKvTile;
         if (adjusted) {
           if (factor != 1.0f) multiply_scores(scores, step_begin, step_end, factor);
           if (problem.softcap > 0.0f) apply_softcap(scores, step_begin, step_end, problem.softcap * kLog2E);

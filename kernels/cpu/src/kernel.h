@@ -29,7 +29,7 @@ struct Float8E5M2 {  // 1-5-2, bias 15: the upper byte of a Half
 
 // First-level tile: this many query rows meet this many KV tokens. K and V of one tile, unpacked to fp32, take
 // 128 KiB at head size 128 and so stay in the L2 cache of every server CPU since Haswell.
-constexpr int kRowBlock = 128;
+constexpr int kRowBlock = 256;
 constexpr int kKvBlock = 128;
 
 constexpr int kMaxHeadSize = 256;

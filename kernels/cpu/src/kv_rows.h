@@ -7,10 +7,10 @@ constexpr int kEvenRows = 16;
 
 template <class T>
 struct KvRows {
-  const T* key[kKvBlock];
-  const T* value[kKvBlock];
+  const T* key[kKvTile];
+  const T* value[kKvTile];
   // Whether the kEvenRows rows from kEvenRows * i on lie at equal distances of key_stride and value_stride.
-  bool even[kKvBlock / kEvenRows];
+  bool even[kKvTile / kEvenRows];
   int64_t key_stride, value_stride;
   int count = 0;
 };

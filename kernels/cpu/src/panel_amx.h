@@ -121,7 +121,7 @@ struct AmxPanels {
       const BFloat16* strip = static_cast<const BFloat16*>(scratch.keys) + static_cast<size_t>(column) * depth;
       upcoming.advance();
       const auto multiply = rows > kTileRows ? amx_multiply<false, true, true> : amx_multiply<false, false, true>;
-      multiply(query, depth, strip, kStrip, depth / kTileDepth, scores + column, kKvBlock);
+      multiply(query, depth, strip, kStrip, depth / kTileDepth, scores + column, kKvTile);
     }
   }
 
@@ -137,12 +137,12 @@ struct AmxPanels {
     for (int column = 0; column < stride; column += kStrip) {
       const bool whole = stride - column >= kStrip;
       const int width = whole ? kStrip : stride - column;
-      const BFloat16* strip = static_cast<const BFloat16*>(scratch.values) + static_cast<size_t>(column) * kKvBlock +
+      const BFloat16* strip = static_cast<const BFloat16*>(scratch.values) + static_cast<size_t>(column) * kKvTile +
                               static_cast<size_t>(begin) * width;
       upcoming.advance();
       const auto multiply = two_halves ? (whole ? amx_multiply<true, true, true> : amx_multiply<true, true, false>)
                                        : (whole ? amx_multiply<true, false, true> : amx_multiply<true, false, false>);
-      multiply(factors, 2 * kKvBlock, strip, width, steps, output + column, stride);
+      multiply(factors, 2 * kKvTile, strip, width, steps, output + column, stride);
     }
   }
   void finish() { upcoming.rest(); }

@@ -12,8 +12,8 @@ namespace {
 struct OddPair {
   uint32_t bits;
 };
-inline void store(OddPair* p, Vec a) {
-  const __m512i rounded = _mm512_cvtepu16_epi32(round_bf16(a));
+inline void store_weight(OddPair* p, Vec weight) {
+  const __m512i rounded = _mm512_cvtepu16_epi32(round_weight(weight));
   _mm512_storeu_si512(p, _mm512_slli_epi32(rounded, 16));
 }
 
@@ -110,7 +110,7 @@ struct AmxDirectPanels {
         upcoming.advance();
         transpose(block);
         upcoming.advance();
-        for (int r = 0; r < rows; ++r) store(scores + r * kKvBlock + token + i * kTileRows, block[r]);
+        for (int r = 0; r < rows; ++r) store(scores + r * kKvTile + token + i * kTileRows, block[r]);
       }
     }
   }
@@ -126,12 +126,12 @@ struct AmxDirectPanels {
     end = round_up(end, kTileRows);
     for (int r = 0; r < rows; ++r) {
       for (int column = begin; column < end; column += kWidth) {
-        const __m512i odd = bits(load(weights + r * kKvBlock + column));
-        _mm512_storeu_si512(even + r * kKvBlock + column, _mm512_srli_epi32(odd, 16));
+        const __m512i odd = bits(load(weights + r * kKvTile + column));
+        _mm512_storeu_si512(even + r * kKvTile + column, _mm512_srli_epi32(odd, 16));
       }
     }
     memory_barrier();
-    const size_t weight_bytes = kKvBlock * sizeof(float);
+    const size_t weight_bytes = kKvTile * sizeof(float);
     const size_t output_bytes = stride * sizeof(float);
     for (int d = 0; d < stride; d += 2 * kTileDepth) {
       const bool two = d + kTileDepth < stride;

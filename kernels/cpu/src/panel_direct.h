@@ -27,7 +27,7 @@ void direct_scores(const float* query, int query_stride, const T* const* key, Pr
     store(products, reduce_add_each(sums));
     FA_UNROLL
     for (int r = 0; r < R; ++r) {
-      __builtin_memcpy(scores + r * kKvBlock + column, products + r * kTokens, kTokens * sizeof(float));
+      __builtin_memcpy(scores + r * kKvTile + column, products + r * kTokens, kTokens * sizeof(float));
     }
   }
 }
@@ -54,7 +54,7 @@ inline __attribute__((always_inline)) void direct_values_tile(const float* weigh
     for (int n = 0; n < N; ++n) operand[n] = part.read(value[i] + d + n * kWidth);
     FA_UNROLL
     for (int r = 0; r < R; ++r) {
-      const Vec weight = splat(weights[r * kKvBlock + i]);
+      const Vec weight = splat(weights[r * kKvTile + i]);
       FA_UNROLL
       for (int n = 0; n < N; ++n) c[r][n] = fma(weight, operand[n], c[r][n]);
     }
@@ -128,7 +128,7 @@ struct DirectPanels {
     const float* query = static_cast<const float*>(scratch.query) + static_cast<size_t>(first_row) * stride;
     split(rows, [&](int r, auto count) {
       direct_scores<T, decltype(count)::value>(query + r * stride, stride, current->key, upcoming, head_size, begin,
-                                               end, scores + r * kKvBlock);
+                                               end, scores + r * kKvTile);
     });
   }
   void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
@@ -136,7 +136,7 @@ struct DirectPanels {
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
     split(rows, [&](int r, auto count) {
       constexpr int R = decltype(count)::value;
-      direct_values<T, R, value_vectors(R)>(weights + r * kKvBlock, current->value, upcoming, stride, head_size, begin, end, 0,
+      direct_values<T, R, value_vectors(R)>(weights + r * kKvTile, current->value, upcoming, stride, head_size, begin, end, 0,
                                     rescale + r, output + r * stride);
     });
   }

@@ -34,7 +34,7 @@ struct FmaUnit {
     for_each_vector(head_size, [&](int d, auto part) {
       const int first = d / kStrip * kStrip;
       const int width = stride - first < kStrip ? stride - first : kStrip;
-      store(values + first * kKvBlock + token * width + (d - first), part.read(rows.value[token] + d));
+      store(values + first * kKvTile + token * width + (d - first), part.read(rows.value[token] + d));
     });
   }
 };
@@ -101,7 +101,7 @@ void packed_scores(const typename Unit::Element* query, int query_stride, const 
     FA_UNROLL
     for (int r = 0; r < R; ++r) {
       FA_UNROLL
-      for (int n = 0; n < N; ++n) store(scores + r * kKvBlock + column + n * kWidth, c[r][n]);
+      for (int n = 0; n < N; ++n) store(scores + r * kKvTile + column + n * kWidth, c[r][n]);
     }
   });
 }
@@ -115,14 +115,14 @@ void packed_values(const float* weights, const typename Unit::Element* values, i
   constexpr int kDepth = Unit::kDepth;
   // Weights outside [begin, end) are zero, so a first or last group of kDepth may reach past.
   begin = begin / kDepth * kDepth;
-  constexpr int kRowElements = kKvBlock * sizeof(float) / sizeof(Element);
+  constexpr int kRowElements = kKvTile * sizeof(float) / sizeof(Element);
   const Element* factors = reinterpret_cast<const Element*>(weights) + begin;
   for_strips(0, stride, [&](int column, auto vectors, int width) {
     constexpr int N = decltype(vectors)::value;
     upcoming.advance();
     Vec c[R][N];
     multiply<Unit, R, N>(factors, kRowElements,
-                         values + static_cast<size_t>(column) * kKvBlock + static_cast<size_t>(begin) * width, width,
+                         values + static_cast<size_t>(column) * kKvTile + static_cast<size_t>(begin) * width, width,
                          (end - begin + kDepth - 1) / kDepth, c);
     FA_UNROLL
     for (int r = 0; r < R; ++r) {

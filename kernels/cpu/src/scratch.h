@@ -2,6 +2,7 @@
 namespace fastattention {
 namespace {
 
+constexpr int kKvTile = kTuning.kv_tile;
 constexpr int kPanelRows = kTuning.panel_rows;
 constexpr int kPanelVectors = kTuning.panel_vectors;
 constexpr int kDirectRows = kTuning.direct_rows;
@@ -11,7 +12,7 @@ static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth, "
 // Packed operands are strips of kStrip columns, each [depth / kDepth][columns][kDepth]: a register tile reads its strip
 // from front to back, and the strip stays in the L1 cache while panel after panel of rows passes.
 constexpr int kStrip = kPanelVectors * kWidth;
-static_assert(kKvBlock % kStrip == 0, "tiles are whole strips");
+static_assert(kKvTile % kStrip == 0, "tiles are whole strips");
 // Scores are computed, and made weights, for whole groups of this many KV tokens.
 constexpr int kColumnStep = kStrip;
 
@@ -23,7 +24,7 @@ struct Scratch {
   float* output;  // [rows][Panels::output_stride], unnormalised
   float* reference;  // [rows] what a row's weights are relative to, in base 2
   float* sums;       // [rows][kWidth], lane by lane
-  float* scores;     // [Panels::kRows][kKvBlock]
+  float* scores;     // [Panels::kRows][kKvTile]
   void* keys;        // packed K of the tile
   void* values;      // packed V of the tile
   size_t floats;
@@ -40,9 +41,9 @@ struct Scratch {
     output = take(padded * stride);
     reference = take(padded);
     sums = take(padded * kWidth);
-    scores = take(kPadding * kKvBlock);
-    keys = take(stride * kKvBlock);
-    values = take(kKvBlock * stride);
+    scores = take(kPadding * kKvTile);
+    keys = take(stride * kKvTile);
+    values = take(kKvTile * stride);
   }
 };
 

@@ -26,6 +26,13 @@ inline Visibility visibility(const fa_attention_problem& problem, int seq) {
 // weights up to 2^8 cost no precision, and after a row's first tiles its sums are hardly ever rescaled.
 constexpr float kRescaleAbove = 8.0f;
 
+template <class T>
+constexpr bool kIsFloat = false;
+template <>
+constexpr bool kIsFloat<float> = true;
+
+inline void store_weight(float* p, Vec weight) { store(p, weight); }
+
 // scores[begin .. end) of one row, times factor, to unnormalised weights, in place where Weight is narrower than float;
 // columns outside [visible_begin, visible_end) get weight 0. reference is what the row's weights are relative to, sums
 // the lane-wise sum of its weights; both are updated. Returns the factor for what was summed before.
@@ -33,7 +40,7 @@ template <class Weight>
 inline float softmax_row(float* scores, int begin, int end, float factor, bool boundary, int visible_begin,
                          int visible_end, float& reference, float* sums) {
   // The weights' precision, not fp32's, is what the exponential has to meet.
-  constexpr int kDegree = sizeof(Weight) == sizeof(float) ? 5 : 3;
+  constexpr int kDegree = kIsFloat<Weight> ? 5 : 3;
   Vec highest = splat(-kInfinity);
   for (int column = begin; column < end; column += kWidth) {
     Vec x = load(scores + column);
@@ -55,7 +62,7 @@ inline float softmax_row(float* scores, int begin, int end, float factor, bool b
   Vec total = splat(0.0f);
   for (int column = begin; column < end; column += kWidth) {
     const Vec weight = exp2<kDegree>(fma(load(scores + column), splat(factor), shift));
-    store(weights + column, weight);
+    store_weight(weights + column, weight);
     total = add(total, weight);
   }
   store(sums, fma(load(sums), splat(rescale), total));

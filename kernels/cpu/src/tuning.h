@@ -6,6 +6,7 @@
 namespace fastattention {
 
 struct Tuning {
+  int kv_tile;  // KV tokens of a first-level tile: packed, it should stay in the L2 cache
   // Packed panels: rows x vectors of accumulators, and operands, must fit the registers.
   int panel_rows;
   int panel_vectors;
@@ -19,12 +20,12 @@ struct Tuning {
   int max_amx_direct_rows;
 };
 
-constexpr Tuning kTuningAvx512 = {12, 2, 8, 16, 16, 16, 0};
-constexpr Tuning kTuningAvx512Bf16 = {12, 2, 8, 16, 16, 4, 0};
-constexpr Tuning kTuningAmx = {12, 2, 8, 16, 16, 0, 64};
-constexpr Tuning kTuningAvx2 = {6, 2, 4, 8, 16, 16, 0};
-constexpr Tuning kTuningNeon = {6, 4, 4, 16, 16, 16, 0};
-constexpr Tuning kTuningScalar = {4, 2, 4, 4, 16, 16, 0};
+constexpr Tuning kTuningAvx512 = {128, 12, 2, 8, 16, 16, 16, 0};
+constexpr Tuning kTuningAvx512Bf16 = {128, 12, 2, 8, 16, 16, 4, 0};
+constexpr Tuning kTuningAmx = {256, 12, 2, 8, 16, 16, 0, 64};
+constexpr Tuning kTuningAvx2 = {128, 6, 2, 4, 8, 16, 16, 0};
+constexpr Tuning kTuningNeon = {128, 6, 4, 4, 16, 16, 16, 0};
+constexpr Tuning kTuningScalar = {128, 4, 2, 4, 4, 16, 16, 0};
 
 }  // namespace fastattention
 

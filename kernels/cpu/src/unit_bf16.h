@@ -12,6 +12,12 @@ constexpr bool kExactInBf16<BFloat16> = true;
 inline Vec bits(__m512i a) { return _mm512_castsi512_ps(a); }
 inline __m512i bits(Vec a) { return _mm512_castps_si512(a); }
 
+// Weights are never subnormal, which this instruction would make zero, so that they need not be rounded by hand.
+inline __m256i round_weight(Vec a) { return (__m256i)_mm512_cvtneps_pbh(a); }
+inline void store_weight(BFloat16* p, Vec weight) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_weight(weight));
+}
+
 // Up to 32 elements as bf16; those from count on read as zero and are not touched.
 inline __m512i load_bf16(const BFloat16* p, int count) {
   const __mmask32 mask = count >= 32 ? ~0u : (1u << count) - 1;
@@ -58,7 +64,7 @@ struct Bf16Unit {
       const __m512i odd =
           token + 1 < rows.count ? load_bf16(rows.value[token + 1] + d, head_size - d) : _mm512_setzero_si512();
       const int width = stride - d < kStrip ? stride - d : kStrip;
-      float* to = reinterpret_cast<float*>(values + d * kKvBlock + token * width);
+      float* to = reinterpret_cast<float*>(values + d * kKvTile + token * width);
       store(to, bits(_mm512_permutex2var_epi16(even, low, odd)));
       if (width > kWidth) store(to + kWidth, bits(_mm512_permutex2var_epi16(even, high, odd)));
     }

@@ -36,6 +36,10 @@ inline Vec times_power_of_two(Vec a, Vec exponent) {
   const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127));
   return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
 }
+// Zero where a < b.
+inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
+  return select_less(a, b, splat(0.0f), times_power_of_two(y, exponent));
+}
 inline float first_lane(Vec a) { return _mm256_cvtss_f32(a); }
 inline float reduce_add(Vec a) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

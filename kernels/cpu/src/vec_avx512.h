@@ -35,6 +35,10 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
 }
 inline Vec round_nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec times_power_of_two(Vec a, Vec exponent) { return _mm512_scalef_ps(a, exponent); }
+// Zero where a < b.
+inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), y, exponent);
+}
 inline float first_lane(Vec a) { return _mm512_cvtss_f32(a); }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
 inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }

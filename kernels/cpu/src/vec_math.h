@@ -29,8 +29,7 @@ inline Vec exp2_fraction(Vec f) {
 template <int Degree = 5>
 inline Vec exp2(Vec x) {
   const Vec n = round_nearest(x);
-  const Vec y = times_power_of_two(exp2_fraction<Degree>(sub(x, n)), n);
-  return select_less(x, splat(-126.0f), splat(0.0f), y);
+  return times_power_of_two_unless_less(exp2_fraction<Degree>(sub(x, n)), n, x, splat(-126.0f));
 }
 
 inline Vec tanh(Vec x) {

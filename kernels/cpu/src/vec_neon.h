@@ -35,6 +35,10 @@ inline Vec times_power_of_two(Vec a, Vec exponent) {
   const int32x4_t biased = vaddq_s32(vcvtq_s32_f32(exponent), vdupq_n_s32(127));
   return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
 }
+// Zero where a < b.
+inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
+  return select_less(a, b, splat(0.0f), times_power_of_two(y, exponent));
+}
 inline float first_lane(Vec a) { return vgetq_lane_f32(a, 0); }
 inline float reduce_add(Vec a) { return vaddvq_f32(a); }
 inline float reduce_max(Vec a) { return vmaxvq_f32(a); }

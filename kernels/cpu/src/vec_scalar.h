@@ -72,6 +72,10 @@ inline Vec times_power_of_two(Vec a, Vec exponent) {
     return a.lane[i] * power;
   });
 }
+// Zero where a < b.
+inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
+  return select_less(a, b, splat(0.0f), times_power_of_two(y, exponent));
+}
 inline float first_lane(Vec a) { return a.lane[0]; }
 inline float reduce_add(Vec a) { return (a.lane[0] + a.lane[2]) + (a.lane[1] + a.lane[3]); }
 inline float reduce_max(Vec a) {
