@@ -2,7 +2,8 @@
 
 The library is loaded on first use. It brings its own thread pool, chooses the instruction set itself, and sums in fp32
 whatever the dtype of the tensors; AMX and the AVX-512 bf16 dot product round softmax weights to bf16 where queries,
-keys and values are bf16. A call takes tens of microseconds of Python at most, for it runs once per layer and decode step.
+keys and values are bf16. A call takes tens of microseconds of Python at most, for it runs once per layer and decode
+step.
 
 Environment: ``FASTATTENTION_CPU_LIBRARY`` names another library file, ``FASTATTENTION_CPU_ISA`` forces an instruction
 set (``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``neon`` or ``scalar``).
