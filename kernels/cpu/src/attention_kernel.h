@@ -66,14 +66,18 @@ inline float score_factor(const fa_attention_problem&, const float*) { return 1.
 // ... or bf16, exactly as they are, because rounding a scaled query would cost precision; padded with zeros.
 inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, BFloat16* query) {
   const BFloat16* base = static_cast<const BFloat16*>(problem.query);
-  __builtin_memset(query, 0, sizeof(BFloat16) * round_up(item.num_tokens * (problem.num_heads / problem.num_kv_heads), kPadding) * stride);
+  __builtin_memset(
+      query, 0,
+      sizeof(BFloat16) * round_up(item.num_tokens * (problem.num_heads / problem.num_kv_heads), kPadding) * stride);
   for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
     __builtin_memcpy(query + static_cast<size_t>(row) * stride,
                      base + token * problem.query_token_stride + head * problem.query_head_stride,
                      sizeof(BFloat16) * problem.head_size);
   });
 }
-inline float score_factor(const fa_attention_problem& problem, const BFloat16*) { return problem.scale * problem.key_scale * kLog2E; }
+inline float score_factor(const fa_attention_problem& problem, const BFloat16*) {
+  return problem.scale * problem.key_scale * kLog2E;
+}
 
 // Normalises a row once everything it sees is summed up: the one place, and the one time, that its sink is counted.
 void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head, const float* output, float reference,
@@ -223,9 +227,7 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
 }
 
 void attend(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* memory) {
-  with_kv_dtype(problem.kv_dtype, [&](auto* type) {
-    attend_kv<__typeof__(*type)>(problem, item, following, memory);
-  });
+  with_kv_dtype(problem.kv_dtype, [&](auto* type) { attend_kv<__typeof__(*type)>(problem, item, following, memory); });
 }
 
 // Log-sum-exp merge, always in KV order: the result does not depend on which thread finished when.

@@ -81,7 +81,7 @@ class Prefetch {
   }
   const KvRows<T>* rows_ = nullptr;
   int bytes_ = 0, count_ = 0, next_ = 0;  // rows of K and V in turn, as they lie in a cache that holds both together
-  int64_t rate_ = 0, due_ = 0;              // in rows, fixed point
+  int64_t rate_ = 0, due_ = 0;            // in rows, fixed point
 };
 
 }  // namespace

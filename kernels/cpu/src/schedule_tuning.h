@@ -19,7 +19,7 @@ constexpr SplitTuning kSplits = {512, 1024, 32};
 struct PoolTuning {
   int spin_microseconds;  // how long an idle worker, or a caller whose workers are not done, polls before it sleeps
   int wake_fan_out;       // sleepers that each thread wakes: a tree, so that no one wakes 100
-  // A thread that knows its next item fetches the first of it in time, so it takes two; not so many items before the end.
+  // A thread that knows its next item fetches the first of it in time, so it takes two; not near the end.
   int64_t unreserved_items_per_thread;
   int64_t solo_multiply_adds;  // a call of less than this is done before a sleeping worker could join
 };

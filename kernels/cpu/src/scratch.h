@@ -20,8 +20,8 @@ constexpr int kColumnStep = kStrip;
 constexpr int kPadding = 32;
 
 struct Scratch {
-  void* query;    // [rows][Panels::query_stride] in the panels' element type
-  float* output;  // [rows][Panels::output_stride], unnormalised
+  void* query;       // [rows][Panels::query_stride] in the panels' element type
+  float* output;     // [rows][Panels::output_stride], unnormalised
   float* reference;  // [rows] what a row's weights are relative to, in base 2
   float* sums;       // [rows][kWidth], lane by lane
   float* scores;     // [Panels::kRows][kKvTile]

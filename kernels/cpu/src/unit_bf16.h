@@ -60,7 +60,8 @@ struct Bf16Unit {
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int d = 0; d < head_size; d += 2 * kWidth) {
-      const __m512i even = token < rows.count ? load_bf16(rows.value[token] + d, head_size - d) : _mm512_setzero_si512();
+      const __m512i even =
+          token < rows.count ? load_bf16(rows.value[token] + d, head_size - d) : _mm512_setzero_si512();
       const __m512i odd =
           token + 1 < rows.count ? load_bf16(rows.value[token + 1] + d, head_size - d) : _mm512_setzero_si512();
       const int width = stride - d < kStrip ? stride - d : kStrip;
