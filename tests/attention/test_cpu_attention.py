@@ -104,9 +104,9 @@ def test_masks_in_bf16(mask: str, shape: str) -> None:
 
 
 # Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 4 or 16
-# rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 128.
+# rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
-@pytest.mark.parametrize("rows", [1, 4, 5, 15, 16, 17, 40, 64, 65, 100, 130])
+@pytest.mark.parametrize("rows", [1, 4, 5, 15, 16, 17, 40, 64, 65, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
 def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
     """Odd and even numbers of tokens, in one tile and in several; pages that begin at every 16 rows, and others."""
