@@ -82,7 +82,7 @@ def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: in
 def weights_are_bf16(problem: AttentionProblem) -> bool:
     """Whether the instruction set in use may take its bf16 matrix units for this problem."""
     exact = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    is_bf16 = problem.query.dtype == torch.bfloat16 and problem.key.dtype in exact
+    is_bf16 = problem.query.dtype == torch.bfloat16 and problem.key.dtype in exact and problem.scale > 0
     return is_bf16 and cpu.isa() in BF16_ISAS
 
 

@@ -97,6 +97,108 @@ def test_masks(shape: str, mask: str, group: int) -> None:
     check(Case(**SHAPES[shape], num_heads=2 * group, **MASKS[mask]))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_in_bf16(mask: str, shape: str) -> None:
+    check(Case(**SHAPES[shape], num_heads=8, dtype=BF16, **MASKS[mask]))  # type: ignore[arg-type]
+
+
+# Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 4 or 16
+# rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256.
+@pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
+@pytest.mark.parametrize("rows", [1, 4, 5, 15, 16, 17, 40, 64, 65, 100, 270])
+@pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
+def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
+    """Odd and even numbers of tokens, in one tile and in several; pages that begin at every 16 rows, and others."""
+    kv_lens = (rows, rows + 33, rows + 256 - rows % 2)
+    check(Case((rows,) * 3, kv_lens, 2, 2, head_size, page_size, dtype=BF16))
+
+
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_a_few_tokens_in_bf16_for_every_group(group: int, head_size: int) -> None:
+    q_lens = tuple(range(1, 9))
+    kv_lens = tuple(q_len + (0, 150, 15, 31, 128, 2, 77, 300)[q_len - 1] for q_len in q_lens)
+    check(Case(q_lens, kv_lens, 2 * group, 2, head_size, dtype=BF16, page_size=16 + group % 2))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scales_that_are_not_positive(shape: str, dtype: torch.dtype, scale: float) -> None:
+    check(Case(**SHAPES[shape], dtype=dtype, scale=scale))
+    check(Case(**SHAPES[shape], dtype=dtype, scale=scale, softcap=2.0, alibi="shared"))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40, 100])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_nothing_behind_the_last_token_counts(isa: str, dtype: torch.dtype, rows: int) -> None:
+    """Tiles are filled up to whole steps with tokens of weight 0, and 0 times infinity would be NaN."""
+    for kv_len in (17, 129, 300):
+        problem = Case((rows,), (kv_len,), 1, 1, 72, page_size=0, dtype=dtype, causal=False).build()
+        problem.value[int(problem.kv_start_loc[0]) + kv_len - 1] = math.inf  # type: ignore[index]
+        out, _ = cpu.run(problem)
+        assert (out == math.inf).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40, 100])
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_what_is_no_number_stays_within_its_pair_of_dimensions(isa: str, broken: float, rows: int) -> None:
+    """AMX for few rows multiplies neighbouring dimensions by 0: there, and only there, infinity comes out as NaN."""
+    problem = Case((rows,), (300,), 1, 1, page_size=0, dtype=BF16, causal=False).build()
+    problem.value[int(problem.kv_start_loc[0]) + 77, 0, 5] = broken  # type: ignore[index]
+    out, _ = cpu.run(problem)
+    assert not out[..., 5].isfinite().any()
+    assert out[..., :4].isfinite().all()
+    assert out[..., 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40, 100])
+@pytest.mark.parametrize("head_size", [8, 24, 40, 72, 80, 96, 128])
+def test_rows_are_not_read_past_their_end(isa: str, head_size: int, rows: int) -> None:
+    """NaN on both sides of every row of K and V: zero times what follows would be NaN."""
+    problem = Case((rows,), (140,), 1, 1, head_size, page_size=0, dtype=BF16, causal=False).build()
+    apart = []
+    for cache in (problem.key, problem.value):
+        wide = torch.full((*cache.shape[:2], head_size + 128), math.nan, dtype=BF16)
+        wide[:, :, 64:-64] = cache
+        apart.append(wide[:, :, 64:-64])
+    expected = oracle.attention(problem)
+    problem = replace(problem, key=apart[0], value=apart[1])
+    oracle.assert_matches(problem, *cpu.run(problem, return_lse=True), expected)
+
+
+@pytest.mark.parametrize(("rows", "head_size"), [(8, 64), (40, 128), (40, 80), (128, 64), (128, 80)])
+def test_bf16_weights_are_off_like_rounded_ones(rows: int, head_size: int) -> None:
+    """The bound per element lets an error pass that has a direction; among many elements it shows.
+
+    A number rounded to bf16 is off by up to half a unit in the last place, 2^-8 of its power of two, all of it equally
+    likely, and its significand m is spread like 1 / m over [1, 2]. So relative to the number the square of the error
+    is, on average, 2^-16 / 3 times the mean of 1 / m^2, which is 3 / (8 ln 2). The output is rounded once, and each
+    weight once: error^2 = rounding^2 * (out^2 + sum (weight * value)^2).
+    """
+    rounding = math.sqrt(2**-16 / 3 * 3 / (8 * math.log(2)))
+    problem = Case((rows,) * 24, (200,) * 24, 2, 2, head_size, page_size=0, dtype=BF16, causal=False).build()
+    expected, _ = oracle.attention(problem)
+    assert problem.kv_start_loc is not None
+    variance = torch.empty_like(expected)
+    for seq, start in enumerate(problem.kv_start_loc.tolist()):
+        own, keys = slice(seq * rows, (seq + 1) * rows), slice(start, start + 200)
+        score = torch.einsum("qhd,khd->hqk", problem.query[own].double(), problem.key[keys].double())
+        weight = (score * problem.scale).softmax(2)
+        variance[own] = torch.einsum("hqk,khd->qhd", weight**2, problem.value[keys].double() ** 2)
+    for isa in each_isa():
+        error = cpu.run(problem)[0].double() - expected
+        size = expected**2
+        if isa in oracle.BF16_ISAS and (isa == "amx" or rows > 4):
+            size = size + variance
+        rms = float((error**2 / (rounding**2 * size)).mean().sqrt())
+        assert 0.85 < rms < 1.15, f"{isa}: errors are {rms:.3f} times what roundings are"
+        # What all outputs have in common: had weights been cut off, it would be two roundings.
+        common = float((error * expected).sum() / (expected**2).sum())
+        assert abs(common) < rounding / 8, f"{isa}: outputs are {common:.2e} too large on average"
+
+
 FEATURES = MASKS | {
     "one query head per KV head": {"num_heads": 2},
     "five": {"num_heads": 10},
@@ -163,21 +265,26 @@ def test_cache_in_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("head_size", [8, 24, 64, 72, 128, 192, 256])
 def test_fp8_caches_at_every_shape(shape: str, kv_dtype: torch.dtype, head_size: int) -> None:
-    check(Case(**SHAPES[shape], kv_dtype=kv_dtype, head_size=head_size, key_scale=0.02, value_scale=1.7))
+    for dtype in (F32, BF16):
+        check(
+            Case(**SHAPES[shape], dtype=dtype, kv_dtype=kv_dtype, head_size=head_size, key_scale=0.02, value_scale=1.7)
+        )
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_fp8_caches_in_every_layout(kv_dtype: torch.dtype, page_size: int, layout: str) -> None:
-    check(Case(**MIXED, kv_dtype=kv_dtype, page_size=page_size, layout=layout, padding=3))
+    for dtype in (F32, BF16):
+        check(Case(**MIXED, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, layout=layout, padding=3))
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_fp8_caches_with_every_feature(feature: str, kv_dtype: torch.dtype) -> None:
     case = Case((1, 3, 40), (259, 140, 75), kv_dtype=kv_dtype, head_size=80, key_scale=0.1, value_scale=3.0)
-    check(replace(case, **FEATURES[feature]))  # type: ignore[arg-type]
+    for dtype in (F32, BF16):
+        check(replace(case, dtype=dtype, **FEATURES[feature]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("q_len", [1, 20])
@@ -225,12 +332,15 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
     case = Case((q_len, 1), (5000, 2100), 2 * num_kv_heads, num_kv_heads, head_size=40, page_size=page_size)
     check(case)
     check(replace(case, dtype=F16, window=(1777, -1)))
+    check(replace(case, dtype=BF16))
+    check(replace(case, dtype=BF16, head_size=64, window=(1777, -1)))
     check(replace(case, sinks=9.0))  # about as much weight as all 5000 tokens: once more or less would show
 
 
-def test_scores_that_grow_along_the_sequence(isa: str) -> None:
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_scores_that_grow_along_the_sequence(isa: str, dtype: torch.dtype) -> None:
     """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within and across splits."""
-    problem = Case((1, 40), (2500, 2500), page_size=0).build()
+    problem = Case((1, 40), (2500, 2500), page_size=0, dtype=dtype).build()
     ramp = torch.linspace(-8, 8, 2500)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
         problem.key[start : start + 2500, :, 0] = ramp
@@ -294,8 +404,9 @@ def test_nan_and_infinity_in_the_data_come_out(isa: str, sinks: float | None, q_
     assert out[:, :3].isfinite().all()
 
 
-def test_keys_and_values_with_strides_of_their_own(isa: str) -> None:
-    problem = Case(**MIXED, layout="NHD").build()
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_keys_and_values_with_strides_of_their_own(isa: str, dtype: torch.dtype) -> None:
+    problem = Case(**MIXED, layout="NHD", dtype=dtype).build()
     expected = oracle.attention(problem)
     separate = problem.value.transpose(1, 2).contiguous().transpose(1, 2)
     assert separate.stride() != problem.key.stride()
@@ -330,16 +441,17 @@ def cases(draw: st.DrawFn) -> Case:
         )
     )
     fresh = draw(st.booleans())  # vLLM's case: every query token is also in the cache
-    kv_dtype = draw(st.sampled_from([None, F32, F16, BF16, E4M3, E5M2]))
+    # Often bf16 for all, as models are: that is where the kernels differ most.
+    kv_dtype = draw(st.sampled_from([None] * 5 + [F32, F16, BF16, E4M3, E5M2]))
     scales = st.sampled_from([1.0, 0.02, 0.7, 5.0]) if kv_dtype in (E4M3, E5M2) else st.just(1.0)
     return Case(
         q_lens=tuple(q for q, _ in lens),
         kv_lens=tuple(kv + q if fresh else kv for q, kv in lens),
         num_heads=group * num_kv_heads,
         num_kv_heads=num_kv_heads,
-        head_size=8 * draw(st.integers(1, 32)),
+        head_size=8 * draw(st.integers(1, 32) | st.sampled_from([8, 12, 16])),
         page_size=draw(st.sampled_from([0, 1, 3, 8, 16, 32, 100, 784])),
-        dtype=draw(st.sampled_from([F32, F16, BF16])),
+        dtype=draw(st.sampled_from([F32, F16, BF16, BF16])),
         kv_dtype=kv_dtype,
         key_scale=draw(scales),
         value_scale=draw(scales),

@@ -41,11 +41,14 @@ std::vector<const KernelTable*> detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    if (__builtin_cpu_supports("avx512bf16")) {
-      if (has_amx()) kernels.push_back(&kAmx);
-      kernels.push_back(&kAvx512Bf16);
-    }
+    const bool bf16 = __builtin_cpu_supports("avx512bf16");
+    // The bf16 dot product runs at twice the rate of fp32 multiply-adds on AMD's Zen 4, but at half of it on Intel's
+    // Sapphire and Emerald Rapids (88 against 178 GFLOPS per core), where only AMX makes bf16 the faster arithmetic.
+    const bool bf16_is_faster = __builtin_cpu_is("amd");
+    if (bf16 && has_amx()) kernels.push_back(&kAmx);
+    if (bf16 && bf16_is_faster) kernels.push_back(&kAvx512Bf16);
     kernels.push_back(&kAvx512);
+    if (bf16 && !bf16_is_faster) kernels.push_back(&kAvx512Bf16);
   }
   if (avx2) kernels.push_back(&kAvx2);
 #elif defined(__aarch64__)
