@@ -1,6 +1,6 @@
 """Break the code on purpose, one place at a time, and demand that the tests notice.
 
-    python scripts/mutate.py [LIST.toml ...] [--only WORD] [--jobs N]
+    python scripts/mutate.py [LIST.toml ...] [--only WORD] [--every N] [--jobs N]
 
 A list (tests/mutations/*.toml; all of them by default) names for each mutation a file, a text that occurs in it exactly
 once, what to put there, and the tests that must then fail. All happens in a copy of the tree. The same tests must pass
@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script too
+
+from scripts.kernel_build import KERNELS, DoesNotCompile, KernelBuild  # noqa: E402
+
 LISTS = ROOT / "tests" / "mutations"
-TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "models", "__pycache__", ".*_cache", ".hypothesis")
-KERNELS = "kernels/cpu/"
 # A mutant may wait forever, inside C++ too, where only ending the whole process helps.
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-o", "timeout_method=thread"]
 FAILED = 1  # pytest's status when tests ran and one failed; others mean that there was nothing to run
@@ -60,15 +62,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lists", nargs="*", type=Path, default=sorted(LISTS.glob("*.toml")), metavar="LIST.toml")
     parser.add_argument("--only", default="", metavar="WORD", help="only mutations with this in their name")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth of them, to save time")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time; each runs tests")
     options = parser.parse_args()
     try:
-        mutations = [m for path in options.lists for m in read(path) if options.only in m.name]
+        mutations = [m for path in options.lists for m in read(path) if options.only in m.name][:: options.every]
         if not mutations:
             raise DoesNotFit("there is no mutation to run.")
         with tempfile.TemporaryDirectory(prefix="fastattention-mutate-") as directory:
             return survivors([Copy(Path(directory) / str(job)) for job in range(options.jobs)], mutations)
-    except DoesNotFit as error:
+    except (DoesNotFit, DoesNotCompile) as error:
         print(f"fastattention mutate: {error}", file=sys.stderr)
         return 2
 
@@ -104,10 +107,12 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
     """1 if any mutation survives, else 0."""
     started = time.monotonic()
     if any(m.file.startswith(KERNELS) for m in mutations):
-        library = copies[0].keep_unmutated_library()
         for copy in copies:
-            copy.environment["FASTATTENTION_CPU_LIBRARY"] = str(library)
-    isas = copies[0].isas() if any(m.isa for m in mutations) else []
+            library = copy.kernels.everything()
+            copy.kernels.keep()
+            unmutated = shutil.copy(library, library.with_name("unmutated.so"))
+            copy.environment["FASTATTENTION_CPU_LIBRARY"] = str(unmutated)
+    isas = copies[0].isas()
     status, output = copies[0].pytest(sorted({test for m in mutations for test in m.tests}))
     if status != 0:
         print(output)
@@ -124,7 +129,7 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
             return "skipped", f"needs {mutation.isa}", 0.0
         copy, begun = free.get(), time.monotonic()
         try:
-            verdict, detail = trial(copy, mutation)
+            verdict, detail = trial(copy, mutation, isas)
         finally:
             free.put(copy)
         return verdict, detail, time.monotonic() - begun
@@ -139,13 +144,14 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
     return 1 if "SURVIVED" in verdicts or "caught" not in verdicts else 0
 
 
-def trial(copy: Copy, mutation: Mutation) -> tuple[str, str]:
+def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
     """The verdict on one mutation, and what failed first."""
     source = copy.tree / mutation.file
     original = source.read_text()
     source.write_text(original.replace(mutation.text, mutation.replacement))
     try:
-        library = copy.build() if mutation.file.startswith(KERNELS) else None
+        is_kernel = mutation.file.startswith(KERNELS)
+        library = copy.kernels.changed(mutation.file, mutation.isa, isas) if is_kernel else None
         status, output = copy.pytest(list(mutation.tests), library)
     finally:
         source.write_text(original)
@@ -166,8 +172,9 @@ class Copy:
     """A copy of the tree, where mutations happen, and its builds of the kernels."""
 
     def __init__(self, directory: Path) -> None:
-        self.tree, self.build_directory = directory / "tree", directory / "build"
+        self.tree = directory / "tree"
         shutil.copytree(ROOT, self.tree, ignore=LEFT_OUT)
+        self.kernels = KernelBuild(self.tree, directory / "build")
         (self.tree / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALL)
         paths = [str(self.tree), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -180,23 +187,6 @@ class Copy:
     def python(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         command, chosen = [sys.executable, *arguments], self.environment | (environment or {})
         return subprocess.run(command, cwd=self.tree, env=chosen, capture_output=True, text=True)
-
-    def build(self) -> Path:
-        """Not optimised: compiling takes longer than the tests do."""
-        cmake = shutil.which("cmake", path=TOOLS)
-        if cmake is None:
-            raise DoesNotFit("there is no cmake; run `make setup-dev`.")
-        configure = ["-S", str(self.tree / KERNELS), "-B", str(self.build_directory)]
-        flags = ["-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0 -w"]
-        compile_all = ["--build", str(self.build_directory), "--parallel", str(os.cpu_count() or 1)]
-        for arguments in ([*configure, *flags], compile_all):
-            done = subprocess.run([cmake, *arguments], capture_output=True, text=True)
-            if done.returncode:
-                raise DoesNotFit(f"the kernels do not compile: {done.stdout}{done.stderr}")
-        return self.build_directory / "libfastattention_cpu.so"
-
-    def keep_unmutated_library(self) -> Path:
-        return Path(shutil.copy(self.build(), self.build_directory / "unmutated.so"))
 
     def isas(self) -> list[str]:
         code = "from fastattention_vllm.attention import cpu; print(*cpu.usable_isas())"
