@@ -104,7 +104,7 @@ def check(mutation: Mutation) -> None:
 
 
 def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
-    """1 if any mutation survives, else 0."""
+    """1 if any mutation survives, 2 if one does not compile, else 0."""
     started = time.monotonic()
     if any(m.file.startswith(KERNELS) for m in mutations):
         for copy in copies:
@@ -139,8 +139,10 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
         for mutation, (verdict, detail, seconds) in zip(mutations, pool.map(attempt, mutations), strict=True):
             print(f"{mutation.name:<{width}}  {verdict:<8}  {seconds:>4.0f} s  {detail}", flush=True)
             verdicts.append(verdict)
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("caught", "SURVIVED", "skipped"))
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("caught", "SURVIVED", "UNFIT", "skipped"))
     print(f"{counts}, {time.monotonic() - started:.0f} s")
+    if "UNFIT" in verdicts:
+        return 2
     return 1 if "SURVIVED" in verdicts or "caught" not in verdicts else 0
 
 
@@ -153,6 +155,8 @@ def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
         is_kernel = mutation.file.startswith(KERNELS)
         library = copy.kernels.changed(mutation.file, mutation.isa, isas) if is_kernel else None
         status, output = copy.pytest(list(mutation.tests), library)
+    except DoesNotCompile as error:
+        return "UNFIT", str(error).splitlines()[0]
     finally:
         source.write_text(original)
     if status == 0:

@@ -338,12 +338,14 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_scores_that_grow_along_the_sequence(isa: str, dtype: torch.dtype) -> None:
-    """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within and across splits."""
-    problem = Case((1, 40), (2500, 2500), page_size=0, dtype=dtype).build()
-    ramp = torch.linspace(-8, 8, 2500)[:, None]
+@pytest.mark.parametrize("kv_len", [1000, 2500])
+def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch.dtype) -> None:
+    """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within a split (1000 tokens
+    are one) and across splits."""
+    problem = Case((1, 40), (kv_len, kv_len), page_size=0, dtype=dtype).build()
+    ramp = torch.linspace(-8, 8, kv_len)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
-        problem.key[start : start + 2500, :, 0] = ramp
+        problem.key[start : start + kv_len, :, 0] = ramp
     for first_component in (20.0, -20.0):  # scores grow, scores shrink
         problem.query[:, :, 0] = first_component
         out, lse = cpu.run(problem, return_lse=True)
