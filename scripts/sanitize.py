@@ -70,7 +70,8 @@ SANITIZERS = (
             "tests/attention/test_memory.py",
             "tests/attention/test_roof.py",
             "-k",
-            "not TestLibrary and not importing",
+            # Of the 385 sizes in bf16 those with the most rows, which run through every kind of panel.
+            "not TestLibrary and not importing and not (any_number_of_rows and not 270)",
         ),
         bugs=(
             Bug(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
-from fastattention_vllm.attention import kernels_for
+from fastattention_vllm.attention import cpu, kernels_for
 from tests.attention import oracle
 from tests.attention.oracle import Case
 
@@ -111,11 +111,18 @@ def test_fixed_length_matches_the_definition(layout: str, options: dict[str, Any
 def test_fixed_length_matches_torch_sdpa(causal: bool, dtype: torch.dtype) -> None:
     q, k, v = (t.to(dtype) for t in batch(seqlen_q=50))
     out = fast_attn_func(q, k, v, causal=causal, softmax_scale=0.3)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(t.transpose(1, 2).double() for t in (q, k, v)), is_causal=causal, scale=0.3, enable_gqa=True
-    ).transpose(1, 2)
+
+    def reference(value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2).double() for t in (q, k, value)), is_causal=causal, scale=0.3, enable_gqa=True
+        ).transpose(1, 2)
+
+    expected = reference(v)
     rtol, atol = oracle.OUTPUT_TOLERANCE[dtype]
-    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+    allowed = rtol * expected.abs() + atol
+    if dtype == torch.bfloat16 and cpu.isa() in oracle.BF16_ISAS:
+        allowed += oracle.WEIGHT_ROUNDING * reference(v.abs())
+    assert ((out.double() - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

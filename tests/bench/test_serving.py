@@ -126,9 +126,12 @@ def test_what_others_took_of_the_machine() -> None:
 
 def test_cpu_time_covers_what_a_server_uses(server: Server) -> None:
     before, own, everyone = server.cpu_seconds(), serving.own_cpu_seconds(), serving.machine_cpu_seconds()
-    for _ in range(50):
+    used = 0.0
+    for _ in range(2000):  # requests, of which some hundred suffice
         server.stream([1], 401)
-    used = server.cpu_seconds() - before
-    assert used > 0.05
+        used = server.cpu_seconds() - before
+        if used > 0.1:  # the clock's unit is 0.01
+            break
+    assert used > 0.1
     assert serving.own_cpu_seconds() > own
     assert serving.machine_cpu_seconds() - everyone >= 0.5 * used
