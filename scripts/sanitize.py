@@ -70,7 +70,7 @@ SANITIZERS = (
             "tests/attention/test_memory.py",
             "tests/attention/test_roof.py",
             "-k",
-            # Of the two largest grids a part: sizes in bf16 with the most rows, and features at a whole and a broken vector.
+            # Of the two largest grids a part: in bf16 the most rows, and features at a broken and at a whole vector.
             "not TestLibrary and not importing and not (any_number_of_rows and not 270)"
             " and not (every_feature_at_every_head_size and not (80 or 256))",
         ),
