@@ -27,8 +27,8 @@ struct Float8E5M2 {  // 1-5-2, bias 15: the upper byte of a Half
   uint8_t bits;
 };
 
-// First-level tile: this many query rows meet this many KV tokens. K and V of one tile, unpacked to fp32, take
-// 128 KiB at head size 128 and so stay in the L2 cache of every server CPU since Haswell.
+// Query rows of a work item, and the number of KV tokens that splits are whole multiples of. The KV tile that they meet
+// is the instruction set's choice, see tuning.h.
 constexpr int kRowBlock = 256;
 constexpr int kKvBlock = 128;
 
