@@ -105,8 +105,16 @@ def test_masks_in_bf16(mask: str, shape: str) -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_over_several_row_blocks(mask: str) -> None:
-    """A block has 256 rows. The tokens end where a step of columns does, so that no panel needs a mask at the end."""
+    """A block has 256 rows at first. The tokens end where a step of columns does, so that no panel needs a mask at the end."""
     check(Case((320,), (320,), 2, 2, head_size=32, **MASKS[mask]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", ["non-causal", "window left", "alibi", "all of it"])
+@pytest.mark.parametrize(("q_len", "kv_heads", "group"), [(700, 32, 1), (400, 16, 4), (350, 12, 6)])
+def test_masks_over_row_blocks_of_a_thousand_rows(mask: str, q_len: int, kv_heads: int, group: int) -> None:
+    """AMX takes larger blocks where a sequence has many rows and heads; panels of 32 rows begin amid a group of 6."""
+    lens = ((q_len, 3), (q_len + 40, 200))
+    check(Case(*lens, kv_heads * group, kv_heads, head_size=32, dtype=BF16, **MASKS[mask]))  # type: ignore[arg-type]
 
 
 # Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 4 or 16
@@ -357,6 +365,19 @@ def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch
         out, lse = cpu.run(problem, return_lse=True)
         # Scores of 25 carry some units of 2e-6, where those of ordinary problems carry a tenth of that.
         oracle.assert_matches(problem, out, lse, oracle.attention(problem), slack=5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("position", [0, 5, 20, 40, 60, 127, 250])
+def test_one_score_far_above_the_others(isa: str, position: int, dtype: torch.dtype) -> None:
+    """In whatever vector of the tile: relative to a lower score its weight would overflow."""
+    problem = Case((1, 40), (300, 300), page_size=0, dtype=dtype, causal=False).build()
+    problem.query[:, :, 0] = 50.0
+    for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
+        problem.key[start : start + 300, :, 0] = 0.0
+        problem.key[start + position, :, 0] = 50.0
+    out, lse = cpu.run(problem, return_lse=True)
+    oracle.assert_matches(problem, out, lse, oracle.attention(problem), slack=5)
 
 
 def test_huge_scores_do_not_overflow(isa: str) -> None:

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("restore_threads")
 
 # Prefill blocks, decode splits with merges, and short sequences, in one batch.
 CASE = Case((1, 200, 20, 1), (9000, 500, 4000, 30), num_heads=8, num_kv_heads=2, dtype=torch.bfloat16, sinks=5.0)
+# Row blocks grow with the rows of their own sequence alone. Where a window begins depends on the block, so bits would too.
+MANY_ROWS = Case((200, 400), (1000, 1500), num_heads=48, num_kv_heads=12, dtype=torch.bfloat16, window=(300, -1))
 
 
 def run(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +48,9 @@ def test_any_number_of_threads_gives_the_same_bits(isa: str) -> None:
             assert_same_bits(run(problem), expected)
 
 
-def test_the_rest_of_the_batch_does_not_change_a_sequence(isa: str) -> None:
-    problem = CASE.build()
+@pytest.mark.parametrize("case", [CASE, MANY_ROWS], ids=["few rows", "many rows"])
+def test_the_rest_of_the_batch_does_not_change_a_sequence(isa: str, case: Case) -> None:
+    problem = case.build()
     out, lse = run(problem)
     starts = problem.query_start_loc.tolist()
     assert problem.block_table is not None

@@ -146,26 +146,36 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
           column(visible.begin(last_token)) > step_begin || column(visible.end(first_token)) < step_end;
 
       panels.scores(first_row, panel_rows, step_begin, step_end, scratch.scores);
+      // Over the scores of this row and those before it, as weights are no wider.
+      Weight* weights = reinterpret_cast<Weight*>(scratch.scores);
+      static_assert(sizeof(Weight) <= sizeof(float), "weights take the place of scores");
       float rescale[Panels::kRows];
-      for (int r = 0; r < panel_rows; ++r) {
+      int64_t token = first_token;
+      int head = first_row % group;
+      for (int r = 0; r < panel_rows; ++r, ++head) {
         const int row = first_row + r;
-        const int64_t token = item.first_token + row / group;
+        if (head == group) {
+          head = 0;
+          ++token;
+        }
         float* scores = scratch.scores + r * kKvTile;
         if (adjusted) {
           if (factor != 1.0f) multiply_scores(scores, step_begin, step_end, factor);
           if (problem.softcap > 0.0f) apply_softcap(scores, step_begin, step_end, problem.softcap * kLog2E);
           if (slopes != nullptr) {
-            apply_alibi(scores, step_begin, step_end, slopes[row % group] * kLog2E,
+            apply_alibi(scores, step_begin, step_end, slopes[head] * kLog2E,
                         static_cast<float>(visible.offset + token - tile));
           }
         }
-        rescale[r] = softmax_row<Weight>(scores, step_begin, step_end, adjusted ? 1.0f : factor, boundary,
-                                         column(visible.begin(token)), column(visible.end(token)),
+        if (boundary) {
+          keep_visible(scores, step_begin, step_end, column(visible.begin(token)), column(visible.end(token)));
+        }
+        rescale[r] = softmax_row<Weight>(scores, step_begin, step_end, adjusted ? 1.0f : factor, weights + r * kKvTile,
                                          scratch.reference[row], scratch.sums + static_cast<size_t>(row) * kWidth);
       }
       // Exactly the visible columns: V rows that no row of the panel sees are not even multiplied by zero, since
       // zero times a NaN in an unwritten page would be NaN.
-      panels.add_values(first_row, panel_rows, scratch.scores, begin, end, rescale);
+      panels.add_values(first_row, panel_rows, weights, begin, end, rescale);
     }
     panels.finish();
     KvRows<T>* done = rows;

@@ -105,7 +105,7 @@ void Engine::for_each(int64_t count, bool alone, const F& task) {
 void Engine::attend(const fa_attention_problem& problem) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const KernelTable& kernel = active_kernel();
-  make_plan(problem, plan_);
+  make_plan(problem, kernel, plan_);
   if (plan_.num_items == 0) return;
 
   // All memory is taken here, so that nothing can fail inside the pool; each thread touches its own scratch first.

@@ -27,7 +27,7 @@ struct Float8E5M2 {  // 1-5-2, bias 15: the upper byte of a Half
   uint8_t bits;
 };
 
-// Query rows of a work item, and the number of KV tokens that splits are whole multiples of. The KV tile that they meet
+// Query rows of a work item, where the instruction set and the problem do not ask for more; and the number of KV tokens that splits are whole multiples of. The KV tile that they meet
 // is the instruction set's choice, see tuning.h.
 constexpr int kRowBlock = 256;
 constexpr int kKvBlock = 128;
@@ -52,6 +52,8 @@ static inline size_t partial_floats(int rows, int head_size) { return static_cas
 
 struct KernelTable {
   const char* name;
+  // Query rows times head size up to which larger items are better, 0: kRowBlock rows are enough.
+  int64_t row_block_elements;
   size_t (*scratch_bytes)(int rows, int head_size);
   // following: what this thread computes next, if that is known; its first K and V are fetched at the end of this item.
   void (*attend)(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* scratch);

@@ -28,11 +28,22 @@ constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;
 constexpr int kTileDepth = 32;
 
+// A tile load waits for its lines, and those of packed strips and of the output come from the L2 cache: they are fetched
+// this far ahead, which is four steps, a few lines after each product.
+constexpr int kFetchAhead = 4 * kTileDepth * kStrip;
+constexpr int kLine = 64;
+template <int Lines>
+inline void fetch(const void* first) {
+  FA_UNROLL
+  for (int i = 0; i < Lines; ++i) __builtin_prefetch(static_cast<const char*>(first) + i * kLine, 0, 3);
+}
+
 // c[16 or 32 rows][32 columns] += a[rows][32 * steps] * b[32 * steps][32 columns], or = without Accumulate.
-// Strides in elements; b is one packed strip. TwoHalves: 32 rows.
+// Strides in elements; b is one packed strip. TwoHalves: 32 rows. next_c: what to add to next, null if not known.
 template <bool Accumulate, bool TwoHalves, bool TwoColumns>
 inline void amx_multiply(const BFloat16* a, int a_stride, const BFloat16* b, int b_width, int steps, float* c,
-                         int c_stride) {
+                         int c_stride, const float* next_c = nullptr) {
+  constexpr int kLinesPerProduct = 2 * kTileRows / ((TwoHalves ? 2 : 1) * (TwoColumns ? 2 : 1));
   memory_barrier();
   float* lower = c + kTileRows * c_stride;
   const size_t c_bytes = c_stride * sizeof(float);
@@ -50,17 +61,30 @@ inline void amx_multiply(const BFloat16* a, int a_stride, const BFloat16* b, int
   const size_t a_bytes = a_stride * sizeof(BFloat16);
   const size_t b_bytes = b_width * 2 * sizeof(BFloat16);
   for (int k = 0; k < steps; ++k, a += kTileDepth, b += kTileDepth * b_width) {
+    const char* ahead = reinterpret_cast<const char*>(b + kFetchAhead);
     _tile_loadd(4, a, a_bytes);
     _tile_loadd(6, b, b_bytes);
     _tile_dpbf16ps(0, 4, 6);
+    fetch<kLinesPerProduct>(ahead);
     if constexpr (TwoColumns) {
       _tile_loadd(7, b + 2 * 16, b_bytes);
       _tile_dpbf16ps(1, 4, 7);
+      fetch<kLinesPerProduct>(ahead + kLinesPerProduct * kLine);
     }
     if constexpr (TwoHalves) {
       _tile_loadd(5, a + kTileRows * a_stride, a_bytes);
       _tile_dpbf16ps(2, 5, 6);
-      if constexpr (TwoColumns) _tile_dpbf16ps(3, 5, 7);
+      fetch<kLinesPerProduct>(ahead + 2 * kLinesPerProduct * kLine);
+      if constexpr (TwoColumns) {
+        _tile_dpbf16ps(3, 5, 7);
+        fetch<kLinesPerProduct>(ahead + 3 * kLinesPerProduct * kLine);
+      }
+    }
+    if constexpr (Accumulate) {
+      if (next_c != nullptr) {
+        FA_UNROLL
+        for (int row = 0; row < 4; ++row, next_c += c_stride) fetch<2>(next_c);
+      }
     }
   }
   _tile_stored(0, c, c_bytes);
@@ -121,18 +145,17 @@ struct AmxPanels {
       const BFloat16* strip = static_cast<const BFloat16*>(scratch.keys) + static_cast<size_t>(column) * depth;
       upcoming.advance();
       const auto multiply = rows > kTileRows ? amx_multiply<false, true, true> : amx_multiply<false, false, true>;
-      multiply(query, depth, strip, kStrip, depth / kTileDepth, scores + column, kKvTile);
+      multiply(query, depth, strip, kStrip, depth / kTileDepth, scores + column, kKvTile, nullptr);
     }
   }
 
-  void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
+  void add_values(int first_row, int rows, const BFloat16* weights, int begin, int end, const float* rescale) {
     const int stride = output_stride(head_size);
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
     rescale_rows(output, rows, stride, rescale);
     // Weights outside [begin, end) are zero up to the next multiple of kColumnStep.
     begin = begin / kTileDepth * kTileDepth;
     const int steps = (end - begin + kTileDepth - 1) / kTileDepth;
-    const BFloat16* factors = reinterpret_cast<const BFloat16*>(weights) + begin;
     const bool two_halves = rows > kTileRows;
     for (int column = 0; column < stride; column += kStrip) {
       const bool whole = stride - column >= kStrip;
@@ -142,7 +165,8 @@ struct AmxPanels {
       upcoming.advance();
       const auto multiply = two_halves ? (whole ? amx_multiply<true, true, true> : amx_multiply<true, true, false>)
                                        : (whole ? amx_multiply<true, false, true> : amx_multiply<true, false, false>);
-      multiply(factors, 2 * kKvTile, strip, width, steps, output + column, stride);
+      const float* next = output + (column + kStrip < stride ? column + kStrip : kRows * stride);
+      multiply(weights + begin, kKvTile, strip, width, steps, output + column, stride, next);
     }
   }
   void finish() { upcoming.rest(); }

@@ -109,19 +109,16 @@ void packed_scores(const typename Unit::Element* query, int query_stride, const 
 // output = output * rescale[row] + weights * values, over tile tokens [begin, end).
 // The tile's own sum is formed first and added once: long sequences lose less precision, and rescaling is one FMA.
 template <class Unit, int R, class Upcoming>
-void packed_values(const float* weights, const typename Unit::Element* values, int stride, int begin, int end,
+void packed_values(const typename Unit::Element* weights, const typename Unit::Element* values, int stride, int begin, int end,
                    const float* rescale, float* output, Upcoming& upcoming) {
-  using Element = typename Unit::Element;
   constexpr int kDepth = Unit::kDepth;
   // Weights outside [begin, end) are zero, so a first or last group of kDepth may reach past.
   begin = begin / kDepth * kDepth;
-  constexpr int kRowElements = kKvTile * sizeof(float) / sizeof(Element);
-  const Element* factors = reinterpret_cast<const Element*>(weights) + begin;
   for_strips(0, stride, [&](int column, auto vectors, int width) {
     constexpr int N = decltype(vectors)::value;
     upcoming.advance();
     Vec c[R][N];
-    multiply<Unit, R, N>(factors, kRowElements,
+    multiply<Unit, R, N>(weights + begin, kKvTile,
                          values + static_cast<size_t>(column) * kKvTile + static_cast<size_t>(begin) * width, width,
                          (end - begin + kDepth - 1) / kDepth, c);
     FA_UNROLL
@@ -175,7 +172,7 @@ struct PackedPanels {
                                                   end, scores, upcoming);
     });
   }
-  void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
+  void add_values(int first_row, int rows, const Element* weights, int begin, int end, const float* rescale) {
     const int stride = output_stride(head_size);
     with_panel_rows(rows, [&](auto count) {
       packed_values<Unit, decltype(count)::value>(weights, static_cast<const Element*>(scratch.values), stride, begin,

@@ -9,6 +9,16 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Larger items only while the sequence has enough of them.
+int row_block(const fa_attention_problem& problem, const KernelTable& kernel, int64_t rows_of_sequence) {
+  int rows = kRowBlock;
+  while (2 * int64_t{rows} * problem.head_size <= kernel.row_block_elements &&
+         ceil_div(rows_of_sequence, 2 * rows) * problem.num_kv_heads >= kSplits.row_blocks_of_sequence) {
+    rows *= 2;
+  }
+  return rows;
+}
+
 }  // namespace
 
 // Pieces shrink linearly, from twice the mean to one tile: the first keep the number of partial results small, the last
@@ -22,7 +32,7 @@ int64_t split_begin(const RowBlock& block, int64_t split) {
   return std::min(block.item.kv_begin + tile * kKvBlock, block.item.kv_end);
 }
 
-void make_plan(const fa_attention_problem& problem, Plan& plan) {
+void make_plan(const fa_attention_problem& problem, const KernelTable& kernel, Plan& plan) {
   plan.blocks.clear();
   plan.pieces.clear();
   plan.multiply_adds = 0;
@@ -30,14 +40,12 @@ void make_plan(const fa_attention_problem& problem, Plan& plan) {
   plan.partial_floats = 0;
   plan.max_rows = 0;
   const int group = problem.num_heads / problem.num_kv_heads;
-  const int tokens_per_block = std::max(1, kRowBlock / group);
 
   for (int seq = 0; seq < problem.num_seqs; ++seq) {
     const int q_len = problem.query_start_loc[seq + 1] - problem.query_start_loc[seq];
     const int64_t kv_len = problem.seq_lens[seq];
+    const int tokens_per_block = std::max(1, row_block(problem, kernel, int64_t{q_len} * group) / group);
     const int64_t blocks_of_sequence = ceil_div(q_len, tokens_per_block);
-    const int64_t wanted_splits =
-        ceil_div(kSplits.items_per_sequence, std::max<int64_t>(1, blocks_of_sequence * problem.num_kv_heads));
     for (int first = 0; first < q_len; first += tokens_per_block) {
       RowBlock block{};
       WorkItem& item = block.item;
@@ -56,6 +64,8 @@ void make_plan(const fa_attention_problem& problem, Plan& plan) {
 
       const int64_t length = item.kv_end - item.kv_begin;
       const int64_t shortest = std::max(kSplits.min_tokens, kSplits.min_tokens_per_row * rows);
+      const int64_t wanted_items = rows < kRowBlock ? kSplits.items_per_sequence : kSplits.large_items;
+      const int64_t wanted_splits = ceil_div(wanted_items, blocks_of_sequence * problem.num_kv_heads);
       block.num_splits = static_cast<int32_t>(std::clamp<int64_t>(length / shortest, 1, wanted_splits));
       block.partial_size = partial_floats(rows, problem.head_size);
       plan.max_rows = std::max(plan.max_rows, rows);

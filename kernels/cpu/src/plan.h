@@ -1,5 +1,5 @@
-// How one call is cut into work items. A pure function of the problem, and item by item of one sequence alone: the
-// number of threads and the rest of the batch change neither the sizes nor, therefore, a single bit of the result.
+// How one call is cut into work items. A pure function of the problem and the kernel, and item by item of one sequence
+// alone: the number of threads and the rest of the batch change neither the sizes nor, therefore, a single bit of the result.
 #ifndef FASTATTENTION_PLAN_H
 #define FASTATTENTION_PLAN_H
 
@@ -38,7 +38,7 @@ struct Plan {
 // Where piece `split` of the block begins; split == num_splits: where the last one ends.
 int64_t split_begin(const RowBlock& block, int64_t split);
 
-void make_plan(const fa_attention_problem& problem, Plan& plan);
+void make_plan(const fa_attention_problem& problem, const KernelTable& kernel, Plan& plan);
 
 }  // namespace fastattention
 

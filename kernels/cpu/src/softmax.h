@@ -31,41 +31,56 @@ constexpr bool kIsFloat = false;
 template <>
 constexpr bool kIsFloat<float> = true;
 
-inline void store_weight(float* p, Vec weight) { store(p, weight); }
+inline void store_weights(float* p, Vec first, Vec second) {
+  store(p, first);
+  store(p + kWidth, second);
+}
+static_assert(kColumnStep % (2 * kWidth) == 0, "weights are made two vectors at a time");
 
-// scores[begin .. end) of one row, times factor, to unnormalised weights, in place where Weight is narrower than float;
-// columns outside [visible_begin, visible_end) get weight 0. reference is what the row's weights are relative to, sums
+// Scores outside [visible_begin, visible_end) become -inf, whatever they are: weight 0.
+inline void keep_visible(float* scores, int begin, int end, int visible_begin, int visible_end) {
+  const auto mask = [&](int from, int to) {
+    for (int column = from; column < to; column += kWidth) {
+      store(scores + column, keep_range(load(scores + column), splat(-kInfinity), column, visible_begin, visible_end));
+    }
+  };
+  // What lies between is visible whole.
+  const int left = round_up(visible_begin, kWidth);
+  const int right = visible_end / kWidth * kWidth;
+  mask(begin, left < end ? left : end);
+  mask(right > left ? right : left, end);
+}
+
+// scores[begin .. end) of one row, times factor, to unnormalised weights. reference is what the row's weights are relative
+// to, sums
 // the lane-wise sum of its weights; both are updated. Returns the factor for what was summed before.
 template <class Weight>
-inline float softmax_row(float* scores, int begin, int end, float factor, bool boundary, int visible_begin,
-                         int visible_end, float& reference, float* sums) {
+inline float softmax_row(const float* scores, int begin, int end, float factor, Weight* weights, float& reference,
+                         float* sums) {
   // The weights' precision, not fp32's, is what the exponential has to meet.
   constexpr int kDegree = kIsFloat<Weight> ? 5 : 3;
-  Vec highest = splat(-kInfinity);
-  for (int column = begin; column < end; column += kWidth) {
-    Vec x = load(scores + column);
-    if (boundary) {
-      x = keep_range(x, splat(-kInfinity), column, visible_begin, visible_end);
-      store(scores + column, x);
-    }
-    highest = max(highest, x);
+  Vec highest = splat(-kInfinity), next = highest;
+  for (int column = begin; column < end; column += 2 * kWidth) {
+    highest = max(highest, load(scores + column));
+    next = max(next, load(scores + column + kWidth));
   }
-  highest = mul(highest, splat(factor));
+  highest = mul(max(highest, next), splat(factor));
   float rescale = 1.0f;
   if (any_greater(highest, splat(reference + kRescaleAbove))) {
     const float before = reference;
     reference = reduce_max(highest);
-    rescale = exp2(before - reference);
+    if (before != -kInfinity) rescale = exp2(before - reference);  // else there is nothing to rescale
   }
   const Vec shift = splat(reference == -kInfinity ? 0.0f : -reference);  // saw nothing yet: 2^-inf, not 2^NaN
-  Weight* weights = reinterpret_cast<Weight*>(scores);
-  Vec total = splat(0.0f);
-  for (int column = begin; column < end; column += kWidth) {
-    const Vec weight = exp2<kDegree>(fma(load(scores + column), splat(factor), shift));
-    store_weight(weights + column, weight);
-    total = add(total, weight);
+  const auto weight = [&](int column) { return exp2<kDegree>(fma(load(scores + column), splat(factor), shift)); };
+  Vec even = splat(0.0f), odd = splat(0.0f);
+  for (int column = begin; column < end; column += 2 * kWidth) {
+    const Vec first = weight(column), second = weight(column + kWidth);
+    store_weights(weights + column, first, second);
+    even = add(even, first);
+    odd = add(odd, second);
   }
-  store(sums, fma(load(sums), splat(rescale), total));
+  store(sums, fma(load(sums), splat(rescale), add(even, odd)));
   return rescale;
 }
 

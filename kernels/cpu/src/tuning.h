@@ -6,6 +6,8 @@
 namespace fastattention {
 
 struct Tuning {
+  // Items of more query rows read, and pack, K and V less often. See KernelTable.
+  int row_block_elements;
   int kv_tile;  // KV tokens of a first-level tile: packed, it should stay in the L2 cache
   // Packed panels: rows x vectors of accumulators, and operands, must fit the registers.
   int panel_rows;
@@ -20,12 +22,12 @@ struct Tuning {
   int max_amx_direct_rows;
 };
 
-constexpr Tuning kTuningAvx512 = {128, 12, 2, 8, 16, 16, 16, 0};
-constexpr Tuning kTuningAvx512Bf16 = {128, 12, 2, 8, 16, 16, 4, 0};
-constexpr Tuning kTuningAmx = {256, 12, 2, 8, 16, 16, 0, 64};
-constexpr Tuning kTuningAvx2 = {128, 6, 2, 4, 8, 16, 16, 0};
-constexpr Tuning kTuningNeon = {128, 6, 4, 4, 16, 16, 16, 0};
-constexpr Tuning kTuningScalar = {128, 4, 2, 4, 4, 16, 16, 0};
+constexpr Tuning kTuningAvx512 = {0, 128, 12, 2, 8, 16, 16, 16, 0};
+constexpr Tuning kTuningAvx512Bf16 = {0, 128, 12, 2, 8, 16, 16, 4, 0};
+constexpr Tuning kTuningAmx = {128 * 1024, 256, 12, 2, 8, 16, 16, 0, 64};
+constexpr Tuning kTuningAvx2 = {0, 128, 6, 2, 4, 8, 16, 16, 0};
+constexpr Tuning kTuningNeon = {0, 128, 6, 4, 4, 16, 16, 16, 0};
+constexpr Tuning kTuningScalar = {0, 128, 4, 2, 4, 4, 16, 16, 0};
 
 }  // namespace fastattention
 

@@ -13,9 +13,8 @@ inline Vec bits(__m512i a) { return _mm512_castsi512_ps(a); }
 inline __m512i bits(Vec a) { return _mm512_castps_si512(a); }
 
 // Weights are never subnormal, which this instruction would make zero, so that they need not be rounded by hand.
-inline __m256i round_weight(Vec a) { return (__m256i)_mm512_cvtneps_pbh(a); }
-inline void store_weight(BFloat16* p, Vec weight) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_weight(weight));
+inline void store_weights(BFloat16* p, Vec first, Vec second) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
 // Up to 32 elements as bf16; those from count on read as zero and are not touched.

@@ -31,14 +31,12 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
   const __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(end - column), lane);
   return _mm256_blendv_ps(otherwise, x, _mm256_castsi256_ps(_mm256_andnot_si256(before, inside)));
 }
-inline Vec round_nearest(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec times_power_of_two(Vec a, Vec exponent) {
-  const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(exponent), _mm256_set1_epi32(127));
-  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
-}
-// Zero where a < b.
-inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
-  return select_less(a, b, splat(0.0f), times_power_of_two(y, exponent));
+// x - floor(x).
+inline Vec fraction(Vec x) { return _mm256_sub_ps(x, _mm256_floor_ps(x)); }
+// y * 2^floor(x), zero where x < bound.
+inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
+  const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(x)), _mm256_set1_epi32(127));
+  return select_less(x, bound, splat(0.0f), _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))));
 }
 inline float first_lane(Vec a) { return _mm256_cvtss_f32(a); }
 inline float reduce_add(Vec a) {

@@ -33,11 +33,11 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
   const __mmask16 keep = _mm512_mask_cmplt_epi32_mask(from, lane, _mm512_set1_epi32(end - column));
   return _mm512_mask_blend_ps(keep, otherwise, x);
 }
-inline Vec round_nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec times_power_of_two(Vec a, Vec exponent) { return _mm512_scalef_ps(a, exponent); }
-// Zero where a < b.
-inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), y, exponent);
+// x - floor(x).
+inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+// y * 2^floor(x), zero where x < bound.
+inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), y, x);
 }
 inline float first_lane(Vec a) { return _mm512_cvtss_f32(a); }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }

@@ -30,14 +30,12 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
   const uint32x4_t from = vcgeq_s32(lane, vdupq_n_s32(begin - column));
   return vbslq_f32(vandq_u32(from, vcltq_s32(lane, vdupq_n_s32(end - column))), x, otherwise);
 }
-inline Vec round_nearest(Vec a) { return vrndnq_f32(a); }
-inline Vec times_power_of_two(Vec a, Vec exponent) {
-  const int32x4_t biased = vaddq_s32(vcvtq_s32_f32(exponent), vdupq_n_s32(127));
-  return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
-}
-// Zero where a < b.
-inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
-  return select_less(a, b, splat(0.0f), times_power_of_two(y, exponent));
+// x - floor(x).
+inline Vec fraction(Vec x) { return vsubq_f32(x, vrndmq_f32(x)); }
+// y * 2^floor(x), zero where x < bound.
+inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
+  const int32x4_t biased = vaddq_s32(vcvtmq_s32_f32(x), vdupq_n_s32(127));
+  return select_less(x, bound, splat(0.0f), vmulq_f32(y, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23))));
 }
 inline float first_lane(Vec a) { return vgetq_lane_f32(a, 0); }
 inline float reduce_add(Vec a) { return vaddvq_f32(a); }

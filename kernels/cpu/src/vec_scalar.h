@@ -58,23 +58,21 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
   return each_lane([&](int i) { return column + i >= begin && column + i < end ? x.lane[i] : otherwise.lane[i]; });
 }
 // Adding and subtracting 1.5 * 2^23 rounds to an integer in the default rounding mode; |a| stays far below 2^22 here.
-inline Vec round_nearest(Vec a) {
-  constexpr float kMagic = 12582912.0f;
-  return each_lane([&](int i) { return (a.lane[i] + kMagic) - kMagic; });
+// x - floor(x).
+inline Vec fraction(Vec x) {
+  return each_lane([&](int i) { return x.lane[i] - __builtin_floorf(x.lane[i]); });
 }
-inline Vec times_power_of_two(Vec a, Vec exponent) {
-  return each_lane([&](int i) {
-    // Out of range only for arguments whose result the caller throws away; converting them would be undefined.
-    const float n = exponent.lane[i] > -127.0f && exponent.lane[i] < 128.0f ? exponent.lane[i] : 0.0f;
+// y * 2^floor(x), zero where x < bound.
+inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
+  const Vec product = each_lane([&](int i) {
+    // Out of range only for arguments whose result is thrown away below; converting them would be undefined.
+    const float n = x.lane[i] >= -126.0f && x.lane[i] < 128.0f ? __builtin_floorf(x.lane[i]) : 0.0f;
     const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
     float power;
     memcpy(&power, &bits, sizeof(power));
-    return a.lane[i] * power;
+    return y.lane[i] * power;
   });
-}
-// Zero where a < b.
-inline Vec times_power_of_two_unless_less(Vec y, Vec exponent, Vec a, Vec b) {
-  return select_less(a, b, splat(0.0f), times_power_of_two(y, exponent));
+  return select_less(x, bound, splat(0.0f), product);
 }
 inline float first_lane(Vec a) { return a.lane[0]; }
 inline float reduce_add(Vec a) { return (a.lane[0] + a.lane[2]) + (a.lane[1] + a.lane[3]); }
