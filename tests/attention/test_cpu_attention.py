@@ -356,7 +356,7 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
 def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch.dtype) -> None:
     """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within a split (1000 tokens
     are one) and across splits."""
-    problem = Case((1, 40), (kv_len, kv_len), page_size=0, dtype=dtype).build()
+    problem = Case((1, 8, 40), (kv_len,) * 3, page_size=0, dtype=dtype).build()
     ramp = torch.linspace(-8, 8, kv_len)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
         problem.key[start : start + kv_len, :, 0] = ramp
@@ -371,7 +371,7 @@ def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch
 @pytest.mark.parametrize("position", [0, 5, 20, 40, 60, 127, 250])
 def test_one_score_far_above_the_others(isa: str, position: int, dtype: torch.dtype) -> None:
     """In whatever vector of the tile: relative to a lower score its weight would overflow."""
-    problem = Case((1, 40), (300, 300), page_size=0, dtype=dtype, causal=False).build()
+    problem = Case((1, 8, 40), (300,) * 3, page_size=0, dtype=dtype, causal=False).build()
     problem.query[:, :, 0] = 50.0
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
         problem.key[start : start + 300, :, 0] = 0.0

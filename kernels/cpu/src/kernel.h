@@ -27,8 +27,8 @@ struct Float8E5M2 {  // 1-5-2, bias 15: the upper byte of a Half
   uint8_t bits;
 };
 
-// Query rows of a work item, where the instruction set and the problem do not ask for more; and the number of KV tokens that splits are whole multiples of. The KV tile that they meet
-// is the instruction set's choice, see tuning.h.
+// Query rows of a work item, where the instruction set and the problem do not ask for more; and the number of KV tokens
+// that splits are whole multiples of. The KV tile that they meet is the instruction set's choice, see tuning.h.
 constexpr int kRowBlock = 256;
 constexpr int kKvBlock = 128;
 

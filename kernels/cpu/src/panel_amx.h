@@ -28,8 +28,8 @@ constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;
 constexpr int kTileDepth = 32;
 
-// A tile load waits for its lines, and those of packed strips and of the output come from the L2 cache: they are fetched
-// this far ahead, which is four steps, a few lines after each product.
+// A tile load waits for its lines, and those of packed strips and of the output come from the L2 cache: they are
+// fetched this far ahead, which is four steps, a few lines after each product.
 constexpr int kFetchAhead = 4 * kTileDepth * kStrip;
 constexpr int kLine = 64;
 template <int Lines>
@@ -123,19 +123,9 @@ struct AmxPanels {
     const int strips = (rows.count + kStrip - 1) / kStrip + (stride + kStrip - 1) / kStrip;
     upcoming =
         Prefetch<T>(next, head_size, (rows.count / kWidth) * (stride / kWidth) + rows.count / 2 + panels * strips);
-    auto* keys = static_cast<BFloat16*>(scratch.keys);
-    auto* values = static_cast<BFloat16*>(scratch.values);
-    const int depth = query_stride(head_size);
-    const int count = round_up(rows.count, kStrip);
-    for (int column = 0; column < count; column += kWidth) {
-      const int first = column / kStrip * kStrip;
-      Bf16Unit::pack_keys(rows, column, head_size, keys + static_cast<size_t>(first) * depth + (column - first) * 2,
-                          kStrip, upcoming);
-    }
-    for (int token = 0; token < count; token += 2) {
-      upcoming.advance();
-      Bf16Unit::pack_values(rows, token, head_size, stride, values);
-    }
+    // A tile product spans kTileDepth tokens: V is filled up with zeros.
+    pack_tile<Bf16Unit>(rows, head_size, query_stride(head_size), round_up(rows.count, kTileDepth), stride, scratch,
+                        upcoming);
   }
 
   void scores(int first_row, int rows, int begin, int end, float* scores) {

@@ -89,6 +89,24 @@ inline void with_panel_rows(int rows, F f) {
   }
 }
 
+// Packs the whole tile: keys [strips][key_depth / kDepth][kStrip][kDepth], values [strips][kKvTile / kDepth][strip's
+// width][kDepth], value_rows of them.
+template <class Unit, class T>
+void pack_tile(const KvRows<T>& rows, int head_size, int key_depth, int value_rows, int value_stride,
+               const Scratch& scratch, Prefetch<T>& upcoming) {
+  auto* keys = static_cast<typename Unit::Element*>(scratch.keys);
+  auto* values = static_cast<typename Unit::Element*>(scratch.values);
+  for (int column = 0; column < round_up(rows.count, kStrip); column += kWidth) {
+    const int first = column / kStrip * kStrip;
+    Unit::pack_keys(rows, column, head_size,
+                    keys + static_cast<size_t>(first) * key_depth + (column - first) * Unit::kDepth, kStrip, upcoming);
+  }
+  for (int token = 0; token < value_rows; token += Unit::kDepth) {
+    upcoming.advance();
+    Unit::pack_values(rows, token, head_size, value_stride, values);
+  }
+}
+
 template <class Unit, int R, class Upcoming>
 void packed_scores(const typename Unit::Element* query, int query_stride, const typename Unit::Element* keys,
                    int key_depth, int begin, int end, float* scores, Upcoming& upcoming) {
@@ -109,8 +127,8 @@ void packed_scores(const typename Unit::Element* query, int query_stride, const 
 // output = output * rescale[row] + weights * values, over tile tokens [begin, end).
 // The tile's own sum is formed first and added once: long sequences lose less precision, and rescaling is one FMA.
 template <class Unit, int R, class Upcoming>
-void packed_values(const typename Unit::Element* weights, const typename Unit::Element* values, int stride, int begin, int end,
-                   const float* rescale, float* output, Upcoming& upcoming) {
+void packed_values(const typename Unit::Element* weights, const typename Unit::Element* values, int stride, int begin,
+                   int end, const float* rescale, float* output, Upcoming& upcoming) {
   constexpr int kDepth = Unit::kDepth;
   // Weights outside [begin, end) are zero, so a first or last group of kDepth may reach past.
   begin = begin / kDepth * kDepth;
@@ -151,18 +169,7 @@ struct PackedPanels {
     const int strips = (rows.count + kStrip - 1) / kStrip + (stride + kStrip - 1) / kStrip;
     upcoming = Prefetch<T>(next, head_size,
                            (rows.count / kWidth) * (stride / kWidth) + rows.count / Unit::kDepth + panels * strips);
-    auto* keys = static_cast<Element*>(scratch.keys);
-    auto* values = static_cast<Element*>(scratch.values);
-    const int depth = query_stride(head_size);
-    for (int column = 0; column < round_up(rows.count, kStrip); column += kWidth) {
-      const int first = column / kStrip * kStrip;
-      Unit::pack_keys(rows, column, head_size,
-                      keys + static_cast<size_t>(first) * depth + (column - first) * Unit::kDepth, kStrip, upcoming);
-    }
-    for (int token = 0; token < rows.count; token += Unit::kDepth) {
-      upcoming.advance();
-      Unit::pack_values(rows, token, head_size, stride, values);
-    }
+    pack_tile<Unit>(rows, head_size, query_stride(head_size), rows.count, stride, scratch, upcoming);
   }
   void scores(int first_row, int rows, int begin, int end, float* scores) {
     const int depth = query_stride(head_size);

@@ -1,5 +1,6 @@
 // How one call is cut into work items. A pure function of the problem and the kernel, and item by item of one sequence
-// alone: the number of threads and the rest of the batch change neither the sizes nor, therefore, a single bit of the result.
+// alone: the number of threads and the rest of the batch change neither the sizes nor, therefore, a single bit of the
+// result.
 #ifndef FASTATTENTION_PLAN_H
 #define FASTATTENTION_PLAN_H
 

@@ -9,8 +9,8 @@ namespace fastattention {
 
 // How a sequence is split along KV. Changing any of these changes the last bits of results.
 struct SplitTuning {
-  int64_t items_per_sequence;   // enough for 64 threads to share one request evenly
-  int64_t large_items;          // the same where they are of kRowBlock rows or more, and so are their partial results
+  int64_t items_per_sequence;  // enough for 64 threads to share one request evenly
+  int64_t large_items;         // the same where they are of kRowBlock rows or more, and so are their partial results
   int64_t min_tokens;          // mean length of a split, so that partial results stay small against its K and V
   int64_t min_tokens_per_row;  // the same where many query rows make partial results large
   int64_t row_blocks_of_sequence;  // times KV heads; row blocks do not grow to where there are fewer

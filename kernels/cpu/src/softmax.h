@@ -51,9 +51,8 @@ inline void keep_visible(float* scores, int begin, int end, int visible_begin, i
   mask(right > left ? right : left, end);
 }
 
-// scores[begin .. end) of one row, times factor, to unnormalised weights. reference is what the row's weights are relative
-// to, sums
-// the lane-wise sum of its weights; both are updated. Returns the factor for what was summed before.
+// scores[begin .. end) of one row, times factor, to unnormalised weights. reference is what the row's weights are
+// relative to, sums the lane-wise sum of its weights; both are updated. Returns the factor for what was summed before.
 template <class Weight>
 inline float softmax_row(const float* scores, int begin, int end, float factor, Weight* weights, float& reference,
                          float* sums) {

@@ -24,7 +24,7 @@ struct Tuning {
 
 constexpr Tuning kTuningAvx512 = {0, 128, 12, 2, 8, 16, 16, 16, 0};
 constexpr Tuning kTuningAvx512Bf16 = {0, 128, 12, 2, 8, 16, 16, 4, 0};
-constexpr Tuning kTuningAmx = {128 * 1024, 256, 12, 2, 8, 16, 16, 0, 64};
+constexpr Tuning kTuningAmx = {128 * 1024, 256, 12, 2, 8, 16, 16, 3, 64};
 constexpr Tuning kTuningAvx2 = {0, 128, 6, 2, 4, 8, 16, 16, 0};
 constexpr Tuning kTuningNeon = {0, 128, 6, 4, 4, 16, 16, 16, 0};
 constexpr Tuning kTuningScalar = {0, 128, 4, 2, 4, 4, 16, 16, 0};
