@@ -15,7 +15,7 @@ struct SplitTuning {
   int64_t min_tokens_per_row;  // the same where many query rows make partial results large
   int64_t row_blocks_of_sequence;  // times KV heads; row blocks do not grow to where there are fewer
 };
-constexpr SplitTuning kSplits = {512, 128, 1024, 8, 32};
+constexpr SplitTuning kSplits = {512, 128, 1024, 8, 128};
 
 // How items reach threads. None of these changes results.
 struct PoolTuning {

@@ -7,7 +7,7 @@ namespace fastattention {
 
 struct Tuning {
   // Items of more query rows read, and pack, K and V less often. See KernelTable.
-  int row_block_elements;
+  int bf16_row_block_elements;
   int kv_tile;  // KV tokens of a first-level tile: packed, it should stay in the L2 cache
   // Packed panels: rows x vectors of accumulators, and operands, must fit the registers.
   int panel_rows;
