@@ -105,7 +105,7 @@ def test_masks_in_bf16(mask: str, shape: str) -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_over_several_row_blocks(mask: str) -> None:
-    """A block has 256 rows at first. The tokens end where a step of columns does, so that no panel needs a mask at the end."""
+    """A block has 256 rows. The tokens end where a step of columns does, so that no panel needs a mask at the end."""
     check(Case((320,), (320,), 2, 2, head_size=32, **MASKS[mask]))  # type: ignore[arg-type]
 
 

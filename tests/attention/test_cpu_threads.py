@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("restore_threads")
 
 # Prefill blocks, decode splits with merges, and short sequences, in one batch.
 CASE = Case((1, 200, 20, 1), (9000, 500, 4000, 30), num_heads=8, num_kv_heads=2, dtype=torch.bfloat16, sinks=5.0)
-# Row blocks grow with the rows of their own sequence alone. Where a window begins depends on the block, so bits would too.
+# Row blocks grow with the rows of their own sequence alone. Where a window begins depends on them, so bits would too.
 MANY_ROWS = Case((200, 400), (1000, 1500), 128, 64, head_size=16, dtype=torch.bfloat16, window=(300, -1))
 
 
