@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="requests at the same time")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--intermediate-size", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cpus", default=",".join(map(str, sorted(os.sched_getaffinity(0)))), help="as in 0,1")
     parser.add_argument("--enforce-eager", action="store_true", help="both servers without torch.compile")
     parser.add_argument("--json", type=Path, help="write the rows there")
@@ -49,6 +50,7 @@ def main() -> int:
         parser.error(f"--peer-python {options.peer_python} cannot be run.")
     if options.json:
         options.json.touch()  # now, and not after ten minutes of measuring
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("serve_cpu: ended by a signal."))  # the servers end with it
     try:
         report = measure(options)
     except (serving.ServerError, ValueError) as error:
