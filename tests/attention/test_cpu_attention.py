@@ -117,8 +117,8 @@ def test_masks_over_large_row_blocks(mask: str, q_len: int, kv_heads: int, group
     check(Case(*lens, kv_heads * group, kv_heads, head_size=32, dtype=BF16, **MASKS[mask]))  # type: ignore[arg-type]
 
 
-# Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 4 or 16
-# rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256.
+# Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 3, 4
+# or 16 rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256 and more.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
 @pytest.mark.parametrize("rows", [1, 4, 5, 15, 16, 17, 40, 64, 65, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
