@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -19,9 +20,11 @@ from vllm.v1.attention.backend import (
 
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import compat, cpu_resources, support
+from fastattention_vllm.integration import compat, cpu_resources, host_layers, support
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement.cooperative import Batch, Device
+from fastattention_vllm.placement.link import Link, LocalLink
 
 logger = init_logger("vllm.fastattention")
 
@@ -120,6 +123,56 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         )
 
 
+class HostLayerBackend(FastAttentionBackend):
+    """Of layers whose KV cache lies in a pool of its own; another backend class gets metadata of its own."""
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return HostMetadataBuilder
+
+
+class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """On a machine without a GPU everything is on the host already."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> host_layers.HostMetadata:
+        common = common_attn_metadata
+        num_tokens = int(common.query_start_loc_cpu[common.num_reqs])
+        slots = common.slot_mapping[:num_tokens]
+        batch = Batch(
+            query_start_loc=common.query_start_loc_cpu[: common.num_reqs + 1],
+            seq_lens=common.seq_lens[: common.num_reqs],
+            block_table=common.block_table_tensor[: common.num_reqs],
+            slot_mapping=slots,
+            device_slots=slots,
+            causal=bool(common.causal),
+        )
+        return host_layers.HostMetadata(batch)
+
+
+class CpuSide:
+    """The "device" beside the host is the host itself: two pools, the same steps."""
+
+    pin = False
+    host_backend = HostLayerBackend
+
+    def kernels(self) -> Device:
+        return cpu_kernels
+
+    def link(self) -> Link:
+        return LocalLink()
+
+    def kv_bytes(self, vllm_config: Any) -> int:
+        return int(vllm_config.cache_config.kv_cache_memory_bytes)
+
+
 def start_cpu_threads(vllm_config: Any) -> None:
     """Size the attention pool to this rank's CPUs and say (once) which kernel runs."""
     from vllm.distributed.parallel_state import get_world_group
@@ -182,8 +235,12 @@ class FastAttentionImpl(AttentionImpl[Any]):
         # vLLM counts the token itself, the kernels what lies on either side of it.
         reach = -1 if sliding_window is None else sliding_window - 1
         self.window = (reach, reach if self.is_encoder else -1)
+        self.host_window = None if sliding_window is None else reach
         # vLLM skips the cache update of such a layer, and binds the other layer's cache to it.
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        host_layers.place(get_current_vllm_config(), CpuSide())
 
     def do_kv_cache_update(
         self,
@@ -198,13 +255,13 @@ class FastAttentionImpl(AttentionImpl[Any]):
             return
         key_cache, value_cache = self._split(kv_cache)
         num_tokens = slot_mapping.shape[0]
-        scales = self._scales(layer)
+        scales = self.scales(layer)
         cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, *scales)
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return compat.split_kv_cache(kv_cache if self.fp8 is None else kv_cache.view(self.fp8), self.head_size)
 
-    def _scales(self, layer: Any) -> tuple[float, float]:
+    def scales(self, layer: Any) -> tuple[float, float]:
         """What the cache's keys and values were divided by. Asked every time: weights may be loaded anew."""
         return (1.0, 1.0) if self.fp8 is None else (layer._k_scale_float, layer._v_scale_float)
 
@@ -230,30 +287,40 @@ class FastAttentionImpl(AttentionImpl[Any]):
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
-        block_table = kv_start_loc = None
-        scales = (1.0, 1.0)
-        if self.is_encoder:
-            kv_start_loc = attn_metadata.query_start_loc[:-1]
-        else:
+        parts: dict[str, Any] = {"kv_start_loc": attn_metadata.query_start_loc[:-1]}
+        if not self.is_encoder:
             key, value = self._split(kv_cache)
-            scales = self._scales(layer)
-            block_table = attn_metadata.block_table
-        problem = AttentionProblem(
+            parts = {"block_table": attn_metadata.block_table}
+        problem = self.problem(
+            layer,
             query=query,
             key=key,
             value=value,
             query_start_loc=attn_metadata.query_start_loc,
             seq_lens=attn_metadata.seq_lens,
-            scale=self.scale,
             causal=attn_metadata.causal,
-            block_table=block_table,
-            kv_start_loc=kv_start_loc,
-            window=self.window,
-            softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=None if self.sinks is None else self.sinks.detach().float(),
-            key_scale=scales[0],
-            value_scale=scales[1],
+            **parts,
         )
         cpu_kernels.run(problem, out=output)
         return output
+
+    def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
+        """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
+        scales = (1.0, 1.0) if self.is_encoder else self.scales(layer)
+        own = {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": None if self.sinks is None else self.sinks.detach().float(),
+            "key_scale": scales[0],
+            "value_scale": scales[1],
+        }
+        return AttentionProblem(**(own | parts))
+
+    def merges(self) -> bool:
+        """Whether a host layer may merge attention over parts of its keys: positions and values as in one piece."""
+        return self.alibi_slopes is None and self.fp8 is None
+
+    def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype:
+        return self.fp8 or kv_cache.dtype

@@ -116,6 +116,18 @@ def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor
     return tokens_first[..., :head_size], tokens_first[..., head_size:]
 
 
+def kv_cache_of(layer: Any) -> torch.Tensor:
+    """The cache that vLLM bound to a layer; <= 0.19: in a list, one for each of its pipeline's virtual engines."""
+    kv_cache: Any = layer.kv_cache
+    tensor: torch.Tensor = kv_cache[0] if isinstance(kv_cache, list | tuple) else kv_cache
+    return tensor
+
+
+def num_blocks_of(kv_cache: torch.Tensor) -> int:
+    """``[num_blocks, ...]``; FLASH_ATTN <= 0.19: ``[2, num_blocks, ...]``."""
+    return kv_cache.shape[1] if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 else kv_cache.shape[0]
+
+
 @contextmanager
 def without_fp8_cache(vllm_config: VllmConfig) -> Iterator[None]:
     """An fp8 KV cache out of sight of vLLM's CPU platform: 0.19's refuses it, or goes back to another one in silence.

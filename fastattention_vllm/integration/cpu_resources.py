@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from fastattention_vllm.integration.kv_size import KvSize
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement.kv_size import KvSize
 
 GIB = 1 << 30
 DEFAULT_KV_BYTES = 4 * GIB

@@ -10,41 +10,68 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention import cpu_memory
-from fastattention_vllm.integration import cpu_resources
+from fastattention_vllm.integration import cpu_resources, host_layers
 
 logger = init_logger("vllm.fastattention")
 
+HUGE_PAGE = 2 << 20
+
 
 class FastAttentionCpuWorker(CPUWorker):
-    """Places the KV cache once it is allocated. vLLM takes the class from ``parallel_config.worker_cls``: all versions.
+    """Places the weights once they are loaded, and the KV cache once it is allocated.
+
+    vLLM takes the class from ``parallel_config.worker_cls``: all versions.
 
     vLLM fills the cache with zeros as it allocates it, from whatever threads torch has, in small pages. Nothing else is
     in it yet, so its pages are given back and touched anew where they are wanted. (torch's own THP_MEM_ALLOC_ENABLE
     would have to be set before the process first allocates, concerns every tensor, and knows no NUMA nodes.)
     """
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        place("weights", list(self.model_runner.model.parameters()), self._cpus(), discard=False)
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        house = host_layers.find(self.vllm_config)
+        return house.clamp(available) if house else available
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        place_kv_cache(self.model_runner.kv_caches, cpu_resources.cpus_of_rank(self.local_rank))
+        place("KV cache", self.model_runner.kv_caches, self._cpus(), discard=True)
+        house = host_layers.find(self.vllm_config)
+        if house:
+            house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+
+    def _cpus(self) -> list[int]:
+        return cpu_resources.cpus_of_rank(self.local_rank)
 
 
-def place_kv_cache(kv_caches: Any, cpus: Iterable[int]) -> None:
-    """Zero ``kv_caches`` (tensors, lists of them nested at will), placed for threads on ``cpus``; log what was had."""
-    storages = {storage.data_ptr(): storage for storage in _storages(kv_caches) if storage.nbytes()}
+def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> None:
+    """Place the buffers of ``tensors`` (lists of them nested at will) for threads on ``cpus``; log what was had.
+
+    With ``discard`` they are zero afterwards, without they keep their contents and those smaller than a huge page are
+    left where they are.
+    """
+    storages = {storage.data_ptr(): storage for storage in _storages(tensors) if storage.nbytes() >= _least(discard)}
     if not storages:
         return
     nodes = cpu_resources.numa_nodes(cpus)
     placements = [
-        cpu_memory.place(address, storage.nbytes(), nodes, discard=True) for address, storage in storages.items()
+        cpu_memory.place(address, storage.nbytes(), nodes, discard=discard) for address, storage in storages.items()
     ]
-    logger.info("%s", describe(sum(storage.nbytes() for storage in storages.values()), nodes, placements))
+    logger.info("%s", describe(what, sum(storage.nbytes() for storage in storages.values()), nodes, placements))
 
 
-def describe(size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.Placement]) -> str:
-    """One line for the log: ``size`` bytes of KV cache, the NUMA ``nodes`` asked for, and what each buffer got."""
+def _least(discard: bool) -> int:
+    return 1 if discard else 2 * HUGE_PAGE  # of which one lies inside, wherever the buffer begins
+
+
+def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.Placement]) -> str:
+    """One line for the log: ``size`` bytes of ``what``, the NUMA ``nodes`` asked for, and what each buffer got."""
     known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
     huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"
-    parts = [f"KV cache: {size / cpu_resources.GIB:.2f} GiB, {huge} in huge pages"]
+    parts = [f"{what}: {size / cpu_resources.GIB:.2f} GiB, {huge} in huge pages"]
     if nodes and all(placement.num_nodes == len(nodes) for placement in placements):
         how = "interleaved over NUMA nodes" if len(nodes) > 1 else "on NUMA node"
         parts.append(f"{how} {', '.join(map(str, nodes))}")

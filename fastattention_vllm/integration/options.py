@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,7 +20,32 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Attention threads per rank on the CPU path. None: every CPU of the rank (VLLM_CPU_OMP_THREADS_BIND)."""
+    """Attention threads per rank. None: every CPU of the rank (VLLM_CPU_OMP_THREADS_BIND), less one beside a GPU."""
+
+    host_kv_layers: Literal["auto"] | Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = "auto"
+    """Layers whose KV cache lies in host memory: how many, or which. "auto": as few as make host_kv_requests of
+    --max-model-len tokens fit; none on a machine without a GPU, where all memory is the host's."""
+
+    host_kv_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Host memory that each rank may take for them, in GiB. None: half of what is free, divided among the ranks."""
+
+    host_kv_requests: Annotated[int, Field(ge=1)] = 1
+    """Requests of --max-model-len tokens for which "auto" makes room at the same time."""
+
+    stream_fraction: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
+    """Part of a decoding request's host KV that the GPU reads over the link while the CPU attends to the rest. "auto":
+    measured at start; 0 where the CPU alone reads as fast as the memory is."""
+
+
+def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:
+    """Put the decision in the place of the question.
+
+    The additional config is part of the hash by which vLLM finds compiled graphs again, and a graph holds which layers
+    write to vLLM's cache: this must happen before the first one is traced.
+    """
+    config: Any = vllm_config
+    config.additional_config = dict(config.additional_config or {})
+    config.additional_config[KEY] = {**config.additional_config.get(KEY, {}), "host_kv_layers": layers}
 
 
 def options_of(vllm_config: VllmConfig) -> Options:

@@ -12,8 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention import cpu as cpu_kernels
-from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, cpu_sampling
-from fastattention_vllm.integration.kv_size import kv_size_of
+from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, cpu_sampling, host_plan
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import check_supported
@@ -169,7 +168,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:
-        model, size = vllm_config.model_config, kv_size_of(vllm_config)
+        model = vllm_config.model_config
+        size = host_plan.plan_without_gpu(vllm_config).device_size
         automatic_length = model.original_max_model_len == -1  # `--max-model-len auto`
         kv_bytes = cpu_resources.kv_bytes_per_rank(
             compat.requested_kv_bytes(vllm_config),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.integration import cpu_resources
 from fastattention_vllm.integration.cpu_resources import GIB, format_bind, kv_bytes_per_rank, split_cpus
-from fastattention_vllm.integration.kv_size import KvSize
+from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.integration.refusal import Refusal
 
 

@@ -25,7 +25,7 @@ def test_the_kv_cache_of_an_engine_lies_in_huge_pages(tmp_path: Path, monkeypatc
         assert sum(caches.values()) > 60 << 20
         for address, size in caches.items():
             assert huge_bytes(address, size) >= whole_pages(address, size) > 0
-    (line,) = [line for line in lines if "huge" in line]
+    (line,) = [line for line in lines if line.startswith("KV cache: 0")]
     assert line.startswith("KV cache: 0.06 GiB, 9")
     assert line.endswith(" % of it in huge pages.")
 
@@ -33,11 +33,11 @@ def test_the_kv_cache_of_an_engine_lies_in_huge_pages(tmp_path: Path, monkeypatc
 def test_every_buffer_is_placed_once_and_is_zero() -> None:
     """Layers share a buffer from 0.29 on, and a Mamba layer has several tensors."""
     shared, own = torch.full((4 * HUGE,), 5, dtype=torch.uint8), torch.full((HUGE,), 5, dtype=torch.uint8)
-    cpu_worker.place_kv_cache([shared[:HUGE], shared[HUGE:], [own[:10], own[10:]], torch.empty(0)], [0])
+    cpu_worker.place("KV cache", [shared[:HUGE], shared[HUGE:], [own[:10], own[10:]], torch.empty(0)], [0], discard=True)
     assert not shared.any()
     assert not own.any()
     assert len({storage.data_ptr() for storage in cpu_worker._storages([shared[1:], [own], {"layer": own}])}) == 2
-    cpu_worker.place_kv_cache([], [0])
+    cpu_worker.place("KV cache", [], [0], discard=True)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_every_buffer_is_placed_once_and_is_zero() -> None:
     ],
 )
 def test_the_log_line(nodes: list[int], placements: list[Placement], line: str) -> None:
-    assert cpu_worker.describe(4 * GIB, nodes, placements) == line
+    assert cpu_worker.describe("KV cache", 4 * GIB, nodes, placements) == line

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import PretrainedConfig
 
 from fastattention_vllm.integration import cpu_resources
-from fastattention_vllm.integration.kv_size import KvSize, kv_size_of
+from fastattention_vllm.integration.kv_size import kv_size_of
+from fastattention_vllm.placement.kv_size import KvSize
 from tests import reference_models as reference
 from tests.integration.engine import engine, generate
 from tests.integration.test_models import core_first

@@ -1,0 +1,354 @@
+"""Host layers: attention layers whose KV cache lies in host memory, in vLLM's own block space.
+
+vLLM knows layers that share the cache of another layer. A host layer is made to look like one: it then takes no memory
+on the device, and the block count and the largest request are computed without it; but it has block tables, slots,
+prefix caching and preemption, for those belong to the layer that it points to. Its keys and values are in a pool in
+host memory, under the same block ids.
+
+This happens once per worker: after the weights are loaded, before vLLM asks for the layers' caches or traces a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionImpl
+
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration import compat, cpu_resources
+from fastattention_vllm.integration.host_plan import check, host_budget, plan_layers
+from fastattention_vllm.integration.options import decide_host_layers, options_of
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import host_pool
+from fastattention_vllm.placement.cooperative import MAX_SHORT, Batch, Device, HostAttention, Lane, Step, divide
+from fastattention_vllm.placement.host_memory import GIB
+from fastattention_vllm.placement.host_pool import HostPool, PageShape
+from fastattention_vllm.placement.link import Link
+from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.fastattention")
+
+EVERY_LENGTH = 1 << 30
+"""New tokens up to which the CPU attends, where partial results of a device could not be merged exactly."""
+
+
+class DeviceLayer(Protocol):
+    """What a host layer asks of the attention layer that it was: our ``AttentionImpl`` of the device."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    host_window: int | None
+    """Keys that a token sees before itself; None if all."""
+
+    def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
+        """One with this layer's scale, window and so on, unless ``parts`` say otherwise."""
+
+    def scales(self, layer: Any) -> tuple[float, float]:
+        """What an fp8 cache's keys and values were divided by."""
+
+    def merges(self) -> bool:
+        """Whether attention over parts of the keys can be merged to attention over all."""
+
+    def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype: ...
+
+
+class DeviceSide(Protocol):
+    """One kind of device beside the host."""
+
+    pin: bool
+    host_backend: type[Any]
+    """The ``AttentionBackend`` of host layers, whose builder makes :class:`HostMetadata`."""
+
+    def kernels(self) -> Device: ...
+
+    def link(self) -> Link: ...
+
+    def kv_bytes(self, vllm_config: VllmConfig) -> int:
+        """Device memory that the KV cache may take, weights loaded and nothing else."""
+
+
+@dataclass
+class HostLayers:
+    """The host layers of one worker."""
+
+    side: DeviceSide
+    placement: Placement
+    targets: dict[str, str]
+    """By host layer's name: the device layer to which it points."""
+    budget: int
+    max_model_len: int
+    nodes: Sequence[int]
+    pool: HostPool | None = None
+    lanes: list[Lane] = field(default_factory=list)
+
+    def clamp(self, available: int) -> int:
+        """The device memory for vLLM's KV cache, no more than the host pool has blocks for.
+
+        Raises:
+            Refusal: then no request of the greatest length fits any more.
+        """
+        size, page = (
+            self.placement.device_size,
+            self.placement.bytes_per_block * self.placement.device_size.layers_per_group(),
+        )
+        blocks = self.placement.most_blocks(available, self.budget)
+        clamped = min(available, blocks * page)
+        need = size.of_request(self.max_model_len)
+        if clamped < need <= available:
+            wanted = self.placement.host_bytes(-(-need // page)) / GIB
+            raise Refusal(
+                f"one request of max_model_len {self.max_model_len} needs {wanted:.2f} GiB of host memory for the "
+                f"{len(self.placement.host)} host layers, and {self.budget / GIB:.2f} GiB may be used; pass "
+                f"--max-model-len {size.longest_request(clamped)} or less, or raise host_kv_gib."
+            )
+        if clamped < available:
+            logger.info(
+                "KV cache: %d blocks instead of %d, so that the host layers' part of it stays within %.2f GiB.",
+                blocks,
+                available // page,
+                self.budget / GIB,
+            )
+        return clamped
+
+    def allocate(self, forward_context: dict[str, Any], kv_cache_config: Any) -> None:
+        """Make the pool, once vLLM has allocated its own cache.
+
+        Raises:
+            Refusal: the memory is not there.
+        """
+        tables = [
+            [name for name, target in self.targets.items() if target in group.layer_names]
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        shapes = {
+            name: page_shape(forward_context[name], forward_context[target]) for name, target in self.targets.items()
+        }
+        self.close()
+        try:
+            self.pool = host_pool.create(
+                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.side.pin
+            )
+        except MemoryError as error:
+            raise Refusal(f"{error}.") from error
+        for names in filter(None, tables):
+            lane = Lane(self.side.link(), self.side.kernels())
+            self.lanes.append(lane)
+            for name in names:
+                forward_context[name].impl.open(lane, self.pool.caches[name])
+        for line in describe(self, kv_cache_config.num_blocks):
+            logger.info("%s", line)
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+        self.pool, self.lanes = None, []
+
+
+class HostLayerImpl(AttentionImpl[Any]):
+    """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
+
+    def __init__(self, layer: Any, inner: DeviceLayer, house: HostLayers) -> None:
+        self.layer = layer
+        self.inner = inner
+        self.house = house
+        self.num_heads, self.num_kv_heads = inner.num_heads, inner.num_kv_heads
+        self.head_size, self.scale = inner.head_size, inner.scale
+        self.attention: HostAttention | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        process: Any = self.inner
+        process.process_weights_after_loading(act_dtype)
+
+    def open(self, lane: Lane, cache: torch.Tensor) -> None:
+        """From now on keys and values go to ``cache``."""
+        self.attention = HostAttention(lane, self, cache, self.inner.host_window)
+
+    def problem(self, **parts: Any) -> AttentionProblem:
+        return self.inner.problem(self.layer, **parts)
+
+    def scales(self) -> tuple[float, float]:
+        return self.inner.scales(self.layer)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: HostMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone."""
+        if attn_metadata is None or self.attention is None:  # profiling and warm-up, before there is a pool
+            return output.fill_(0)
+        most_short = MAX_SHORT if self.inner.merges() else EVERY_LENGTH
+        step = attn_metadata.divided(self.attention.block_size, most_short)
+        self.attention.attend(step, query, key, value, output)
+        return output
+
+
+@dataclass
+class HostMetadata:
+    """One step's batch for the host layers of a block table; it may still be on its way to the host."""
+
+    batch: Batch | None
+    arrive: Any = None
+    """Called once, where ``batch`` is None: waits for it."""
+    _step: Step | None = None
+
+    def divided(self, block_size: int, most_short: int) -> Step:
+        if self._step is None:
+            if self.batch is None:
+                self.batch = self.arrive()
+            self._step = divide(self.batch, block_size, most_short if self.batch.causal else EVERY_LENGTH)
+        return self._step
+
+
+def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
+    """Decide which layers are host layers and make them so. Called by every attention layer; the first one does it.
+
+    Raises:
+        Refusal: what was asked for cannot be had.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    if getattr(vllm_config.compilation_config, DONE, False):
+        return
+    setattr(vllm_config.compilation_config, DONE, True)
+    options = options_of(vllm_config)
+    if options.host_kv_layers in (0, []):
+        return
+    names, layers = _attention_layers(context)
+    local_rank, local_ranks = _local_rank(), vllm_config.parallel_config.local_world_size
+    limits = Limits(
+        device_bytes=side.kv_bytes(vllm_config),
+        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if side.pin else side.kv_bytes(vllm_config)),
+        tokens=vllm_config.model_config.max_model_len,
+        requests=options.host_kv_requests,
+    )
+    limits = _smallest_of_all_ranks(limits)
+    placement = plan_layers(layers, vllm_config, options.host_kv_layers, limits)
+    decide_host_layers(vllm_config, list(placement.host))
+    if not placement.host:
+        return
+    check(vllm_config)
+    targets = {names[host]: names[target] for host, target in _targets(layers, placement).items()}
+    nodes = cpu_resources.numa_nodes(cpu_resources.cpus_of_rank(local_rank))
+    house = HostLayers(side, placement, targets, limits.host_bytes, limits.tokens, nodes)
+    for name, target in targets.items():
+        layer = context[name]
+        layer.kv_sharing_target_layer_name = target
+        layer.attn_backend = side.host_backend
+        layer.impl = HostLayerImpl(layer, layer.impl, house)
+
+
+DONE = "fastattention_host_layers_placed"
+
+
+def find(vllm_config: VllmConfig) -> HostLayers | None:
+    """Those that :func:`place` made in this process, or None if there are none."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if isinstance(getattr(layer, "impl", None), HostLayerImpl):
+            house: HostLayers = layer.impl.house
+            return house
+    return None
+
+
+def page_shape(host: Any, target: Any) -> PageShape:
+    """A host layer's pages are like those of the layer it points to."""
+    kv_cache = compat.kv_cache_of(target)
+    blocks = compat.num_blocks_of(kv_cache)
+    heads, head_size = host.impl.num_kv_heads, host.impl.head_size
+    return PageShape(
+        num_blocks=blocks,
+        block_size=kv_cache.numel() // (blocks * heads * 2 * head_size),
+        num_kv_heads=heads,
+        head_size=head_size,
+        dtype=host.impl.inner.cache_dtype(kv_cache),
+    )
+
+
+def describe(house: HostLayers, blocks: int) -> list[str]:
+    """The decision as a table, for the log."""
+    placement = house.placement
+    assert house.pool is not None
+    per_layer = blocks * placement.bytes_per_block
+    device_bytes = blocks * placement.bytes_per_block * placement.device_size.layers_per_group()
+    huge = sum(part.huge_bytes or 0 for part in house.pool.placements)
+    longest = placement.device_size.longest_request(device_bytes)
+    lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB a layer':>11} {'GiB in all':>10}"]
+    rows = ((placement.device, "device", device_bytes), (placement.host, "host", house.pool.memory.nbytes))
+    lines += [
+        f"  {indices_text(layers):<40} {where:<12} {per_layer / GIB:>11.3f} {total / GIB:>10.3f}"
+        for layers, where, total in rows
+    ]
+    pinned = "pinned, " if house.pool.pinned else ""
+    lines.append(
+        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has "
+        f"{min(longest, house.max_model_len)} tokens; host memory: {pinned}"
+        f"{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
+    )
+    return lines
+
+
+def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:
+    """Names by index, and kinds, of the layers with a cache of their own."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    shared = {target for layer in context.values() if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
+    names: dict[int, str] = {}
+    full, windowed, fixed = [], [], set()
+    for name, layer in context.items():
+        if not hasattr(getattr(layer, "impl", None), "host_window") or layer.kv_sharing_target_layer_name:
+            continue
+        if layer.attn_type != "decoder":
+            continue
+        index = extract_layer_index(name)
+        names[index] = name
+        (full if layer.sliding_window is None else windowed).append(index)
+        if name in shared:
+            fixed.add(index)
+    return names, Layers(tuple(sorted(full)), tuple(sorted(windowed)), frozenset(fixed))
+
+
+def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
+    """The device layer of its kind for each host layer, so that every block table gets its part of them."""
+    targets = {}
+    for kind in (layers.full, layers.windowed):
+        device = [index for index in kind if index in placement.device]
+        host = [index for index in kind if index in placement.host]
+        for number, index in enumerate(host):
+            # Fewer than there are device layers: at even distances; more: in turn.
+            position = number * len(device) // len(host) if len(host) < len(device) else number % len(device)
+            targets[index] = device[position]
+    return targets
+
+
+def _local_rank() -> int:
+    from vllm.distributed.parallel_state import get_world_group
+
+    return int(get_world_group().local_rank)
+
+
+def _smallest_of_all_ranks(limits: Limits) -> Limits:
+    """Every rank must come to the same decision."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return limits
+    numbers = torch.tensor([limits.device_bytes, limits.host_bytes])
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    device_bytes, host_bytes = numbers.tolist()
+    return replace(limits, device_bytes=device_bytes, host_bytes=host_bytes)

@@ -1,0 +1,469 @@
+"""One step of a host layer: the device and the CPU share the attention over a KV cache that lies in host memory.
+
+Requests with at most ``MAX_SHORT`` new tokens (decoding, speculation) come down to the CPU, which reads their pages at
+the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests with more
+(prefill) stay on the device: their new keys and values are written through to the host beside the computation, and the
+context before them is brought up block by block, ahead of its use. Partial results are merged by their log-sum-exp, so
+that every answer is that of attention over all tokens (the paper's CPU-GPU cooperation, arXiv 2410.16663 section 4.4).
+
+The same code runs where the "device" is the host itself (``LocalLink``); there nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fastattention_vllm.attention import cpu as cpu_kernels
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.placement.link import Link
+
+MAX_SHORT = 8
+"""Most new tokens of a request that the CPU takes: they read its KV once."""
+STAGING_BYTES = 64 << 20
+"""Of each of the two buffers that bring context to the device."""
+LEAST_SHARE = 1 << 20
+"""Bytes. Less than that is not worth a transfer beside the CPU's work."""
+
+
+class Device(Protocol):
+    """The attention kernels of the device, as ``attention.cpu`` and ``attention.flash`` have them."""
+
+    def run(
+        self, problem: AttentionProblem, *, return_lse: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None: ...
+
+
+class Layer(Protocol):
+    """What a model's layer is, tensors aside."""
+
+    def problem(self, **parts: Any) -> AttentionProblem: ...
+
+    def scales(self) -> tuple[float, float]:
+        """What an fp8 cache's keys and values were divided by."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's requests, as vLLM's metadata has them, on the host."""
+
+    query_start_loc: torch.Tensor
+    """``[num_seqs + 1]`` int32."""
+    seq_lens: torch.Tensor
+    """``[num_seqs]`` int32: KV tokens, this step's included."""
+    block_table: torch.Tensor
+    """``[num_seqs, max_blocks]`` int32."""
+    slot_mapping: torch.Tensor
+    """``[num_tokens]`` int64."""
+    device_slots: torch.Tensor
+    """The same, on the device."""
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class Short:
+    """The requests that the CPU attends for, as one problem."""
+
+    rows: slice | torch.Tensor
+    """Their tokens in the batch: a run of them, or int64 indices on the host."""
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    contexts: tuple[int, ...]
+    """Tokens of each request before its new ones."""
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Long:
+    """A request that the device attends for."""
+
+    rows: slice
+    context: int
+    """Tokens before the new ones."""
+    blocks: torch.Tensor
+    """int64, those of its context."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch, divided. The same for all layers of a block table."""
+
+    batch: Batch
+    short: Short | None
+    """Requests for the CPU."""
+    long: tuple[Long, ...]
+    """Requests for the device."""
+    independent: bool
+    """No request's context is written in this step (as by a request whose prefix another one is just computing)."""
+
+
+def divide(batch: Batch, block_size: int, most_short: int = MAX_SHORT) -> Step:
+    """Who attends for which request: the CPU for those with at most ``most_short`` new tokens."""
+    starts = batch.query_start_loc.tolist()
+    lengths = batch.seq_lens.tolist()
+    short, long = [], []
+    for index, length in enumerate(lengths):
+        new = starts[index + 1] - starts[index]
+        if 0 < new <= most_short:
+            short.append(index)
+        elif new:
+            context = length - new
+            blocks = batch.block_table[index, : -(-context // block_size)].long()
+            long.append(Long(slice(starts[index], starts[index + 1]), context, blocks))
+    written = [batch.slot_mapping[request.rows] // block_size for request in long]
+    independent = not any(
+        torch.isin(request.blocks, torch.unique(others)).any()
+        for i, request in enumerate(long)
+        for others in [torch.cat([w for j, w in enumerate(written) if j != i] or [request.blocks[:0]])]
+    )
+    return Step(batch, _short(batch, short, starts) if short else None, tuple(long), independent)
+
+
+def _short(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> Short:
+    counts = [starts[index + 1] - starts[index] for index in requests]
+    first, last = requests[0], requests[-1]
+    neighbours = starts[last + 1] - starts[first] == sum(counts)
+    rows: slice | torch.Tensor = slice(starts[first], starts[last + 1])
+    if not neighbours:
+        rows = torch.cat([torch.arange(starts[index], starts[index + 1]) for index in requests])
+    chosen = torch.tensor(requests)
+    seq_lens = batch.seq_lens[chosen]
+    return Short(
+        rows=rows,
+        query_start_loc=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        seq_lens=seq_lens,
+        block_table=batch.block_table[chosen].contiguous(),
+        slot_mapping=batch.slot_mapping[rows],
+        contexts=tuple(length - count for length, count in zip(seq_lens.tolist(), counts, strict=True)),
+        causal=batch.causal,
+    )
+
+
+@dataclass
+class Conveyor:
+    """Brings ranges of context to the device, in order, one ahead of the one in use."""
+
+    link: Link
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    waiting: collections.deque[tuple[torch.Tensor, torch.Tensor, Sequence[Any]]] = field(
+        default_factory=collections.deque
+    )
+    """Host cache, blocks, and the points to begin after."""
+    coming: collections.deque[tuple[int, Any]] = field(default_factory=collections.deque)
+    """Number of the buffer, and the point at which its contents are there."""
+    free: dict[int, Any] = field(default_factory=dict)
+    """Buffers, each with the point at which its last use is over."""
+
+    def prepare(self, cache: torch.Tensor) -> None:
+        """Take the device memory, once."""
+        if not self.buffers:
+            blocks = self.blocks_per_buffer(cache)
+            self.buffers = [self.link.staging(cache, blocks) for _ in range(2)]
+            self.free = {0: None, 1: None}
+
+    @staticmethod
+    def blocks_per_buffer(cache: torch.Tensor) -> int:
+        return max(1, STAGING_BYTES // cache[:1].nbytes)
+
+    def reset(self) -> None:
+        """Forget what a step that failed has left."""
+        self.waiting.clear()
+        self.free |= dict(self.coming)
+        self.coming.clear()
+
+    def ask(self, cache: torch.Tensor, blocks: torch.Tensor, after: Sequence[Any] = ()) -> None:
+        """Ask for blocks of a host cache, at most a buffer of them; :meth:`take` gives them in the order asked."""
+        self.waiting.append((cache, blocks, after))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self.waiting and self.free:
+            cache, blocks, after = self.waiting.popleft()
+            number = next(iter(self.free))
+            over = self.free.pop(number)
+            points = [*after, over] if over is not None else after
+            self.coming.append((number, self.link.fetch(cache, blocks, self.buffers[number], points)))
+
+    def take(self) -> tuple[int, torch.Tensor]:
+        """The next range, once it is there (the device waits, not the caller)."""
+        number, there = self.coming.popleft()
+        self.link.wait(there)
+        return number, self.buffers[number]
+
+    def give_back(self, number: int) -> None:
+        """The computation so far was the last to use that buffer."""
+        self.free[number] = self.link.mark()
+        self._go_on()
+
+
+@dataclass
+class Lane:
+    """What the host layers of one block table share."""
+
+    link: Link
+    device: Device
+    layers: list[HostAttention] = field(default_factory=list)
+    """In the model's order."""
+    share: float = 0.0
+    """Part of a decoding request's context that the device reads over the link, 0 to 1."""
+    conveyor: Conveyor = field(init=False)
+    _step: Step | None = None
+
+    def __post_init__(self) -> None:
+        self.conveyor = Conveyor(self.link)
+
+    def begin(self, step: Step) -> None:
+        """If ``step`` is a new one: ask for everything that may be brought up before its layer's turn."""
+        if step is self._step:
+            return
+        self._step = step
+        self.conveyor.reset()
+        if step.independent:
+            start = self.link.mark()
+            for layer in self.layers:
+                layer.ask_for_context(step, [start, layer.written])
+
+
+class HostAttention:
+    """One host layer.
+
+    Args:
+        lane: what it shares with the others of its block table.
+        layer: knows this layer's scale, window and so on; asked for every problem, since weights may be loaded anew.
+        cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory.
+        window: keys that a token sees before itself; None if all.
+    """
+
+    def __init__(self, lane: Lane, layer: Layer, cache: torch.Tensor, window: int | None = None) -> None:
+        self.lane = lane
+        self.layer = layer
+        self.cache = cache
+        self.window = window
+        self.device_cache = lane.link.visible(cache)
+        self.written: Any = lane.link.mark()
+        """The point at which all writes to the cache from the device are done."""
+        lane.layers.append(self)
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.shape[2]
+
+    def attend(
+        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Store this step's ``key`` and ``value`` and attend for ``query`` into ``output``.
+
+        All on the device: ``[>= num_tokens, heads, head_size]``. Rows of padding stay as they are.
+        """
+        lane, link = self.lane, self.lane.link
+        lane.conveyor.prepare(self.cache)
+        lane.begin(step)
+        written_before = self.written
+        if step.long:
+            self._write_through(step, key, value)
+        if not step.independent:
+            self.ask_for_context(step, [self.written])
+        for request in step.long:
+            self._attend_on_device(request, query, key, value, output)
+        if step.short:
+            # A request may begin with blocks that another one writes in this very step.
+            link.wait_on_host(written_before if step.independent else self.written)
+            self._attend_together(step.short, query, key, value, output)
+        link.wait(self.written)  # after this layer its keys and values may be overwritten
+
+    def ask_for_context(self, step: Step, after: Sequence[Any]) -> None:
+        """Ask the conveyor for the blocks that ``step`` needs on the device, in the order of their use."""
+        for request in step.long:
+            for _, _, blocks in self._ranges(request.blocks, request.context):
+                self.lane.conveyor.ask(self.cache, blocks, after)
+        if step.short:
+            for index, count in enumerate(self._shares(step.short)):
+                blocks = step.short.block_table[index, :count].long()
+                for _, _, part in self._ranges(blocks, count * self.block_size):
+                    self.lane.conveyor.ask(self.cache, part, after)
+
+    def _ranges(self, blocks: torch.Tensor, tokens: int) -> list[tuple[int, int, torch.Tensor]]:
+        """``(first token, token after the last, blocks)`` of the parts in which a context comes up.
+
+        ``tokens``: of the context that ``blocks`` hold. What slid out of the window stays where it is.
+        """
+        first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
+        most = self.lane.conveyor.blocks_per_buffer(self.cache)
+        last = -(-tokens // self.block_size)
+        return [
+            (begin * self.block_size, min((begin + most) * self.block_size, tokens), blocks[begin : begin + most])
+            for begin in range(first, last, most)
+        ]
+
+    def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        key_cache, value_cache = self._split(self.device_cache)
+        scales = self.layer.scales()
+        with self.lane.link.writing():
+            for request in step.long:
+                slots = step.batch.device_slots[request.rows]
+                self.lane.device.write_kv(
+                    key[request.rows], value[request.rows], key_cache, value_cache, slots, *scales
+                )
+            self.written = self.lane.link.written()
+
+    def _attend_on_device(
+        self, request: Long, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """The new tokens among themselves, then the context, range by range."""
+        device, new = self.lane.device, request.rows.stop - request.rows.start
+        rows, none_before = query[request.rows], torch.zeros(1, dtype=torch.int32)
+        problem = self.layer.problem(
+            query=rows,
+            # As the cache would give them back.
+            key=key[request.rows].to(self.cache.dtype),
+            value=value[request.rows].to(self.cache.dtype),
+            query_start_loc=_int32(0, new),
+            seq_lens=_int32(new),
+            kv_start_loc=none_before,
+            causal=True,
+        )
+        partial, lse = _with_lse(device.run(problem, return_lse=True))
+        ranges = self._ranges(request.blocks, request.context)
+        if not ranges:
+            output[request.rows] = partial
+            return
+        total = partial.float()
+        for begin, end, _ in ranges:
+            seeing, reach = new, -1
+            if self.window is not None:
+                # The last row that sees any of these keys still sees the last of them.
+                seeing = min(new, self.window + end - request.context)
+                reach = self.window + end - request.context - seeing
+            part, part_lse = self._attend_to_staged(rows[:seeing], end - begin, (reach, -1))
+            merge(total[:seeing], lse[:seeing], part, part_lse)
+        output[request.rows] = total
+
+    def _attend_to_staged(
+        self, query: torch.Tensor, tokens: int, window: tuple[int, int] = (-1, -1)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention without a causal mask over the next range of the conveyor, ``tokens`` long."""
+        number, staged = self.lane.conveyor.take()
+        key, value = self._split(staged)
+        blocks = -(-tokens // self.block_size)
+        problem = self.layer.problem(
+            query=query,
+            key=key,
+            value=value,
+            query_start_loc=_int32(0, query.shape[0]),
+            seq_lens=_int32(tokens),
+            block_table=torch.arange(blocks, dtype=torch.int32)[None],
+            causal=False,
+            window=window,
+            sinks=None,  # counted once, with the new tokens or by the CPU
+        )
+        result = _with_lse(self.lane.device.run(problem, return_lse=True))
+        self.lane.conveyor.give_back(number)
+        return result
+
+    def _attend_together(
+        self, short: Short, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """The device takes the first part of some contexts, the CPU everything else."""
+        link = self.lane.link
+        rows = short.rows if isinstance(short.rows, slice) else link.to_device(short.rows)
+        query, key, value = query[rows], key[rows], value[rows]
+        shares = self._shares(short)
+        partials = self._attend_to_shares(short, shares, query)  # under way before the CPU begins
+
+        host_query, host_key, host_value = link.to_host(query, key, value)
+        key_cache, value_cache = self._split(self.cache)
+        cpu_kernels.write_kv(host_key, host_value, key_cache, value_cache, short.slot_mapping, *self.layer.scales())
+        skipped = torch.tensor(shares, dtype=torch.int32)
+        problem = self.layer.problem(
+            query=host_query,
+            key=key_cache,
+            value=value_cache,
+            query_start_loc=short.query_start_loc,
+            seq_lens=short.seq_lens - skipped * self.block_size,
+            block_table=_without_first(short.block_table, shares),
+            causal=short.causal,
+        )
+        out = link.host_buffer("out", host_query.shape, host_query.dtype)
+        if not partials:
+            cpu_kernels.run(problem, out=out)
+            output[rows] = link.to_device(out)
+            return
+        lse = link.host_buffer("lse", host_query.shape[:2], torch.float32)
+        cpu_kernels.run(problem, out=out, lse=lse)
+        total, total_lse = link.to_device(out).float(), link.to_device(lse)
+        for own, part, part_lse in partials:
+            merge(total[own], total_lse[own], part, part_lse)
+        output[rows] = total.to(output.dtype)
+
+    def _attend_to_shares(
+        self, short: Short, shares: Sequence[int], query: torch.Tensor
+    ) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """``(rows among the short ones, out, lse)`` of what the device attends to."""
+        partials = []
+        starts = short.query_start_loc.tolist()
+        for index, count in enumerate(shares):
+            tokens = count * self.block_size
+            own = slice(starts[index], starts[index + 1])
+            for begin, end, _ in self._ranges(short.block_table[index, :count], tokens):
+                partials.append((own, *self._attend_to_staged(query[own], end - begin)))
+        return partials
+
+    def _shares(self, short: Short) -> list[int]:
+        """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
+        if self.lane.share == 0 or self.window is not None:
+            return [0] * len(short.contexts)
+        counts = [int(self.lane.share * context) // self.block_size for context in short.contexts]
+        return [count if count * self.cache[:1].nbytes >= LEAST_SHARE else 0 for count in counts]
+
+    def _split(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        key, value = cache.transpose(1, 2).chunk(2, dim=-1)
+        return key, value
+
+
+def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Make ``total`` and ``lse``, in place, the attention over the keys of both.
+
+    ``total``: fp32 ``[tokens, heads, head_size]``; ``lse``: fp32 ``[tokens, heads]``, finite; ``part_lse`` may be -inf.
+    With w = e^part_lse / (e^lse + e^part_lse): total += w * (part - total).
+    """
+    weight = torch.sigmoid(part_lse - lse)
+    total.lerp_(part.to(total.dtype), weight[..., None])
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _with_lse(result: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = result
+    assert lse is not None
+    return out, lse
+
+
+def _without_first(block_table: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Row i without its first ``counts[i]`` blocks."""
+    if not any(counts):
+        return block_table
+    shifted = torch.zeros_like(block_table)
+    for row, count in enumerate(counts):
+        shifted[row, : block_table.shape[1] - count] = block_table[row, count:]
+    return shifted
+
+
+def _int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)

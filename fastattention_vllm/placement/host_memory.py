@@ -1,0 +1,89 @@
+"""How much memory this process may still take, and taking it step by step, so that too much is noticed in time."""
+
+from __future__ import annotations
+
+import mmap
+import time
+import weakref
+from collections.abc import Sequence
+from ctypes import addressof, c_char
+from pathlib import Path
+
+import psutil
+import torch
+
+from fastattention_vllm.attention import cpu_memory
+
+GIB = 1 << 30
+HUGE_PAGE = 2 << 20
+SLICE = 256 << 20
+"""Committed between two looks at what is left."""
+KEEP = 512 << 20
+"""Left to everything else, whatever was asked for."""
+PATIENCE = 20.0
+"""Seconds. Some virtual machines show little memory at first and are given more once it is nearly used up."""
+CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own limits here
+MAP_NORESERVE = 0x4000  # of <sys/mman.h> on x86 and Arm; Python names it from 3.13 on
+
+
+def available_bytes() -> int:
+    """Memory this process may still take: the machine's available memory, or the cgroup's headroom if smaller."""
+    available = int(psutil.virtual_memory().available)
+    limit = read_text(CGROUP / "memory.max", "max")
+    if limit != "max":
+        used = int(read_text(CGROUP / "memory.current", "0"))
+        # Page cache that the kernel gives back on demand counts as used; without this, a fresh download looks full.
+        reclaimable = sum(
+            int(line.split()[1])
+            for line in read_text(CGROUP / "memory.stat", "").splitlines()
+            if line.startswith("inactive_file ")
+        )
+        available = min(available, max(0, int(limit) - used + reclaimable))
+    return available
+
+
+def read_text(path: Path, absent: str) -> str:
+    """A file of /sys or /proc, stripped, or ``absent``."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return absent
+
+
+def commit(size: int, nodes: Sequence[int] = ()) -> tuple[torch.Tensor, list[cpu_memory.Placement]]:
+    """``[size]`` uint8 zeros in huge pages on the NUMA ``nodes``, all of it touched; freed with the last view of it.
+
+    Raises:
+        MemoryError: the machine or the cgroup has less; the text says how much could be had. Nothing is kept then.
+    """
+    whole = -(-size // HUGE_PAGE) * HUGE_PAGE
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        mapping = mmap.mmap(-1, whole + HUGE_PAGE, flags=flags)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(f"there is no address space for {size / GIB:.2f} GiB ({error})") from error
+    base = addressof(c_char.from_buffer(mapping))
+    begin = -(-base // HUGE_PAGE) * HUGE_PAGE
+    placements = []
+    for offset in range(0, whole, SLICE):
+        step = min(SLICE, whole - offset)
+        if not _wait_for(step):
+            del mapping
+            raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be had")
+        placements.append(cpu_memory.place(begin + offset, step, nodes, discard=True))
+    memory = (c_char * size).from_address(begin)
+    weakref.finalize(memory, _drop, mapping).atexit = False  # threads may still read; the kernel frees it anyway
+    return torch.frombuffer(memory, dtype=torch.uint8), placements
+
+
+def _drop(mapping: mmap.mmap) -> None:
+    """Holds ``mapping`` until it is called; the last reference unmaps."""
+
+
+def _wait_for(size: int) -> bool:
+    deadline = time.monotonic() + PATIENCE
+    while available_bytes() < size + KEEP:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
