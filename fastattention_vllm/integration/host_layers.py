@@ -178,6 +178,9 @@ class HostLayerImpl(AttentionImpl[Any]):
     def scales(self) -> tuple[float, float]:
         return self.inner.scales(self.layer)
 
+    def merges(self) -> bool:
+        return self.inner.merges()
+
     def forward(
         self,
         layer: torch.nn.Module,
@@ -193,7 +196,7 @@ class HostLayerImpl(AttentionImpl[Any]):
         """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone."""
         if attn_metadata is None or self.attention is None:  # profiling and warm-up, before there is a pool
             return output.fill_(0)
-        most_short = MAX_SHORT if self.inner.merges() else EVERY_LENGTH
+        most_short = MAX_SHORT if self.merges() else EVERY_LENGTH
         step = attn_metadata.divided(self.attention.block_size, most_short)
         self.attention.attend(step, query, key, value, output)
         return output

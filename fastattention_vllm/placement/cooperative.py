@@ -57,6 +57,9 @@ class Layer(Protocol):
     def scales(self) -> tuple[float, float]:
         """What an fp8 cache's keys and values were divided by."""
 
+    def merges(self) -> bool:
+        """Whether attention over parts of the keys can be merged to attention over all."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -427,7 +430,7 @@ class HostAttention:
 
     def _shares(self, short: Short) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
-        if self.lane.share == 0 or self.window is not None:
+        if self.lane.share == 0 or self.window is not None or not self.layer.merges():
             return [0] * len(short.contexts)
         counts = [int(self.lane.share * context) // self.block_size for context in short.contexts]
         return [count if count * self.cache[:1].nbytes >= LEAST_SHARE else 0 for count in counts]
