@@ -197,6 +197,8 @@ class Conveyor:
         self._go_on()
 
     def _go_on(self) -> None:
+        for number in set(range(len(self.buffers))) - self.free.keys():  # was in use
+            self.free[number] = self.link.mark()
         while self.waiting and self.free:
             cache, blocks, after = self.waiting.popleft()
             number = next(iter(self.free))
