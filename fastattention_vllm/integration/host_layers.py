@@ -311,7 +311,9 @@ def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:
 
     shared = {target for layer in context.values() if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
     names: dict[int, str] = {}
-    full, windowed, fixed = [], [], set()
+    full: list[int] = []
+    windowed: list[int] = []
+    fixed: set[int] = set()
     for name, layer in context.items():
         if not hasattr(getattr(layer, "impl", None), "host_window") or layer.kv_sharing_target_layer_name:
             continue
@@ -326,15 +328,18 @@ def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:
 
 
 def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
-    """The device layer of its kind for each host layer, so that every block table gets its part of them."""
+    """The device layer of its kind for each host layer, so that every block table gets its part of them.
+
+    vLLM deals a kind's device layers to its block tables in turn; so are the host layers.
+    """
     targets = {}
+    per_table = placement.device_size.layers_per_group()
     for kind in (layers.full, layers.windowed):
         device = [index for index in kind if index in placement.device]
         host = [index for index in kind if index in placement.host]
+        tables = -(-len(device) // per_table)
         for number, index in enumerate(host):
-            # Fewer than there are device layers: at even distances; more: in turn.
-            position = number * len(device) // len(host) if len(host) < len(device) else number % len(device)
-            targets[index] = device[position]
+            targets[index] = device[number % tables]
     return targets
 
 
