@@ -316,7 +316,7 @@ class FastAttentionImpl(AttentionImpl[Any]):
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
         """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
         scales = (1.0, 1.0) if self.is_encoder else self.scales(layer)
-        own = {
+        own: dict[str, Any] = {
             "scale": self.scale,
             "window": self.window,
             "softcap": self.softcap,

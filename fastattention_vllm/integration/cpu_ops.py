@@ -38,7 +38,7 @@ def define_missing_ops() -> None:
     if _library is not None:
         return
     _compiled_vllm = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
-    _library = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+    _library = torch.library.Library("_C", "FRAGMENT")
     _define("init_cpu_threads_env(str cpu_ids) -> str", _bind_threads)  # 0.19
     _define("init_cpu_memory_env(int[] node_ids) -> ()", lambda node_ids: None)  # from 0.20
     _define("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1))  # from 0.32

@@ -7,16 +7,14 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
-
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import host_memory
+from fastattention_vllm.placement.host_memory import GIB, available_bytes, read_text
 from fastattention_vllm.placement.kv_size import KvSize
 
-GIB = 1 << 30
 DEFAULT_KV_BYTES = 4 * GIB
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own limits here
 NODES = Path("/sys/devices/system/node")
 
 
@@ -47,13 +45,13 @@ def numa_nodes(cpus: Iterable[int], root: Path | None = None) -> list[int]:
 
 def _cpus_of_nodes(root: Path) -> dict[int, set[int]]:
     """CPUs by NUMA node. A node without CPUs (memory alone, or offline) is there, with none."""
-    lists = {int(path.name.removeprefix("node")): _read(path / "cpulist", "") for path in root.glob("node[0-9]*")}
+    lists = {int(path.name.removeprefix("node")): read_text(path / "cpulist", "") for path in root.glob("node[0-9]*")}
     return {node: set(parse_cpu_list(text)) if text else set() for node, text in lists.items()}
 
 
 def _quota_cpus() -> int | None:
     """CPUs that the cgroup's quota pays for, rounded up, or None without a quota."""
-    quota, _, period = _read(CGROUP / "cpu.max", "max 100000").partition(" ")
+    quota, _, period = read_text(host_memory.CGROUP / "cpu.max", "max 100000").partition(" ")
     return None if quota == "max" else max(1, -(-int(quota) // int(period)))
 
 
@@ -122,33 +120,10 @@ def parse_cpu_list(text: str) -> list[int]:
     return sorted(cpus)
 
 
-def available_bytes() -> int:
-    """Memory this process may still take: the machine's available memory, or the cgroup's headroom if smaller."""
-    available = int(psutil.virtual_memory().available)
-    limit = _read(CGROUP / "memory.max", "max")
-    if limit != "max":
-        used = int(_read(CGROUP / "memory.current", "0"))
-        # Page cache that the kernel gives back on demand counts as used; without this, a fresh download looks full.
-        reclaimable = sum(
-            int(line.split()[1])
-            for line in _read(CGROUP / "memory.stat", "").splitlines()
-            if line.startswith("inactive_file ")
-        )
-        available = min(available, max(0, int(limit) - used + reclaimable))
-    return available
-
-
 def checkpoint_bytes(model: str) -> int:
     """Size of the weights in a local model directory, which will be in memory beside the KV cache; 0 if not local."""
     files = (path for suffix in ("safetensors", "bin") for path in Path(model).glob(f"*.{suffix}"))
     return sum(path.stat().st_size for path in files)
-
-
-def _read(path: Path, absent: str) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return absent
 
 
 def kv_bytes_per_rank(

@@ -11,6 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention import cpu_memory
 from fastattention_vllm.integration import cpu_resources, host_layers
+from fastattention_vllm.placement.host_memory import GIB
 
 logger = init_logger("vllm.fastattention")
 
@@ -71,7 +72,7 @@ def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cp
     """One line for the log: ``size`` bytes of ``what``, the NUMA ``nodes`` asked for, and what each buffer got."""
     known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
     huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"
-    parts = [f"{what}: {size / cpu_resources.GIB:.2f} GiB, {huge} in huge pages"]
+    parts = [f"{what}: {size / GIB:.2f} GiB, {huge} in huge pages"]
     if nodes and all(placement.num_nodes == len(nodes) for placement in placements):
         how = "interleaved over NUMA nodes" if len(nodes) > 1 else "on NUMA node"
         parts.append(f"{how} {', '.join(map(str, nodes))}")

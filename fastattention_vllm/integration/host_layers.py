@@ -206,6 +206,9 @@ class HostLayerImpl(AttentionImpl[Any]):
     def scales(self) -> tuple[float, float]:
         return self.inner.scales(self.layer)
 
+    def merges(self) -> bool:
+        return self.inner.merges()
+
     def forward(
         self,
         layer: torch.nn.Module,
@@ -221,7 +224,7 @@ class HostLayerImpl(AttentionImpl[Any]):
         """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone."""
         if attn_metadata is None or self.attention is None:  # profiling and warm-up, before there is a pool
             return output.fill_(0)
-        most_short = MAX_SHORT if self.inner.merges() else EVERY_LENGTH
+        most_short = MAX_SHORT if self.merges() else EVERY_LENGTH
         step = attn_metadata.divided(self.attention.block_size, most_short)
         self.attention.attend(step, query, key, value, output)
         return output
@@ -350,7 +353,9 @@ def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:
 
     shared = {target for layer in context.values() if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
     names: dict[int, str] = {}
-    full, windowed, fixed = [], [], set()
+    full: list[int] = []
+    windowed: list[int] = []
+    fixed: set[int] = set()
     for name, layer in context.items():
         if not hasattr(getattr(layer, "impl", None), "host_window") or layer.kv_sharing_target_layer_name:
             continue
@@ -365,15 +370,18 @@ def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:
 
 
 def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
-    """The device layer of its kind for each host layer, so that every block table gets its part of them."""
+    """The device layer of its kind for each host layer, so that every block table gets its part of them.
+
+    vLLM deals a kind's device layers to its block tables in turn; so are the host layers.
+    """
     targets = {}
+    per_table = placement.device_size.layers_per_group()
     for kind in (layers.full, layers.windowed):
         device = [index for index in kind if index in placement.device]
         host = [index for index in kind if index in placement.host]
+        tables = -(-len(device) // per_table)
         for number, index in enumerate(host):
-            # Fewer than there are device layers: at even distances; more: in turn.
-            position = number * len(device) // len(host) if len(host) < len(device) else number % len(device)
-            targets[index] = device[position]
+            targets[index] = device[number % tables]
     return targets
 
 

@@ -16,6 +16,7 @@ from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, cpu_s
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import check_supported
+from fastattention_vllm.placement.host_memory import GIB
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -185,4 +186,4 @@ class FastAttentionCpuPlatform(CpuPlatform):
             model.max_model_len = min(model.max_model_len, size.longest_request(kv_bytes) or model.max_model_len)
         compat.set_kv_bytes(vllm_config, kv_bytes)
         if size.of_request(1):
-            logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / cpu_resources.GIB)
+            logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / GIB)

@@ -57,6 +57,9 @@ class Layer(Protocol):
     def scales(self) -> tuple[float, float]:
         """What an fp8 cache's keys and values were divided by."""
 
+    def merges(self) -> bool:
+        """Whether attention over parts of the keys can be merged to attention over all."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -111,7 +114,7 @@ class Step:
     long: tuple[Long, ...]
     """Requests for the device."""
     independent: bool
-    """No request's context is written in this step (as by a request whose prefix another one is just computing)."""
+    """No request begins with blocks that another one, with that prefix too, is just computing."""
 
 
 def divide(batch: Batch, block_size: int, most_short: int = MAX_SHORT) -> Step:
@@ -127,13 +130,20 @@ def divide(batch: Batch, block_size: int, most_short: int = MAX_SHORT) -> Step:
             context = length - new
             blocks = batch.block_table[index, : -(-context // block_size)].long()
             long.append(Long(slice(starts[index], starts[index + 1]), context, blocks))
-    written = [batch.slot_mapping[request.rows] // block_size for request in long]
-    independent = not any(
-        torch.isin(request.blocks, torch.unique(others)).any()
-        for i, request in enumerate(long)
-        for others in [torch.cat([w for j, w in enumerate(written) if j != i] or [request.blocks[:0]])]
-    )
-    return Step(batch, _short(batch, short, starts) if short else None, tuple(long), independent)
+    return Step(batch, _short(batch, short, starts) if short else None, tuple(long), _independent(batch, block_size))
+
+
+def _independent(batch: Batch, block_size: int) -> bool:
+    """Requests share whole blocks only, and write their own behind those: what is written there is another one's."""
+    whole = (batch.seq_lens - torch.diff(batch.query_start_loc)) // block_size
+    width = int(whole.max()) if len(whole) else 0
+    if width == 0:
+        return True
+    table = batch.block_table[:, :width].long().masked_fill(torch.arange(width) >= whole[:, None], -1)
+    written = torch.zeros(int(table.max()) + 2, dtype=torch.bool)  # the last is what -1 stands for
+    blocks = batch.slot_mapping // block_size
+    written[blocks[(blocks >= 0) & (blocks < len(written) - 1)]] = True
+    return not bool(written[table].any())
 
 
 def _short(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> Short:
@@ -187,6 +197,8 @@ class Conveyor:
         self.waiting.clear()
         self.free |= dict(self.coming)
         self.coming.clear()
+        for number in set(range(len(self.buffers))) - self.free.keys():  # was in use
+            self.free[number] = self.link.mark()
 
     def ask(self, cache: torch.Tensor, blocks: torch.Tensor, after: Sequence[Any] = ()) -> None:
         """Ask for blocks of a host cache, at most a buffer of them; :meth:`take` gives them in the order asked."""
@@ -279,13 +291,16 @@ class HostAttention:
         if step.long:
             self._write_through(step, key, value)
         if not step.independent:
+            if step.short:  # the device may be to read that, too
+                rows = self._on_device(step.short)
+                self._store(step.short, *link.to_host(key[rows], value[rows]))
             self.ask_for_context(step, [self.written])
         for request in step.long:
             self._attend_on_device(request, query, key, value, output)
         if step.short:
             # A request may begin with blocks that another one writes in this very step.
             link.wait_on_host(written_before if step.independent else self.written)
-            self._attend_together(step.short, query, key, value, output)
+            self._attend_together(step, step.short, query, key, value, output)
         link.wait(self.written)  # after this layer its keys and values may be overwritten
 
     def ask_for_context(self, step: Step, after: Sequence[Any]) -> None:
@@ -377,19 +392,31 @@ class HostAttention:
         self.lane.conveyor.give_back(number)
         return result
 
+    def _on_device(self, short: Short) -> slice | torch.Tensor:
+        return short.rows if isinstance(short.rows, slice) else self.lane.link.to_device(short.rows)
+
+    def _store(self, short: Short, key: torch.Tensor, value: torch.Tensor) -> None:
+        cpu_kernels.write_kv(key, value, *self._split(self.cache), short.slot_mapping, *self.layer.scales())
+
     def _attend_together(
-        self, short: Short, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+        self,
+        step: Step,
+        short: Short,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
         """The device takes the first part of some contexts, the CPU everything else."""
-        link = self.lane.link
-        rows = short.rows if isinstance(short.rows, slice) else link.to_device(short.rows)
+        link, rows = self.lane.link, self._on_device(short)
         query, key, value = query[rows], key[rows], value[rows]
         shares = self._shares(short)
         partials = self._attend_to_shares(short, shares, query)  # under way before the CPU begins
 
         host_query, host_key, host_value = link.to_host(query, key, value)
+        if step.independent:
+            self._store(short, host_key, host_value)
         key_cache, value_cache = self._split(self.cache)
-        cpu_kernels.write_kv(host_key, host_value, key_cache, value_cache, short.slot_mapping, *self.layer.scales())
         skipped = torch.tensor(shares, dtype=torch.int32)
         problem = self.layer.problem(
             query=host_query,
@@ -427,7 +454,7 @@ class HostAttention:
 
     def _shares(self, short: Short) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
-        if self.lane.share == 0 or self.window is not None:
+        if self.lane.share == 0 or self.window is not None or not self.layer.merges():
             return [0] * len(short.contexts)
         counts = [int(self.lane.share * context) // self.block_size for context in short.contexts]
         return [count if count * self.cache[:1].nbytes >= LEAST_SHARE else 0 for count in counts]

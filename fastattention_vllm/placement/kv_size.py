@@ -57,7 +57,7 @@ class KvSize:
 
     def layers_per_group(self) -> int:
         """vLLM gives each group of this many layers one block table; both kinds of layers fill whole groups."""
-        counts = sorted(count for count in (self.full_layers, self.windowed_layers) if count)
+        counts = sorted(count for count in (self.full_layers, self.windowed_layers) if count) or [1]
         return counts[-1] if counts[-1] < PADDING_TOLERATED * counts[0] else counts[0]
 
     def _padded_layers(self) -> tuple[int, int]:

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention_vllm.integration import cpu_resources
-from fastattention_vllm.integration.cpu_resources import GIB, format_bind, kv_bytes_per_rank, split_cpus
-from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.integration.cpu_resources import format_bind, kv_bytes_per_rank, split_cpus
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import host_memory
+from fastattention_vllm.placement.host_memory import GIB
+from fastattention_vllm.placement.kv_size import KvSize
 
 
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=64), st.integers(1, 16))
@@ -52,7 +54,7 @@ def test_a_good_binding_is_accepted(text: str, ranks: int) -> None:
 
 @pytest.fixture
 def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(cpu_resources, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     return tmp_path
 
 
@@ -63,16 +65,6 @@ def test_a_cpu_quota_limits_the_cpus(cgroup: Path, monkeypatch: pytest.MonkeyPat
     assert len(cpu_resources.physical_cpus()) == 64
     (cgroup / "cpu.max").write_text("250000 100000\n")
     assert cpu_resources.physical_cpus() == [1000, 1001, 1002]
-
-
-def test_a_memory_limit_counts_but_page_cache_does_not(cgroup: Path) -> None:
-    unlimited = cpu_resources.available_bytes()
-    assert unlimited > 0
-    (cgroup / "memory.max").write_text(f"{1000 << 20}\n")
-    (cgroup / "memory.current").write_text(f"{900 << 20}\n")
-    assert cpu_resources.available_bytes() == 100 << 20
-    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {200 << 20}\nactive_file 2\n")
-    assert cpu_resources.available_bytes() == 300 << 20
 
 
 def test_the_weights_of_a_local_checkpoint_are_counted(tmp_path: Path) -> None:
@@ -163,7 +155,7 @@ def test_a_machine_with_one_node_or_without_any_has_nothing_to_choose(tmp_path: 
 
 
 def test_cpus_are_counted_node_by_node(two_nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_resources, "CGROUP", two_nodes)
+    monkeypatch.setattr(host_memory, "CGROUP", two_nodes)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1009)))
     assert cpu_resources.physical_cpus() == [1000, 1001, 1002, 1003, 1008, 1004, 1005, 1006, 1007]
     (two_nodes / "cpu.max").write_text("500000 100000\n")

@@ -9,7 +9,7 @@ import torch
 
 from fastattention_vllm.attention.cpu_memory import Placement
 from fastattention_vllm.integration import cpu_worker
-from fastattention_vllm.integration.cpu_resources import GIB
+from fastattention_vllm.placement.host_memory import GIB
 from tests.attention.test_memory import HUGE, huge_bytes, needs_huge_pages, whole_pages
 from tests.integration.engine import engine
 from tests.reference_models import llama, save_random
@@ -33,7 +33,9 @@ def test_the_kv_cache_of_an_engine_lies_in_huge_pages(tmp_path: Path, monkeypatc
 def test_every_buffer_is_placed_once_and_is_zero() -> None:
     """Layers share a buffer from 0.29 on, and a Mamba layer has several tensors."""
     shared, own = torch.full((4 * HUGE,), 5, dtype=torch.uint8), torch.full((HUGE,), 5, dtype=torch.uint8)
-    cpu_worker.place("KV cache", [shared[:HUGE], shared[HUGE:], [own[:10], own[10:]], torch.empty(0)], [0], discard=True)
+    cpu_worker.place(
+        "KV cache", [shared[:HUGE], shared[HUGE:], [own[:10], own[10:]], torch.empty(0)], [0], discard=True
+    )
     assert not shared.any()
     assert not own.any()
     assert len({storage.data_ptr() for storage in cpu_worker._storages([shared[1:], [own], {"layer": own}])}) == 2

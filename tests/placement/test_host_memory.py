@@ -1,0 +1,139 @@
+"""Memory is taken step by step: all of what was asked for, or nothing and a sentence."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from fastattention_vllm.placement import host_memory
+from fastattention_vllm.placement.host_memory import GIB, HUGE_PAGE
+from tests.attention.test_memory import huge_bytes, needs_huge_pages
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "SLICE", 4 * MIB)
+    monkeypatch.setattr(host_memory, "KEEP", 0)
+    monkeypatch.setattr(host_memory, "PATIENCE", 0.0)
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("size", [1, HUGE_PAGE - 1, HUGE_PAGE, 9 * MIB + 5, 16 * MIB])
+def test_all_of_it_is_there_and_zero(size: int) -> None:
+    gc.collect()
+    before = resident()
+    memory, placements = host_memory.commit(size)
+    assert memory.shape == (size,)
+    assert memory.dtype == torch.uint8
+    assert memory.data_ptr() % HUGE_PAGE == 0
+    assert resident() - before > size - MIB, "touched by now, so that a lack of memory shows here"
+    assert not memory.any()
+    memory.fill_(255)
+    whole = -(-size // HUGE_PAGE) * HUGE_PAGE
+    assert len(placements) == -(-whole // (4 * MIB))
+
+
+@needs_huge_pages
+@pytest.mark.usefixtures("small_slices")
+def test_it_lies_in_huge_pages() -> None:
+    memory, placements = host_memory.commit(10 * MIB)
+    assert sum(placement.huge_bytes or 0 for placement in placements) == 10 * MIB
+    assert huge_bytes(memory.data_ptr(), memory.nbytes) >= 10 * MIB
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_it_is_freed_with_the_last_view() -> None:
+    memory, _ = host_memory.commit(64 * MIB)
+    view = memory[-10:].view(torch.int16)
+    address = memory.data_ptr()
+    del memory
+    gc.collect()
+    view.fill_(3)
+    assert is_mapped(address)
+    held = resident()
+    del view
+    gc.collect()
+    assert held - resident() > 60 * MIB
+
+
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
+    return any(begin <= address < end for begin, end in ranges)
+
+
+def shrinking(steps: list[int]) -> Callable[[], int]:
+    """Memory that is there at each look; the last number stays."""
+    return lambda: steps.pop(0) if len(steps) > 1 else steps[0]
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_too_little_memory_is_an_error_that_says_how_much_there_was_and_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", shrinking([100 * MIB, 96 * MIB, 3 * MIB]))
+    gc.collect()
+    before = resident()
+    with pytest.raises(MemoryError, match=r"^only 0\.01 of 0\.06 GiB could be had$"):
+        host_memory.commit(64 * MIB)
+    gc.collect()
+    assert resident() - before < 4 * MIB
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_the_rest_of_the_machine_keeps_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "KEEP", 10 * MIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 14 * MIB)
+    host_memory.commit(4 * MIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 14 * MIB - 1)
+    with pytest.raises(MemoryError, match=r"only 0\.00 of"):
+        host_memory.commit(4 * MIB)
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_memory_that_appears_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "PATIENCE", 30.0)
+    looks = [MIB, MIB, 100 * MIB, MIB, 100 * MIB]
+    monkeypatch.setattr(host_memory, "available_bytes", shrinking(looks))
+    memory, _ = host_memory.commit(8 * MIB)
+    assert memory.nbytes == 8 * MIB
+    assert looks == [100 * MIB]
+
+
+def test_no_address_space_is_an_error_too() -> None:
+    for size in (1 << 60, 1 << 70):
+        with pytest.raises(MemoryError, match=re.escape(f"there is no address space for {size / GIB:.2f} GiB")):
+            host_memory.commit(size)
+
+
+def test_a_memory_limit_counts_but_page_cache_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    unlimited = host_memory.available_bytes()
+    assert unlimited > 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.available_bytes() > 0
+    (tmp_path / "memory.max").write_text(f"{1000 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{900 << 20}\n")
+    assert host_memory.available_bytes() == 100 << 20
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {200 << 20}\nactive_file 2\n")
+    assert host_memory.available_bytes() == 300 << 20
+    (tmp_path / "memory.current").write_text(f"{5000 << 20}\n")
+    assert host_memory.available_bytes() == 0
+
+
+def test_an_absent_file_has_its_default(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(" 5\n")
+    assert host_memory.read_text(tmp_path / "a", "7") == "5"
+    assert host_memory.read_text(tmp_path / "b", "7") == "7"

@@ -1,0 +1,319 @@
+"""Plans against every other plan there is, and against the paper's formula."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.placement.plan import (
+    Bandwidths,
+    Layers,
+    Limits,
+    Placement,
+    PlacementError,
+    indices_text,
+    plan,
+    spread,
+)
+
+GIB = 1 << 30
+PLENTY = Limits(device_bytes=1 << 50, host_bytes=1 << 50, tokens=1000)
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int = 12, fixed: bool = True) -> tuple[Layers, KvSize]:
+    """Layers of one or two kinds in any order, some of which may have to stay."""
+    kinds = draw(st.lists(st.booleans(), min_size=1, max_size=most))
+    full = tuple(index for index, kind in enumerate(kinds) if kind)
+    windowed = tuple(index for index, kind in enumerate(kinds) if not kind)
+    stay = draw(st.sets(st.sampled_from(range(len(kinds))), max_size=2)) if fixed else set()
+    size = KvSize(
+        block_size=draw(st.sampled_from([8, 16])),
+        bytes_per_block=1024,
+        full_layers=len(full),
+        windowed_layers=len(windowed),
+        window=draw(st.integers(1, 500)),
+        tokens_per_step=draw(st.integers(1, 300)),
+    )
+    return Layers(full, windowed, frozenset(stay)), size
+
+
+def try_plan(layers: Layers, size: KvSize, wanted: Any, limits: Limits = PLENTY) -> Placement | None:
+    try:
+        return plan(layers, size, wanted, limits)
+    except PlacementError as error:
+        assert_one_sentence(error)
+        return None
+
+
+def assert_one_sentence(error: PlacementError) -> None:
+    text = str(error)
+    assert text.endswith(".")
+    assert "\n" not in text
+    assert not re.search(r"\. [A-Z]", text)
+
+
+def check(placement: Placement, layers: Layers, size: KvSize) -> None:
+    """What holds for every plan."""
+    everything = {*layers.full, *layers.windowed}
+    assert set(placement.host) | set(placement.device) == everything
+    assert len(placement.host) + len(placement.device) == len(everything)
+    assert list(placement.host) == sorted(placement.host)
+    assert list(placement.device) == sorted(placement.device)
+    assert layers.fixed <= set(placement.device)
+    for kind in filter(None, (layers.full, layers.windowed)):
+        assert set(kind) & set(placement.device)
+    for part, of in ((placement.device, placement.device_size), (placement.host, placement.host_size)):
+        assert of.full_layers == len(set(part) & set(layers.full))
+        assert of.windowed_layers == len(set(part) & set(layers.windowed))
+        assert (of.block_size, of.bytes_per_block, of.window) == (size.block_size, size.bytes_per_block, size.window)
+    assert placement.device_size.groups() <= size.groups()
+    assert (placement.slabs == 0) == (not placement.host)
+    assert placement.slabs <= len(placement.host) + 1
+
+
+def read_bytes(size: KvSize, tokens: int) -> int:
+    seen = size.full_layers * tokens + size.windowed_layers * min(size.window, tokens)
+    return size.bytes_per_block // size.block_size * seen
+
+
+def blocks_needed(placement: Placement, limits: Limits) -> int:
+    """As vLLM's block manager counts them: those of every request, and the null block."""
+    size = placement.device_size
+    page = size.layers_per_group() * size.bytes_per_block
+    return limits.requests * (size.of_request(limits.tokens) - page) // page + 1
+
+
+def fits(placement: Placement, limits: Limits) -> bool:
+    return placement.most_blocks(limits.device_bytes, limits.host_bytes) >= blocks_needed(placement, limits)
+
+
+def every_split(layers: Layers, size: KvSize) -> Iterator[Placement]:
+    """By the number of host layers of each kind, which ones do not matter for any size."""
+    free = [[index for index in kind if index not in layers.fixed] for kind in (layers.full, layers.windowed)]
+    for full in range(len(free[0]) + 1):
+        for windowed in range(len(free[1]) + 1):
+            placement = try_plan(layers, size, [*free[0][:full], *free[1][:windowed]])
+            if placement:
+                yield placement
+
+
+LIMITS = st.builds(
+    Limits,
+    device_bytes=st.integers(0, 1 << 21),
+    host_bytes=st.one_of(st.integers(0, 1 << 21), st.just(1 << 40)),
+    tokens=st.integers(1, 1000),
+    requests=st.integers(1, 3),
+)
+
+
+@settings(max_examples=300)
+@given(models(), LIMITS)
+def test_automatic_plans_fit_and_no_other_split_that_fits_reads_less_from_the_host(
+    model: tuple[Layers, KvSize], limits: Limits
+) -> None:
+    layers, size = model
+    fitting = [split for split in every_split(layers, size) if fits(split, limits)]
+    chosen = try_plan(layers, size, "auto", limits)
+    assert (chosen is not None) == bool(fitting)
+    if chosen:
+        check(chosen, layers, size)
+        assert fits(chosen, limits)
+        least = min(read_bytes(split.host_size, limits.tokens) for split in fitting)
+        assert read_bytes(chosen.host_size, limits.tokens) == least
+        assert plan(layers, size, "auto", limits) == chosen
+        # The decision is passed on to other processes as a list of layers.
+        assert plan(layers, size, list(chosen.host), PLENTY) == chosen
+
+
+@given(models(), LIMITS)
+def test_what_does_not_fit_is_refused_with_the_longest_request_that_does(
+    model: tuple[Layers, KvSize], limits: Limits
+) -> None:
+    layers, size = model
+    try:
+        plan(layers, size, "auto", limits)
+    except PlacementError as error:
+        text = str(error)
+    else:
+        assume(False)
+    assert f"{limits.requests} request(s) of {limits.tokens} tokens do not fit" in text
+    assert "host_kv_gib" in text
+    named = re.search(r"--max-model-len (\d+) fits", text)
+    longest = int(named[1]) if named else 0
+    assert longest < limits.tokens
+    if longest:
+        assert try_plan(layers, size, "auto", with_tokens(limits, longest))
+    if longest + 1 < limits.tokens:
+        assert not try_plan(layers, size, "auto", with_tokens(limits, longest + 1))
+
+
+def with_tokens(limits: Limits, tokens: int) -> Limits:
+    return Limits(limits.device_bytes, limits.host_bytes, tokens, limits.requests)
+
+
+@given(
+    num_layers=st.integers(1, 100),
+    block_size=st.sampled_from([8, 16, 128]),
+    bytes_per_token=st.integers(1, 4096),
+    device_bytes=st.integers(0, 1 << 34),
+    tokens=st.integers(1, 100_000),
+    requests=st.integers(1, 4),
+)
+def test_one_kind_of_layers_is_placed_by_the_formula_of_the_paper(
+    num_layers: int, block_size: int, bytes_per_token: int, device_bytes: int, tokens: int, requests: int
+) -> None:
+    """L_GPU = min(L, floor(bytes / kappa)), where kappa has whole blocks and vLLM's null block."""
+    size = KvSize(block_size=block_size, bytes_per_block=block_size * bytes_per_token, full_layers=num_layers)
+    limits = Limits(device_bytes, 1 << 60, tokens, requests)
+    kappa = (requests * math.ceil(tokens / block_size) + 1) * block_size * bytes_per_token
+    expected = min(num_layers, device_bytes // kappa)
+    placement = try_plan(Layers(tuple(range(num_layers))), size, "auto", limits)
+    assert (placement is None) == (expected == 0)
+    if placement:
+        assert len(placement.device) == expected
+        assert len(placement.host) == num_layers - expected
+        assert expected <= device_bytes // (requests * tokens * bytes_per_token), "the paper's own kappa is smaller"
+
+
+@given(models(), st.integers(0, 13))
+def test_a_number_of_layers_is_met_with_the_least_left_on_the_device(model: tuple[Layers, KvSize], count: int) -> None:
+    layers, size = model
+    splits = [split for split in every_split(layers, size) if len(split.host) == count]
+    placement = try_plan(layers, size, count)
+    assert (placement is not None) == bool(splits)
+    if placement:
+        check(placement, layers, size)
+        assert len(placement.host) == count
+        long = 1 << 30
+        assert read_bytes(placement.device_size, long) == min(read_bytes(s.device_size, long) for s in splits)
+        assert plan(layers, size, count, PLENTY) == placement
+
+
+@given(models(), st.integers(13, 99))
+def test_an_impossible_number_is_refused_with_the_possible_ones(model: tuple[Layers, KvSize], count: int) -> None:
+    layers, size = model
+    with pytest.raises(PlacementError, match=f"host_kv_layers {count} is not possible") as caught:
+        plan(layers, size, count, PLENTY)
+    assert_one_sentence(caught.value)
+    possible = sorted({len(split.host) for split in every_split(layers, size)})
+    assert str(caught.value).endswith(f"possible: {indices_text(possible)}.")
+
+
+@given(st.integers(1, 80), st.data())
+def test_layers_of_one_kind_are_spread_evenly(num_layers: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, num_layers - 1))
+    size = KvSize(block_size=16, bytes_per_block=1, full_layers=num_layers)
+    device = plan(Layers(tuple(range(num_layers))), size, count, PLENTY).device
+    assert len(device) == num_layers - count
+    gaps = [b - a for a, b in zip(device, [*device[1:], device[0] + num_layers], strict=True)]
+    assert max(gaps) - min(gaps) <= 1
+    host = sorted({*range(num_layers)} - {*device})
+    between = [b - a for a, b in zip(host, [*host[1:], host[0] + num_layers], strict=True)] if host else [0]
+    assert max(between) - min(between) <= 1
+
+
+@given(st.integers(1, 100), st.data())
+def test_spreading_takes_different_ones_the_first_of_them_first(total: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, total))
+    chosen = spread(range(100, 100 + total), count)
+    assert len(set(chosen)) == count
+    assert chosen[0] == 100
+    assert list(chosen) == sorted(chosen)
+
+
+@settings(max_examples=200)
+@given(models(), st.data())
+def test_named_layers_are_taken_or_refused_by_name(model: tuple[Layers, KvSize], data: st.DataObject) -> None:
+    layers, size = model
+    everything = {*layers.full, *layers.windowed}
+    wanted = data.draw(st.lists(st.integers(0, len(everything)), max_size=8))
+    placement = try_plan(layers, size, wanted)
+    chosen = set(wanted)
+    kinds = [set(kind) for kind in (layers.full, layers.windowed) if kind]
+    if chosen - everything or chosen & layers.fixed or any(kind <= chosen for kind in kinds):
+        assert placement is None
+    if placement:
+        check(placement, layers, size)
+        assert placement.host == tuple(sorted(chosen))
+        assert plan(layers, size, sorted(chosen), PLENTY) == placement
+
+
+LAYERS = Layers(full=(2, 5, 8, 11), windowed=(0, 1, 3, 4, 6, 7, 9, 10), fixed=frozenset({10, 11}))
+SIZE = KvSize(16, 1 << 20, full_layers=4, windowed_layers=8, window=100, tokens_per_step=64)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ([2, 12], "layer 12, but the layers with a KV cache of their own are 0-11"),
+        ([-1], "layer -1"),
+        ([0, 11], "layer 11, whose KV cache other layers share; leave it out"),
+        (13, "host_kv_layers 13 is not possible: of 12 layers"),
+        ([2], "host_kv_layers 2 leaves 3 full-attention and 8 sliding-window layers.*4 block tables instead of 3"),
+    ],
+)
+def test_errors_name_the_value_and_what_would_do(wanted: Any, words: str) -> None:
+    with pytest.raises(PlacementError, match=words) as caught:
+        plan(LAYERS, SIZE, wanted, PLENTY)
+    assert_one_sentence(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(LAYERS.full, "full-attention"), (LAYERS.windowed, "sliding-window")])
+def test_one_layer_of_each_kind_stays(kind: tuple[int, ...], name: str) -> None:
+    free = Layers(LAYERS.full, LAYERS.windowed)
+    with pytest.raises(PlacementError, match=f"leaves no {name} layer.*leave out one of {indices_text(kind)}"):
+        plan(free, SIZE, list(kind), PLENTY)
+
+
+def test_a_model_without_a_cache_needs_no_plan() -> None:
+    none, size = Layers(()), KvSize(block_size=16, bytes_per_block=1024, full_layers=0)
+    for wanted in ("auto", 0, []):
+        assert plan(none, size, wanted, Limits(0, 0, 1000)).host == ()
+    with pytest.raises(PlacementError, match="host_kv_layers 1 is not possible: of 0 layers"):
+        plan(none, size, 1, PLENTY)
+
+
+@given(models(), st.integers(0, 1 << 22), st.integers(0, 1 << 22), st.data())
+def test_blocks_are_as_many_as_both_sides_hold(
+    model: tuple[Layers, KvSize], device_bytes: int, host_bytes: int, data: st.DataObject
+) -> None:
+    placement = data.draw(st.sampled_from(list(every_split(*model))))
+    blocks = placement.most_blocks(device_bytes, host_bytes)
+    page = placement.device_size.layers_per_group() * placement.bytes_per_block
+    assert blocks * page <= device_bytes
+    assert placement.host_bytes(blocks) <= host_bytes
+    more = blocks + 1
+    assert more * page > device_bytes or placement.host_bytes(more) > host_bytes
+    if not placement.host:
+        assert placement.host_bytes(blocks) == 0
+    if placement.device_size.groups() == 1:
+        assert placement.slabs == len(placement.host), "with one block table nothing can be shared"
+
+
+def test_a_step_takes_the_time_of_both_sides() -> None:
+    layers = Layers(full=(0, 2), windowed=(1, 3))
+    size = KvSize(16, 16 * 1000, full_layers=2, windowed_layers=2, window=100, tokens_per_step=64)
+    placement = plan(layers, size, [2, 3], PLENTY)
+    seconds = placement.decode_seconds(5000, Bandwidths(host=1e6, device=1e8))
+    assert seconds == pytest.approx((5000 + 100) * 1000 / 1e6 + (5000 + 100) * 1000 / 1e8)
+    assert placement.decode_seconds(50, Bandwidths(host=1e6, device=math.inf)) == pytest.approx(100 * 1000 / 1e6)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_the_text_of_indices_reads_back(numbers: set[int]) -> None:
+    text = indices_text(numbers)
+    if not numbers:
+        assert text == "none"
+        return
+    parts = [part.split("-") for part in text.split(", ")]
+    assert [n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)] == sorted(numbers)
+    assert all(int(later[0]) > int(earlier[-1]) + 1 for earlier, later in pairwise(parts))
