@@ -94,7 +94,7 @@ def engine(path: Path, options: argparse.Namespace, backend: str, length: int, g
         enable_prefix_caching=True,
         enforce_eager=options.enforce_eager,
         kv_cache_memory_bytes=None if gib is None else int(gib * GIB),
-        gpu_memory_utilization=0.9,
+        gpu_memory_utilization=0.85 if gib is None else 0.5,  # where the KV cache is given, it is only a start-up check
         **more,
     )
 
