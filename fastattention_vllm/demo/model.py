@@ -111,17 +111,16 @@ def build_weights(spec: DemoModelSpec) -> dict[str, torch.Tensor]:
     layout = Layout.of(spec)
     norm = _norm(layout)
     weights = {"model.embed_tokens.weight": _embedding(layout), "model.norm.weight": norm}
+    update, verdict = MlpBuilder(spec), MlpBuilder(spec)
+    update.add_update()
+    verdict.add_verdict()
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}"
-        mlp = MlpBuilder(spec)
-        if layer < spec.num_layers - 1:
-            mlp.add_update()
-        else:
-            mlp.add_verdict()
+        mlp = update if layer < spec.num_layers - 1 else verdict
         for name, weight in AttentionBuilder(spec, layer).weights().items():
-            weights[f"{prefix}.self_attn.{name}.weight"] = weight
+            weights[f"{prefix}.self_attn.{name}.weight"] = weight.to(spec.torch_dtype)
         for name, weight in mlp.weights().items():
-            weights[f"{prefix}.mlp.{name}.weight"] = weight
+            weights[f"{prefix}.mlp.{name}.weight"] = weight.to(spec.torch_dtype, copy=True)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{name}.weight"] = norm.clone()
     weights["lm_head.weight"] = _lm_head(layout)

@@ -163,14 +163,23 @@ class CpuSide:
     pin = False
     host_backend = HostLayerBackend
 
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+
+    def cpus(self) -> list[int]:
+        return cpu_resources.cpus_of_rank(host_layers.local_rank())
+
+    def prepare(self) -> None:
+        """The threads are there for every layer, and the worker is our own."""
+
     def kernels(self) -> Device:
         return cpu_kernels
 
     def link(self) -> Link:
         return LocalLink()
 
-    def kv_bytes(self, vllm_config: Any) -> int:
-        return int(vllm_config.cache_config.kv_cache_memory_bytes)
+    def kv_bytes(self) -> int:
+        return int(self.vllm_config.cache_config.kv_cache_memory_bytes)
 
 
 def start_cpu_threads(vllm_config: Any) -> None:
@@ -240,7 +249,7 @@ class FastAttentionImpl(AttentionImpl[Any]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        host_layers.place(get_current_vllm_config(), CpuSide())
+        host_layers.place(get_current_vllm_config(), CpuSide(get_current_vllm_config()))
 
     def do_kv_cache_update(
         self,
@@ -324,3 +333,6 @@ class FastAttentionImpl(AttentionImpl[Any]):
 
     def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype:
         return self.fp8 or kv_cache.dtype
+
+    def why_not_on_host(self) -> str | None:
+        return None

@@ -8,6 +8,8 @@ ops that each version calls are listed in ``cpu_ops``.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ with Hugging Face by hand. The versions between these were not run."""
 
 BACKEND_NAME = "FASTATTENTION"
 BACKEND_PATH = "fastattention_vllm.integration.backend.FastAttentionBackend"
+FLASH_BACKEND_PATH = "fastattention_vllm.integration.backend_flash.FastAttentionFlashBackend"
 
 
 def check_vllm_version() -> None:
@@ -58,23 +61,34 @@ def ensure_backend_member() -> Any:
     members: Any = registry.AttentionBackendEnum
     if BACKEND_NAME not in members.__members__:
         if hasattr(members, "register"):  # >= 0.32
-            registry.register_backend(BACKEND_NAME, BACKEND_PATH)
+            registry.register_backend(BACKEND_NAME, backend_path())
         else:  # <= 0.31
             _add_member(members)
-            registry.register_backend(members[BACKEND_NAME], BACKEND_PATH)
+            registry.register_backend(members[BACKEND_NAME], backend_path())
     member = members[BACKEND_NAME]
     member.__reduce_ex__ = _reduce
     return member
 
 
+@functools.cache
+def backend_path() -> str:
+    """The backend's class for the device that vLLM will find here, asked of the driver and without touching the GPU."""
+    from vllm.platforms import builtin_platform_plugins
+
+    with contextlib.suppress(Exception):  # a probe that fails has found nothing; vLLM takes it the same way
+        if builtin_platform_plugins["cuda"]() is not None:
+            return FLASH_BACKEND_PATH
+    return BACKEND_PATH
+
+
 def _add_member(members: Any) -> None:
     """What ``Enum`` does for a name in the class body, once more after it is closed; Python offers no call for it."""
     member = object.__new__(members)
-    member._name_, member._value_ = BACKEND_NAME, BACKEND_PATH
+    member._name_, member._value_ = BACKEND_NAME, backend_path()
     member.__objclass__ = members
     member._sort_order_ = len(members._member_names_)
     members._member_map_[BACKEND_NAME] = member
-    members._value2member_map_[BACKEND_PATH] = member
+    members._value2member_map_[member._value_] = member
     members._member_names_.append(BACKEND_NAME)
 
 
@@ -126,6 +140,38 @@ def kv_cache_of(layer: Any) -> torch.Tensor:
 def num_blocks_of(kv_cache: torch.Tensor) -> int:
     """``[num_blocks, ...]``; FLASH_ATTN <= 0.19: ``[2, num_blocks, ...]``."""
     return kv_cache.shape[1] if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 else kv_cache.shape[0]
+
+
+def extend_gpu_worker(find: Callable[[Any], Any]) -> None:
+    """Let host layers have their say in how many blocks there are, and take their memory when vLLM takes its own.
+
+    All versions: vLLM offers no hook for either on GPUs, and a worker class of our own would have to be asked for with
+    --worker-cls. Done in the worker process, only if there are host layers; to be removed when a KV cache spec or a
+    platform may say where a layer's cache lies.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if hasattr(Worker, "_fastattention_find"):
+        return
+    worker: Any = Worker
+    worker._fastattention_find = staticmethod(find)
+    determine, initialize = worker.determine_available_memory, worker.initialize_from_config
+
+    @functools.wraps(determine)
+    def determine_available_memory(self: Any) -> int:
+        available: int = determine(self)
+        house = find(self.vllm_config)
+        return int(house.clamp(available)) if house else available
+
+    @functools.wraps(initialize)
+    def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
+        initialize(self, kv_cache_config)
+        house = find(self.vllm_config)
+        if house:
+            house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+
+    worker.determine_available_memory = determine_available_memory
+    worker.initialize_from_config = initialize_from_config
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from fastattention_vllm.integration import compat, cpu_resources
 from fastattention_vllm.integration.host_plan import check, host_budget, plan_layers
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement import host_pool
+from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement.cooperative import MAX_SHORT, Batch, Device, HostAttention, Lane, Step, divide
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
@@ -60,6 +60,9 @@ class DeviceLayer(Protocol):
 
     def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype: ...
 
+    def why_not_on_host(self) -> str | None:
+        """What such a layer asks for that host layers cannot do here, or None."""
+
 
 class DeviceSide(Protocol):
     """One kind of device beside the host."""
@@ -68,11 +71,17 @@ class DeviceSide(Protocol):
     host_backend: type[Any]
     """The ``AttentionBackend`` of host layers, whose builder makes :class:`HostMetadata`."""
 
+    def cpus(self) -> list[int]:
+        """Of this rank."""
+
+    def prepare(self) -> None:
+        """Called once it is sure that there will be host layers."""
+
     def kernels(self) -> Device: ...
 
     def link(self) -> Link: ...
 
-    def kv_bytes(self, vllm_config: VllmConfig) -> int:
+    def kv_bytes(self) -> int:
         """Device memory that the KV cache may take, weights loaded and nothing else."""
 
 
@@ -87,6 +96,8 @@ class HostLayers:
     budget: int
     max_model_len: int
     nodes: Sequence[int]
+    stream_fraction: float | str
+    dtype: torch.dtype
     pool: HostPool | None = None
     lanes: list[Lane] = field(default_factory=list)
 
@@ -132,7 +143,6 @@ class HostLayers:
         shapes = {
             name: page_shape(forward_context[name], forward_context[target]) for name, target in self.targets.items()
         }
-        self.close()
         try:
             self.pool = host_pool.create(
                 shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.side.pin
@@ -144,13 +154,31 @@ class HostLayers:
             self.lanes.append(lane)
             for name in names:
                 forward_context[name].impl.open(lane, self.pool.caches[name])
+        self._divide_reading(forward_context)
         for line in describe(self, kv_cache_config.num_blocks):
             logger.info("%s", line)
 
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-        self.pool, self.lanes = None, []
+    def _divide_reading(self, forward_context: dict[str, Any]) -> None:
+        """Decide what part of a decoding request's host KV the device reads itself."""
+        fraction = self.stream_fraction
+        if fraction == "auto":
+            fraction = 0.0
+            if self.side.pin:
+                layer = forward_context[next(iter(self.targets))].impl
+                rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
+                fraction = calibrate.share(rates)
+                logger.info(
+                    "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
+                    "at %.1f GB/s: the device reads %.0f %% of it when decoding.",
+                    *(rate / 1e9 for rate in (rates.memory, rates.cpu, rates.link)),
+                    100 * fraction,
+                )
+        self.set_share(float(fraction))
+
+    def set_share(self, share: float) -> None:
+        """Part of a decoding request's host KV that the device reads over the link."""
+        for lane in self.lanes:
+            lane.share = share
 
 
 class HostLayerImpl(AttentionImpl[Any]):
@@ -233,10 +261,10 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     if options.host_kv_layers in (0, []):
         return
     names, layers = _attention_layers(context)
-    local_rank, local_ranks = _local_rank(), vllm_config.parallel_config.local_world_size
+    local_ranks = vllm_config.parallel_config.local_world_size
     limits = Limits(
-        device_bytes=side.kv_bytes(vllm_config),
-        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if side.pin else side.kv_bytes(vllm_config)),
+        device_bytes=side.kv_bytes(),
+        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if side.pin else side.kv_bytes()),
         tokens=vllm_config.model_config.max_model_len,
         requests=options.host_kv_requests,
     )
@@ -247,8 +275,22 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
         return
     check(vllm_config)
     targets = {names[host]: names[target] for host, target in _targets(layers, placement).items()}
-    nodes = cpu_resources.numa_nodes(cpu_resources.cpus_of_rank(local_rank))
-    house = HostLayers(side, placement, targets, limits.host_bytes, limits.tokens, nodes)
+    nodes = cpu_resources.numa_nodes(side.cpus())
+    for name in targets:
+        why_not = context[name].impl.why_not_on_host()
+        if why_not:
+            raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
+    side.prepare()
+    house = HostLayers(
+        side,
+        placement,
+        targets,
+        limits.host_bytes,
+        limits.tokens,
+        nodes,
+        options.stream_fraction,
+        vllm_config.model_config.dtype,
+    )
     for name, target in targets.items():
         layer = context[name]
         layer.kv_sharing_target_layer_name = target
@@ -343,7 +385,7 @@ def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
     return targets
 
 
-def _local_rank() -> int:
+def local_rank() -> int:
     from vllm.distributed.parallel_state import get_world_group
 
     return int(get_world_group().local_rank)

@@ -43,11 +43,6 @@ class HostPool:
     placements: Sequence[cpu_memory.Placement]
     pinned: bool
 
-    def close(self) -> None:
-        """Unpin. The memory itself is freed with the last tensor that views it."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-
 
 def assign_slabs(tables: Sequence[Sequence[str]]) -> dict[str, int]:
     """The slab of each host layer, given the layers of each block table."""
@@ -80,11 +75,9 @@ def create(
             f"{budget / GIB:.2f} GiB of host memory may be used; raise host_kv_gib or lower the number of blocks"
         )
     try:
-        memory, placements = host_memory.commit(total, nodes)
+        memory, placements = host_memory.commit(total, nodes, pin=pin)
     except MemoryError as error:
         raise MemoryError(f"the host layers' KV cache needs {total / GIB:.2f} GiB, but {error}") from error
-    if pin:
-        _pin(memory)
     offsets = [sum(sizes[:slab]) for slab in range(len(sizes))]
     caches = {}
     for name, shape in shapes.items():
@@ -92,12 +85,3 @@ def create(
         flat = memory[begin : begin + shape.nbytes].view(shape.dtype)
         caches[name] = flat.view(shape.num_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_size)
     return HostPool(memory, caches, placements, pin)
-
-
-def _pin(memory: torch.Tensor) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(status) != 0:
-        raise MemoryError(
-            f"CUDA could not pin {memory.nbytes / GIB:.2f} GiB of host memory ({status}); raise the limit of locked "
-            "memory (ulimit -l) or lower host_kv_gib"
-        )

@@ -1,0 +1,101 @@
+"""Attention on NVIDIA GPUs of compute capability 8.0 and newer: the FlashAttention kernels that vLLM carries.
+
+On these GPUs there is nothing to add to the kernels themselves; what this package adds is where the KV cache lies. This
+is the one module of ``attention`` that imports vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fastattention_vllm.attention.problem import AttentionProblem
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def can_run(problem: AttentionProblem) -> str | None:
+    """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
+    if problem.query.device.type != "cuda":
+        return f"query is on {problem.query.device}, FlashAttention needs it on a GPU."
+    if problem.query.dtype not in DTYPES or problem.key.dtype != problem.query.dtype:
+        return f"query is {problem.query.dtype} and key {problem.key.dtype}, both must be float16 or bfloat16."
+    if problem.sinks is not None and problem.query.dtype != torch.bfloat16:
+        return f"sinks need bfloat16, query is {problem.query.dtype}."
+    if problem.alibi_slopes is not None:
+        return "ALiBi is not computed over parts of the keys."
+    return None
+
+
+def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute ``problem`` on its query's GPU, on torch's current stream.
+
+    ``out``: ``[num_tokens, num_heads, head_size]`` in the query's dtype; ``lse``: ``[num_tokens, num_heads]`` fp32.
+
+    Raises ``ValueError`` for what :func:`can_run` names.
+    """
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    reason = can_run(problem)
+    if reason is not None:
+        raise ValueError(reason)
+    device, lengths = problem.query.device, problem.seq_lens
+    starts = problem.query_start_loc
+    keys = {"seqused_k": lengths.to(device), "block_table": None}
+    if problem.block_table is not None:
+        keys["block_table"] = problem.block_table.to(device)
+    else:
+        keys = {"cu_seqlens_k": torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)}
+    out, lse = flash_attn_varlen_func(
+        q=problem.query,
+        k=problem.key,
+        v=problem.value,
+        cu_seqlens_q=starts.to(device),
+        max_seqlen_q=int(starts.diff().max()),
+        max_seqlen_k=int(lengths.max()),
+        softmax_scale=problem.scale,
+        causal=problem.causal,
+        window_size=list(problem.window),
+        softcap=problem.softcap,
+        s_aux=None if problem.sinks is None else problem.sinks.to(torch.bfloat16),  # the only dtype it takes
+        return_softmax_lse=True,
+        fa_version=_version(problem.head_size),
+        **keys,
+    )
+    return out, lse.transpose(0, 1) if return_lse else None
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Scatter ``key`` and ``value`` ``[num_tokens, num_kv_heads, head_size]`` into pages that the GPU can address.
+
+    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]`` of the same dtype, with any
+    strides but a contiguous last dimension; device memory, or pinned host memory seen from the device.
+    """
+    from vllm.v1.attention.backends.fa_utils import reshape_and_cache_flash
+
+    assert key_scale == value_scale == 1.0
+    one = _one(key.device)
+    reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
+
+
+@functools.cache
+def _version(head_size: int) -> int:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=head_size)
+    assert version is not None
+    return int(version)
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, device=device)

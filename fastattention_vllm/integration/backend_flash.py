@@ -1,0 +1,179 @@
+"""The attention backend on NVIDIA GPUs of compute capability 8.0 and newer: vLLM's FLASH_ATTN, with host layers.
+
+Device layers run exactly vLLM's code, so without host layers nothing is added to a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+
+from fastattention_vllm.attention import cpu as cpu_kernels
+from fastattention_vllm.attention import flash
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration import compat, cpu_resources, host_layers
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement.cooperative import STAGING_BYTES, Batch, Device
+from fastattention_vllm.placement.link import CudaLink, Link
+
+logger = init_logger("vllm.fastattention")
+
+WORKSPACE = 1 << 30
+"""For libraries' workspaces and CUDA graphs, beside the activations, where "auto" reckons with device memory."""
+
+
+class FastAttentionFlashBackend(FlashAttentionBackend):
+    """``--attention-backend fastattention`` on such a GPU."""
+
+    @staticmethod
+    def get_name() -> str:
+        return compat.BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[FastAttentionFlashImpl]:
+        return FastAttentionFlashImpl
+
+
+class FastAttentionFlashImpl(FlashAttentionImpl):
+    """One attention layer; becomes a host layer where the plan says so."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        left = self.sliding_window[0]
+        self.host_window = None if left < 0 else left
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        vllm_config = get_current_vllm_config()
+        host_layers.place(vllm_config, CudaSide(vllm_config))
+
+    def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
+        """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
+        sinks = self.sinks
+        on_host = parts["query"].device.type == "cpu"
+        own = {
+            "scale": self.scale,
+            "window": (self.sliding_window[0], -1),
+            "softcap": float(self.logits_soft_cap or 0.0),
+            "sinks": None if sinks is None else sinks.detach().float().to("cpu" if on_host else sinks.device),
+        }
+        return AttentionProblem(**(own | parts))
+
+    def scales(self, layer: Any) -> tuple[float, float]:
+        return (1.0, 1.0)
+
+    def merges(self) -> bool:
+        return True
+
+    def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype:
+        return kv_cache.dtype
+
+    def why_not_on_host(self) -> str | None:
+        """What keeps such layers on the device, or None."""
+        if self.alibi_slopes is not None:
+            return "ALiBi position bias"
+        if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+            return f"--kv-cache-dtype {self.kv_cache_dtype}"
+        return None if self.attn_type == AttentionType.DECODER else f"attention type {self.attn_type}"
+
+
+class HostLayerFlashBackend(FastAttentionFlashBackend):
+    """Of host layers: another backend class gets metadata of its own."""
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return HostFlashMetadataBuilder
+
+
+class HostFlashMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """Lengths, block tables and slots come down once per step, beside the computation; host layers wait for them.
+
+    They are read from the device because only there they are exact: with asynchronous scheduling the host knows bounds.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.stream = torch.cuda.Stream(device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> host_layers.HostMetadata:
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].clone()
+        slots = common.slot_mapping[: int(starts[-1])]
+        blocks = -(-int(common.max_seq_len) // self.kv_cache_spec.block_size)
+        wanted = [common.seq_lens[: common.num_reqs], common.block_table_tensor[: common.num_reqs, :blocks], slots]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            coming = [tensor.to("cpu", non_blocking=True) for tensor in wanted]
+            there = self.stream.record_event()
+
+        def arrive() -> Batch:
+            there.synchronize()
+            lengths, table, host_slots = coming
+            return Batch(starts, lengths, table, host_slots, slots, bool(common.causal))
+
+        return host_layers.HostMetadata(None, arrive)
+
+
+class CudaSide:
+    """One GPU beside the host."""
+
+    pin = True
+    host_backend = HostLayerFlashBackend
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def cpus(self) -> list[int]:
+        ranks = self.vllm_config.parallel_config.local_world_size
+        return cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)[host_layers.local_rank()]
+
+    def prepare(self) -> None:
+        """Start the CPU's threads, leaving one core to the engine and the API server; hook into vLLM's worker."""
+        cpus = self.cpus()
+        own = cpus[1:] if len(cpus) > 1 else cpus
+        threads = options_of(self.vllm_config).cpu_threads or len(own)
+        try:
+            cpu_kernels.set_num_threads(threads, own)
+        except (RuntimeError, ValueError) as error:
+            raise Refusal(f"host layers need the CPU kernels: {error}") from error
+        logger.info_once(
+            "Host layers: instruction set %s, %s; the GPU's part by FlashAttention %s.",
+            cpu_kernels.isa(),
+            cpu_resources.describe_pinning(threads, own, cpus),
+            flash._version(self.vllm_config.model_config.get_head_size()),
+        )
+        compat.extend_gpu_worker(host_layers.find)
+
+    def kernels(self) -> Device:
+        return flash
+
+    def link(self) -> Link:
+        return CudaLink(self.device)
+
+    def kv_bytes(self) -> int:
+        """Roughly what vLLM's own profiling will find later; should it find less, its own check says so."""
+        config = self.vllm_config
+        asked = config.cache_config.kv_cache_memory_bytes
+        if asked:
+            return int(asked)
+        free, total = torch.cuda.mem_get_info(self.device)
+        model, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
+        tokens, seqs = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+        hidden = model.hidden_size
+        wide = 3 * getattr(model, "intermediate_size", 4 * hidden) // ranks
+        activations = 2 * tokens * (4 * hidden + wide) + 8 * seqs * model.vocab_size
+        used = total - free
+        utilization = config.cache_config.gpu_memory_utilization
+        return max(0, int(total * utilization) - used - activations - WORKSPACE - 2 * STAGING_BYTES)

@@ -1,0 +1,89 @@
+"""How fast this machine reads host KV, by the CPU and over the link, and the share of each in a decoding step.
+
+Both read the same memory, so together they cannot read faster than it is: the link helps only where the CPU alone does
+not reach the memory's rate (few cores, many query heads per KV head).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fastattention_vllm.attention import cpu as cpu_kernels
+from fastattention_vllm.attention.roof import PageReader, ReadMethod
+from fastattention_vllm.placement.cooperative import HostAttention
+
+SAMPLE_BYTES = 2 << 30
+"""Of the pool: more than any cache holds, little enough to be read in a blink."""
+ENOUGH = 0.9
+"""Part of the memory's rate from which on the CPU needs no help."""
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second."""
+
+    memory: float
+    """A plain read by the attention threads."""
+    cpu: float
+    """Of K and V, attention over them included."""
+    link: float
+    """Host to device."""
+
+
+def share(rates: Rates) -> float:
+    """The part that the link takes, so that both are done at the same time; 0 where the CPU alone is fast enough.
+
+    With C + P within the memory's rate M: P / (C + P). Beyond, what the CPU leaves of the memory's rate: (M - C) / M.
+    """
+    if rates.cpu >= ENOUGH * rates.memory:
+        return 0.0
+    if rates.cpu + rates.link <= rates.memory:
+        return rates.link / (rates.cpu + rates.link)
+    return 1.0 - rates.cpu / rates.memory
+
+
+def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
+    """Read a part of ``layer``'s pages, which are still zero, in all three ways. Takes about a second."""
+    cache, link = layer.cache, layer.lane.link
+    blocks = min(cache.shape[0], max(1, SAMPLE_BYTES // cache[:1].nbytes))
+    sample = cache[:blocks]
+    table = torch.arange(blocks, dtype=torch.int32)[None]
+    key, value = sample.transpose(1, 2).chunk(2, dim=-1)
+    problem = layer.layer.problem(
+        query=torch.zeros(1, num_heads, key.shape[-1], dtype=dtype),
+        key=key,
+        value=value,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([blocks * cache.shape[2]], dtype=torch.int32),
+        block_table=table,
+        causal=True,
+        window=(-1, -1),
+    )
+    page = 1 << 20
+    addresses = [sample.data_ptr() + offset for offset in range(0, sample.nbytes - page + 1, page)]
+    reader = PageReader(addresses, [page] * len(addresses))
+    layer.lane.conveyor.prepare(cache)
+    staging = layer.lane.conveyor.buffers[0]
+    some = torch.arange(min(len(staging), blocks))
+    methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
+    return Rates(
+        memory=max(_rate(functools.partial(reader.read, method), reader.total_bytes) for method in methods),
+        cpu=_rate(lambda: cpu_kernels.run(problem), sample.nbytes),
+        link=_rate(lambda: link.wait_on_host(link.fetch(cache, some, staging, [])), cache[: len(some)].nbytes),
+    )
+
+
+def _rate(work: Callable[[], object], size: int) -> float:
+    """The best of a few."""
+    best = float("inf")
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+    return size / best
