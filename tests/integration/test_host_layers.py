@@ -116,8 +116,7 @@ def test_tokens_and_logprobs_equal_hugging_face(
         assert not house.pool.memory.any()
         check(generate(llm, prompts), expected)
         assert all(cache.any() for cache in house.pool.caches.values())
-        for lane in house.lanes:
-            lane.share = 1 / 3
+        house.set_share(1 / 3)
         check(generate(llm, prompts), expected)
     table = next(line for line in log if re.match(r"  [0-9, -]+ host ", line))
     assert table.split(" host ")[0].strip() == indices_text(house.placement.host)
@@ -139,7 +138,7 @@ def test_graphs_are_not_those_of_other_host_layers(
 ) -> None:
     """A compiled graph leaves out the cache update of host layers; all starts look for it in one directory."""
     monkeypatch.setattr("vllm.envs.VLLM_CACHE_ROOT", str(tmp_path), raising=False)
-    for layers in ([1], [2, 3], [1]):
+    for layers in ([1], [2, 3]):
         with small_blocks(model, enforce_eager=False, **host(layers)) as llm:
             assert house_of(llm).placement.host == tuple(layers)
             check(generate(llm, prompts), expected)
@@ -171,8 +170,7 @@ def test_every_kind_of_layer_equals_hugging_face(
         placement = house_of(llm).placement
         assert len(placement.host) == (wanted if isinstance(wanted, int) else len(wanted))
         check(generate(llm, prompts), answers)
-        for lane in house_of(llm).lanes:
-            lane.share = 0.5
+        house_of(llm).set_share(0.5)
         check(generate(llm, prompts), answers)
 
 
@@ -181,15 +179,14 @@ def test_an_fp8_cache_holds_the_same_in_either_place(kv_cache_dtype: str, model:
     """To the last bit, whatever the scales: test_fp8_kv_cache compares the engine without host layers with torch."""
     answers = {}
     for layers in (0, 3):
-        for scales in ((0.25, 0.125), (1.0, 1.0)):
+        for scales in ((0.25, 0.125), (1.0, 1.0))[: 1 if layers else 2]:
             with small_blocks(model, kv_cache_dtype=kv_cache_dtype, **host(layers)) as llm:
                 for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
                     layer._k_scale_float, layer._v_scale_float = scales
                 if layers:
                     assert house_of(llm).pool.caches  # type: ignore[union-attr]
                 answers[layers, scales] = answers_of(generate(llm, random_prompts(FP8_LENGTHS)))
-    for scales in ((0.25, 0.125), (1.0, 1.0)):
-        assert answers[3, scales] == answers[0, scales]
+    assert answers[3, (0.25, 0.125)] == answers[0, (0.25, 0.125)]
     assert answers[0, (0.25, 0.125)] != answers[0, (1.0, 1.0)], "the scales must show"
 
 
@@ -202,24 +199,23 @@ def answers_of(outputs: Sequence[Any]) -> list[Answer]:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("share", [0.0, 0.7])
 @pytest.mark.parametrize("block_size", [8, 24, 128])
-def test_prefixes_are_served_from_either_cache(block_size: int, share: float, model: Path) -> None:
-    """From earlier requests, and from one that computes them in the very same step."""
+def test_prefixes_are_served_from_either_cache(block_size: int, model: Path) -> None:
+    """From earlier requests, and from one that computes them in the very same step; by the CPU alone or by both."""
     shared = random_prompts([256], seed=7)[0]
     prompts = [shared + tail for tail in random_prompts([3, 40, 90, 1], seed=8)]
     answers = hugging_face_answers(model, prompts, MAX_TOKENS)
+    whole = 256 // block_size * block_size
     arguments = {"enable_prefix_caching": True, "block_size": block_size, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
-        for lane in house_of(llm).lanes:
-            lane.share = share
-        together = generate(llm, prompts)
-        check(together, answers)
-        later = generate(llm, prompts)
-        check(later, answers)
-    whole = 256 // block_size * block_size
-    assert [output.num_cached_tokens for output in together] == [0, whole, whole, whole]
-    assert all(output.num_cached_tokens >= whole for output in later)
+        for share in (0.0, 0.7):
+            house_of(llm).set_share(share)
+            llm.reset_prefix_cache()
+            together, later = (generate(llm, prompts) for _ in range(2))
+            check(together, answers)
+            check(later, answers)
+            assert [output.num_cached_tokens for output in together] == [0, whole, whole, whole]
+            assert all(output.num_cached_tokens >= whole for output in later)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -230,8 +226,7 @@ def test_a_prefix_that_another_request_computes_in_the_same_step(model: Path) ->
     arguments = {"enable_prefix_caching": True, "block_size": 8, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
         for share in (0.0, 1.0):
-            for lane in house_of(llm).lanes:
-                lane.share = share
+            house_of(llm).set_share(share)
             for prompts in steps:
                 llm.reset_prefix_cache()
                 outputs = generate(llm, prompts)
@@ -260,8 +255,7 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     answers = hugging_face_answers(model, prompts, 40)
     with small_blocks(model, speculative_config=NGRAM, **host(2)) as llm:
         check(generate(llm, prompts, max_tokens=40), answers)
-        for lane in house_of(llm).lanes:
-            lane.share = 0.5
+        house_of(llm).set_share(0.5)
         check(generate(llm, prompts, max_tokens=40), answers)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
@@ -419,6 +413,18 @@ class TestRefusals:
         assert is_one_sentence(caught.value)
 
 
+@pytest.mark.usefixtures("small_parts")
+def test_the_device_reads_the_part_that_is_asked_for(
+    model: Path, prompts: list[list[int]], expected: list[Answer]
+) -> None:
+    """Of every host layer; none by default, where the device is the host itself."""
+    with small_blocks(model, **host(2)) as llm:
+        assert [lane.share for lane in house_of(llm).lanes] == [0.0]
+    with small_blocks(model, **host(2, stream_fraction=0.25)) as llm:
+        assert [lane.share for lane in house_of(llm).lanes] == [0.25]
+        check(generate(llm, prompts), expected)
+
+
 def test_two_ranks_equal_hugging_face(model: Path, prompts: list[list[int]], expected: list[Answer]) -> None:
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with small_blocks(model, **ranks, kv_cache_memory_bytes=KV_BYTES, **host(3)) as llm:
@@ -436,8 +442,7 @@ def test_the_needle_is_found_over_host_layers(tmp_path: Path) -> None:
     with small_blocks(path, dtype="bfloat16", **length, **host(spec.num_layers - 1)) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         for share in (0.0, 0.5):
-            for lane in house_of(llm).lanes:
-                lane.share = share
+            house_of(llm).set_share(share)
             # The last chunk of a prompt may be a few tokens only: then the CPU attends.
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             assert [output.outputs[0].token_ids[0] for output in outputs] == [token_id("7319")] * 2
