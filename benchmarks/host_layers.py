@@ -61,7 +61,7 @@ def main() -> int:
     path = options.model / options.shape
     if not path.exists():
         started = time.perf_counter()
-        build_demo_model(path, DemoModelSpec(max_position_embeddings=1 << 20, **SHAPES[options.shape]))
+        build_demo_model(path, DemoModelSpec(max_position_embeddings=1 << 20, dtype="float16", **SHAPES[options.shape]))
         print(f"model built in {time.perf_counter() - started:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for name in options.engines:
@@ -87,7 +87,7 @@ def engine(path: Path, options: argparse.Namespace, backend: str, length: int, g
     return LLM(
         model=str(path),
         attention_backend=backend,
-        dtype="bfloat16",
+        dtype="float16",
         max_model_len=length,
         max_num_batched_tokens=options.chunk,
         max_num_seqs=8,
@@ -142,7 +142,7 @@ def measure(
         token = decode_seconds(llm, tokens, 1, options)
     finally:
         close(llm)
-    case = f"bf16 (32,8,128) {tokens} tokens b1, {what}"
+    case = f"fp16 (32,8,128) {tokens} tokens b1, {what}"
     return [
         row(case, "cooperative needles", f"of {len(NEEDLES)}", found, limit=len(NEEDLES)),
         row(case, "cooperative prefill", "tokens/s", tokens / seconds),
@@ -174,7 +174,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
         per_token = placement.bytes_per_block // placement.device_size.block_size * len(placement.host)
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
-            case = f"bf16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
+            case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
             rows.append(
                 row(case, "cooperative needles", f"of {batch * len(NEEDLES)}", found, limit=batch * len(NEEDLES))
             )
