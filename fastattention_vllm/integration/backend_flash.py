@@ -180,4 +180,4 @@ class CudaSide:
         activations = 2 * tokens * (4 * hidden + wide) + 8 * seqs * model.vocab_size
         used = total - free
         utilization = config.cache_config.gpu_memory_utilization
-        return max(0, int(total * utilization) - used - activations - WORKSPACE - 2 * STAGING_BYTES)
+        return int(max(0, total * utilization - used - activations - WORKSPACE - 2 * STAGING_BYTES))
