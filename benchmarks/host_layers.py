@@ -17,7 +17,9 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,11 @@ def main() -> int:
         started = time.perf_counter()
         build_demo_model(path, DemoModelSpec(max_position_embeddings=1 << 20, dtype="float16", **SHAPES[options.shape]))
         print(f"model built in {time.perf_counter() - started:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    for name in options.engines:
-        rows += {"stock": stock, "device": all_on_device, "host": with_host_layers}[name](path, options)
+    measures = {"stock": stock, "device": all_on_device, "host": with_host_layers}
+    if len(options.engines) == 1:
+        rows = measures[options.engines[0]](path, options)
+    else:
+        rows = [row for name in options.engines for row in in_a_process_of_its_own(name)]
     report = {
         "hardware": f"{torch.cuda.get_device_name()}, KV memory capped to {options.device_gib} GiB; "
         + machine.hardware(os.cpu_count() or 1),
@@ -79,6 +83,17 @@ def main() -> int:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     missed = [row for row in rows if "needles" in row["metric"] and row["ours"] != row["limit"]]
     return 1 if missed else 0
+
+
+def in_a_process_of_its_own(name: str) -> list[dict[str, Any]]:
+    """An engine that ends leaves GPU memory behind in its process, one that was refused even more."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        # Of an option given twice, the last counts.
+        command = [sys.executable, __file__, *sys.argv[1:], "--engines", name, "--json", file.name]
+        if subprocess.run(command, check=False).returncode not in (0, 1):
+            sys.exit(f"the engine {name!r} failed; its messages are above.")
+        rows: list[dict[str, Any]] = json.load(file)["rows"]
+    return rows
 
 
 def engine(path: Path, options: argparse.Namespace, backend: str, length: int, gib: float | None, **more: Any) -> Any:
