@@ -218,8 +218,11 @@ class World:
             causal=True,
         )
         expected, _ = oracle.attention(problem)
-        # The parts that are merged are each rounded to the output's dtype, and so is the result.
-        size, _ = oracle.attention(replace(problem, value=problem.value.abs()))
+        # The parts that are merged are each rounded to the output's dtype, and so is the result. In fp32 any bound will
+        # do: the size of the largest value.
+        size = problem.value.double().abs().max()
+        if self.model.dtype == BF16:
+            size, _ = oracle.attention(replace(problem, value=problem.value.abs()))
         rtol, atol = oracle.OUTPUT_TOLERANCE[self.model.dtype]
         excess = (output.double() - expected).abs() - rtol * (expected.abs() + size) - 2 * atol
         assert float(excess.max()) <= 0, f"layer {index} is off by {float(excess.max()):.3g} more than allowed"
@@ -258,7 +261,7 @@ MODELS = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
     data=st.data(),
     model=MODELS,
