@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, with the KV cache in huge pages and on the NUMA nodes that read it."""
+"""vLLM's CPU worker, with weights and KV cache in huge pages and on the NUMA nodes that read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention import cpu_memory
-from fastattention_vllm.integration import cpu_resources, host_layers
+from fastattention_vllm.integration import cpu_linear, cpu_resources, host_layers
 from fastattention_vllm.placement.host_memory import GIB
 
 logger = init_logger("vllm.fastattention")
@@ -30,7 +30,8 @@ class FastAttentionCpuWorker(CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        place("weights", list(self.model_runner.model.parameters()), self._cpus(), discard=False)
+        weights = [*self.model_runner.model.parameters(), *cpu_linear.packed_weights()]
+        place("weights", weights, self._cpus(), discard=False)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
@@ -54,14 +55,12 @@ def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> Non
     With ``discard`` they are zero afterwards, without they keep their contents and those smaller than a huge page are
     left where they are.
     """
-    storages = {storage.data_ptr(): storage for storage in _storages(tensors) if storage.nbytes() >= _least(discard)}
-    if not storages:
+    buffers = {address: size for address, size in _buffers(tensors) if size >= _least(discard)}
+    if not buffers:
         return
     nodes = cpu_resources.numa_nodes(cpus)
-    placements = [
-        cpu_memory.place(address, storage.nbytes(), nodes, discard=discard) for address, storage in storages.items()
-    ]
-    logger.info("%s", describe(what, sum(storage.nbytes() for storage in storages.values()), nodes, placements))
+    placements = [cpu_memory.place(address, size, nodes, discard=discard) for address, size in buffers.items()]
+    logger.info("%s", describe(what, sum(buffers.values()), nodes, placements))
 
 
 def _least(discard: bool) -> int:
@@ -82,13 +81,18 @@ def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cp
     return " ".join([", ".join(parts) + ".", *reasons])
 
 
-def _storages(kv_caches: Any) -> Iterable[torch.UntypedStorage]:
-    """Of every CPU tensor: up to 0.28 a buffer per layer, from 0.29 on one for all; a Mamba layer has a list."""
-    if isinstance(kv_caches, torch.Tensor):
-        if kv_caches.device.type == "cpu":
-            yield kv_caches.untyped_storage()
-    elif isinstance(kv_caches, dict):
-        yield from _storages(list(kv_caches.values()))
-    elif isinstance(kv_caches, list | tuple):
-        for kv_cache in kv_caches:
-            yield from _storages(kv_cache)
+def _buffers(tensors: Any) -> Iterable[tuple[int, int]]:
+    """Address and size of every CPU tensor's buffer.
+
+    A layer's KV cache: up to 0.28 a buffer of its own, from 0.29 on one for all; a Mamba layer has a list of tensors.
+    """
+    if isinstance(tensors, torch.Tensor):
+        if tensors.is_mkldnn:
+            yield cpu_linear.buffer(tensors)
+        elif tensors.device.type == "cpu":
+            yield tensors.untyped_storage().data_ptr(), tensors.untyped_storage().nbytes()
+    elif isinstance(tensors, dict):
+        yield from _buffers(list(tensors.values()))
+    elif isinstance(tensors, list | tuple):
+        for tensor in tensors:
+            yield from _buffers(tensor)

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention import cpu as cpu_kernels
-from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, cpu_sampling, host_plan
+from fastattention_vllm.integration import compat, cpu_linear, cpu_ops, cpu_resources, cpu_sampling, host_plan
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import check_supported
@@ -102,6 +102,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
     ) -> str:
         # In every version a worker asks this while it builds the model, before it lays out the weights.
         cpu_ops.keep_linears_off_compiled_kernels()
+        cpu_linear.pack_weights_once_loaded()
         cpu_sampling.spare_generators_of_unfinished_prompts()
         if cls._uses_fastattention(selected_backend):
             return compat.BACKEND_PATH
@@ -155,6 +156,9 @@ class FastAttentionCpuPlatform(CpuPlatform):
     @staticmethod
     def _bind_cpus(vllm_config: VllmConfig) -> None:
         """Give every local rank its own CPUs. vLLM's "auto" demands one NUMA node per rank."""
+        # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
+        # after its turn steals the other's. To see the difference: `OMP_WAIT_POLICY=ACTIVE make serve`.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         ranks = vllm_config.parallel_config.local_world_size
         # What an earlier engine of this process, or of its parent, was given is ours to replace; the user's is not.
         asked = os.environ.get(cpu_resources.THREADS_BIND, "auto") or "auto"
@@ -163,9 +167,6 @@ class FastAttentionCpuPlatform(CpuPlatform):
             return
         groups = cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)
         os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
-        # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
-        # after its turn steals the other's. To see the difference: `OMP_WAIT_POLICY=ACTIVE make serve`.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:

@@ -21,11 +21,11 @@ def test_the_kv_cache_of_an_engine_lies_in_huge_pages(tmp_path: Path, monkeypatc
     monkeypatch.setattr(cpu_worker.logger, "info", lambda text, *values, **named: lines.append(text % values))
     with engine(save_random(llama(4, 2, 64), tmp_path / "model"), kv_cache_memory_bytes=64 << 20) as llm:
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        caches = {cache.data_ptr(): cache.nbytes() for cache in cpu_worker._storages(worker.model_runner.kv_caches)}
+        caches = dict(cpu_worker._buffers(worker.model_runner.kv_caches))
         assert sum(caches.values()) > 60 << 20
         for address, size in caches.items():
             assert huge_bytes(address, size) >= whole_pages(address, size) > 0
-    (line,) = [line for line in lines if line.startswith("KV cache: 0")]
+    (line,) = [line for line in lines if line.startswith("KV cache: 0") and "huge" in line]
     assert line.startswith("KV cache: 0.06 GiB, 9")
     assert line.endswith(" % of it in huge pages.")
 
@@ -38,7 +38,7 @@ def test_every_buffer_is_placed_once_and_is_zero() -> None:
     )
     assert not shared.any()
     assert not own.any()
-    assert len({storage.data_ptr() for storage in cpu_worker._storages([shared[1:], [own], {"layer": own}])}) == 2
+    assert len(dict(cpu_worker._buffers([shared[1:], [own], {"layer": own}]))) == 2
     cpu_worker.place("KV cache", [], [0], discard=True)
 
 

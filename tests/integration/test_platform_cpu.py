@@ -48,6 +48,21 @@ class TestBinding:
         monkeypatch.setenv(THREADS_BIND, "auto")
         assert len(self.bound(2)) == 2
 
+    @pytest.mark.parametrize("bind", ["auto", "0"])
+    @pytest.mark.parametrize(("asked", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+    def test_openmp_threads_sleep_between_their_turns(
+        self, bind: str, asked: str | None, policy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever chose the CPUs: the attention pool is on the same ones."""
+        import os
+
+        monkeypatch.setenv(THREADS_BIND, bind)
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+        if asked:
+            monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+        self.bound(1)
+        assert os.environ["OMP_WAIT_POLICY"] == policy
+
     def test_a_binding_for_another_number_of_ranks_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_BIND, "0|0")
         with pytest.raises(Refusal, match=r"0\|0"):
