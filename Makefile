@@ -32,6 +32,7 @@ sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, with a proof tha
 mutate: setup-dev ## break the code in many places and demand that the tests notice each
 	$(VENV)/python scripts/mutate.py tests/mutations/kernels.toml --jobs 2
 	$(VENV)/python scripts/mutate.py tests/mutations/integration.toml
+	$(VENV)/python scripts/mutate.py tests/mutations/placement.toml
 
 build: setup      ## build the CPU kernels into .venv
 

@@ -23,7 +23,7 @@ import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 
@@ -206,6 +206,15 @@ def set_num_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """
     named = (c_int32 * len(cpus))(*cpus) if cpus else None
     _check(_library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
+
+
+def set_spin(seconds: float) -> None:
+    """How long an idle thread of the pool polls before it sleeps; 50 microseconds at first.
+
+    Longer is better where the CPUs are the pool's alone and calls come every millisecond: waking a thread takes tens of
+    microseconds, on virtual machines hundreds. ``ValueError`` below 0 or above 1.
+    """
+    _check(_library().fa_cpu_set_spin(round(seconds * 1e6)))
 
 
 def measure_wake() -> float | None:

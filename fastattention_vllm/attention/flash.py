@@ -7,6 +7,7 @@ is the one module of ``attention`` that imports vLLM.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 
@@ -40,20 +41,19 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
-    device, lengths = problem.query.device, problem.seq_lens
-    starts = problem.query_start_loc
-    keys = {"seqused_k": lengths.to(device), "block_table": None}
-    if problem.block_table is not None:
-        keys["block_table"] = problem.block_table.to(device)
+    device, lengths = problem.query.device, tuple(problem.seq_lens.tolist())
+    starts = tuple(problem.query_start_loc.tolist())
+    if problem.block_table is None:
+        keys = {"cu_seqlens_k": _int32(device, (0, *itertools.accumulate(lengths)))}
     else:
-        keys = {"cu_seqlens_k": torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)}
+        keys = {"seqused_k": _int32(device, lengths), "block_table": problem.block_table.to(device)}
     out, lse = flash_attn_varlen_func(
         q=problem.query,
         k=problem.key,
         v=problem.value,
-        cu_seqlens_q=starts.to(device),
-        max_seqlen_q=int(starts.diff().max()),
-        max_seqlen_k=int(lengths.max()),
+        cu_seqlens_q=_int32(device, starts),
+        max_seqlen_q=max(end - begin for begin, end in itertools.pairwise(starts)),
+        max_seqlen_k=max(lengths),
         softmax_scale=problem.scale,
         causal=problem.causal,
         window_size=list(problem.window),
@@ -85,6 +85,12 @@ def write_kv(
     assert key_scale == value_scale == 1.0
     one = _one(key.device)
     reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
+
+
+@functools.lru_cache(maxsize=1024)
+def _int32(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
+    """All layers of a step ask for the same few."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ DTYPES: Final = {
     "bfloat16": torch.bfloat16,
 }
 MAX_HEADS: Final = 32
+MAX_HEADS_BFLOAT16: Final = 25
 MAX_POSITIONS: Final = 1 << 20
 
 
@@ -48,6 +49,11 @@ class DemoModelSpec:
             raise ValueError(f"head_size is {self.head_size}, but must be a multiple of 16 from 64 to 256.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+        if self.dtype == "bfloat16" and self.num_heads > MAX_HEADS_BFLOAT16:
+            raise ValueError(
+                f"num_heads is {self.num_heads}, but bfloat16 is too coarse to compare more than {MAX_HEADS_BFLOAT16} "
+                "heads; use float16 or float32."
+            )
         if not 64 <= self.max_position_embeddings <= MAX_POSITIONS:
             raise ValueError(
                 f"max_position_embeddings is {self.max_position_embeddings}, but must be from 64 to {MAX_POSITIONS}."

@@ -26,6 +26,9 @@ logger = init_logger("vllm.fastattention")
 
 WORKSPACE = 1 << 30
 """For libraries' workspaces and CUDA graphs, beside the activations, where "auto" reckons with device memory."""
+SPIN_SECONDS = 0.003
+"""From one host layer to the next the attention threads stay awake: meanwhile the GPU computes, and nobody wants their
+CPUs."""
 
 
 class FastAttentionFlashBackend(FlashAttentionBackend):
@@ -146,6 +149,7 @@ class CudaSide:
         threads = options_of(self.vllm_config).cpu_threads or len(own)
         try:
             cpu_kernels.set_num_threads(threads, own)
+            cpu_kernels.set_spin(SPIN_SECONDS)
         except (RuntimeError, ValueError) as error:
             raise Refusal(f"host layers need the CPU kernels: {error}") from error
         logger.info_once(
@@ -176,4 +180,4 @@ class CudaSide:
         activations = 2 * tokens * (4 * hidden + wide) + 8 * seqs * model.vocab_size
         used = total - free
         utilization = config.cache_config.gpu_memory_utilization
-        return max(0, int(total * utilization) - used - activations - WORKSPACE - 2 * STAGING_BYTES)
+        return int(max(0, total * utilization - used - activations - WORKSPACE - 2 * STAGING_BYTES))

@@ -217,6 +217,11 @@ SUPPORTED: tuple[Supported, ...] = (
         "tests/integration/test_engine.py::test_prefix_caching_serves_from_cache_without_changing_answers",
     ),
     Supported(
+        "layers with their KV cache in host memory",
+        "`host_kv_layers`; on CPUs a second pool, of use for tests only; on GPUs see README.md",
+        "tests/integration/test_host_layers.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
         "preemption",
         "by recomputing",
         "tests/integration/test_engine.py::test_preemption_recomputes_to_the_same_answers",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from fastattention_vllm.placement.link import Link
 
 MAX_SHORT = 8
 """Most new tokens of a request that the CPU takes: they read its KV once."""
-STAGING_BYTES = 64 << 20
+STAGING_BYTES = 128 << 20
 """Of each of the two buffers that bring context to the device."""
 LEAST_SHARE = 1 << 20
 """Bytes. Less than that is not worth a transfer beside the CPU's work."""
@@ -115,6 +116,32 @@ class Step:
     """Requests for the device."""
     independent: bool
     """No request begins with blocks that another one, with that prefix too, is just computing."""
+    parts: dict[Any, Parts] = field(default_factory=dict, compare=False)
+    """By kind of layer, found by the first layer of the kind."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A part of a context that comes up to the device in one go."""
+
+    begin: int
+    end: int
+    """Its tokens."""
+    blocks: torch.Tensor
+    """int64, on the host."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the contexts of one step are divided for layers with the same window."""
+
+    long: tuple[tuple[Range, ...], ...]
+    """For each request of ``Step.long``, all of its context that is in the window."""
+    short: tuple[tuple[Range, ...], ...]
+    """For each request of ``Step.short``, the device's share."""
+    seq_lens: torch.Tensor | None
+    block_table: torch.Tensor | None
+    """What is left to the CPU, as ``Short`` has them."""
 
 
 def divide(batch: Batch, block_size: int, most_short: int = MAX_SHORT) -> Step:
@@ -172,6 +199,8 @@ class Conveyor:
 
     link: Link
     buffers: list[torch.Tensor] = field(default_factory=list)
+    table: torch.Tensor = field(init=False)
+    """Block table of a buffer: its blocks in order."""
     waiting: collections.deque[tuple[torch.Tensor, torch.Tensor, Sequence[Any]]] = field(
         default_factory=collections.deque
     )
@@ -186,6 +215,7 @@ class Conveyor:
         if not self.buffers:
             blocks = self.blocks_per_buffer(cache)
             self.buffers = [self.link.staging(cache, blocks) for _ in range(2)]
+            self.table = torch.arange(blocks, dtype=torch.int32, device=self.buffers[0].device)[None]
             self.free = {0: None, 1: None}
 
     @staticmethod
@@ -236,10 +266,13 @@ class Lane:
     share: float = 0.0
     """Part of a decoding request's context that the device reads over the link, 0 to 1."""
     conveyor: Conveyor = field(init=False)
+    cpu: ThreadPoolExecutor = field(init=False)
+    """The one thread that calls the CPU kernels while the caller starts the device's part."""
     _step: Step | None = None
 
     def __post_init__(self) -> None:
         self.conveyor = Conveyor(self.link)
+        self.cpu = ThreadPoolExecutor(1, thread_name_prefix="host-layers")
 
     def begin(self, step: Step) -> None:
         """If ``step`` is a new one: ask for everything that may be brought up before its layer's turn."""
@@ -293,39 +326,49 @@ class HostAttention:
         if not step.independent:
             if step.short:  # the device may be to read that, too
                 rows = self._on_device(step.short)
-                self._store(step.short, *link.to_host(key[rows], value[rows]))
+                self._store(step.short, *link.arrive(link.start_to_host(key[rows], value[rows])))
             self.ask_for_context(step, [self.written])
-        for request in step.long:
-            self._attend_on_device(request, query, key, value, output)
+        parts = self._parts(step)
+        for request, ranges in zip(step.long, parts.long, strict=True):
+            self._attend_on_device(request, ranges, query, key, value, output)
         if step.short:
             # A request may begin with blocks that another one writes in this very step.
             link.wait_on_host(written_before if step.independent else self.written)
-            self._attend_together(step, step.short, query, key, value, output)
+            self._attend_together(step.short, parts, query, key, value, output, store=step.independent)
         link.wait(self.written)  # after this layer its keys and values may be overwritten
 
     def ask_for_context(self, step: Step, after: Sequence[Any]) -> None:
         """Ask the conveyor for the blocks that ``step`` needs on the device, in the order of their use."""
-        for request in step.long:
-            for _, _, blocks in self._ranges(request.blocks, request.context):
-                self.lane.conveyor.ask(self.cache, blocks, after)
-        if step.short:
-            for index, count in enumerate(self._shares(step.short)):
-                blocks = step.short.block_table[index, :count].long()
-                for _, _, part in self._ranges(blocks, count * self.block_size):
-                    self.lane.conveyor.ask(self.cache, part, after)
+        parts = self._parts(step)
+        for ranges in (*parts.long, *parts.short):
+            for part in ranges:
+                self.lane.conveyor.ask(self.cache, part.blocks, after)
 
-    def _ranges(self, blocks: torch.Tensor, tokens: int) -> list[tuple[int, int, torch.Tensor]]:
-        """``(first token, token after the last, blocks)`` of the parts in which a context comes up.
+    def _parts(self, step: Step) -> Parts:
+        key = (self.window, self.lane.share, self.layer.merges(), self.lane.conveyor.blocks_per_buffer(self.cache))
+        if key not in step.parts:
+            long = tuple(self._ranges(request.blocks, request.context) for request in step.long)
+            short, seq_lens, table = step.short, None, None
+            shared: tuple[tuple[Range, ...], ...] = ()
+            if short:
+                counts = self._shares(short)
+                blocks = [short.block_table[index, :count].long() for index, count in enumerate(counts)]
+                shared = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
+                seq_lens = short.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
+                table = _without_first(short.block_table, counts)
+            step.parts[key] = Parts(long, shared, seq_lens, table)
+        return step.parts[key]
 
-        ``tokens``: of the context that ``blocks`` hold. What slid out of the window stays where it is.
-        """
+    def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[Range, ...]:
+        """The parts of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
         most = self.lane.conveyor.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
-        return [
-            (begin * self.block_size, min((begin + most) * self.block_size, tokens), blocks[begin : begin + most])
+        size = self.block_size
+        return tuple(
+            Range(begin * size, min((begin + most) * size, tokens), blocks[begin : begin + most])
             for begin in range(first, last, most)
-        ]
+        )
 
     def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
         key_cache, value_cache = self._split(self.device_cache)
@@ -339,7 +382,13 @@ class HostAttention:
             self.written = self.lane.link.written()
 
     def _attend_on_device(
-        self, request: Long, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+        self,
+        request: Long,
+        ranges: Sequence[Range],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
         """The new tokens among themselves, then the context, range by range."""
         device, new = self.lane.device, request.rows.stop - request.rows.start
@@ -355,18 +404,17 @@ class HostAttention:
             causal=True,
         )
         partial, lse = _with_lse(device.run(problem, return_lse=True))
-        ranges = self._ranges(request.blocks, request.context)
         if not ranges:
             output[request.rows] = partial
             return
         total = partial.float()
-        for begin, end, _ in ranges:
+        for span in ranges:
             seeing, reach = new, -1
             if self.window is not None:
                 # The last row that sees any of these keys still sees the last of them.
-                seeing = min(new, self.window + end - request.context)
-                reach = self.window + end - request.context - seeing
-            part, part_lse = self._attend_to_staged(rows[:seeing], end - begin, (reach, -1))
+                seeing = min(new, self.window + span.end - request.context)
+                reach = self.window + span.end - request.context - seeing
+            part, part_lse = self._attend_to_staged(rows[:seeing], span.end - span.begin, (reach, -1))
             merge(total[:seeing], lse[:seeing], part, part_lse)
         output[request.rows] = total
 
@@ -383,7 +431,7 @@ class HostAttention:
             value=value,
             query_start_loc=_int32(0, query.shape[0]),
             seq_lens=_int32(tokens),
-            block_table=torch.arange(blocks, dtype=torch.int32)[None],
+            block_table=self.lane.conveyor.table[:, :blocks],
             causal=False,
             window=window,
             sinks=None,  # counted once, with the new tokens or by the CPU
@@ -400,56 +448,73 @@ class HostAttention:
 
     def _attend_together(
         self,
-        step: Step,
         short: Short,
+        parts: Parts,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
+        *,
+        store: bool,
     ) -> None:
-        """The device takes the first part of some contexts, the CPU everything else."""
-        link, rows = self.lane.link, self._on_device(short)
-        query, key, value = query[rows], key[rows], value[rows]
-        shares = self._shares(short)
-        partials = self._attend_to_shares(short, shares, query)  # under way before the CPU begins
+        """The device takes the first part of some contexts, the CPU everything else.
 
-        host_query, host_key, host_value = link.to_host(query, key, value)
-        if step.independent:
-            self._store(short, host_key, host_value)
-        key_cache, value_cache = self._split(self.cache)
-        skipped = torch.tensor(shares, dtype=torch.int32)
-        problem = self.layer.problem(
-            query=host_query,
-            key=key_cache,
-            value=value_cache,
-            query_start_loc=short.query_start_loc,
-            seq_lens=short.seq_lens - skipped * self.block_size,
-            block_table=_without_first(short.block_table, shares),
-            causal=short.causal,
-        )
-        out = link.host_buffer("out", host_query.shape, host_query.dtype)
-        if not partials:
-            cpu_kernels.run(problem, out=out)
-            output[rows] = link.to_device(out)
+        ``store``: keys and values are not in the cache yet.
+        """
+        link, rows = self.lane.link, self._on_device(short)
+        query = query[rows]
+        coming = link.start_to_host(query, key[rows], value[rows])
+        if not any(parts.short):
+            out, _ = self._attend_on_cpu(short, parts, coming, store=store, return_lse=False)
+            if isinstance(rows, slice):
+                output[rows].copy_(out, non_blocking=True)
+            else:
+                output[rows] = link.to_device(out)
             return
-        lse = link.host_buffer("lse", host_query.shape[:2], torch.float32)
-        cpu_kernels.run(problem, out=out, lse=lse)
+        # To start the device's work takes as long as a good part of the CPU's: both at the same time.
+        on_cpu = self.lane.cpu.submit(self._attend_on_cpu, short, parts, coming, store=store, return_lse=True)
+        try:
+            partials = self._attend_to_shares(short, parts, query)
+        finally:
+            out, lse = on_cpu.result()
+        assert lse is not None
         total, total_lse = link.to_device(out).float(), link.to_device(lse)
         for own, part, part_lse in partials:
             merge(total[own], total_lse[own], part, part_lse)
         output[rows] = total.to(output.dtype)
 
+    def _attend_on_cpu(
+        self, short: Short, parts: Parts, coming: Any, *, store: bool, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        link = self.lane.link
+        query, key, value = link.arrive(coming)
+        if store:
+            self._store(short, key, value)
+        key_cache, value_cache = self._split(self.cache)
+        problem = self.layer.problem(
+            query=query,
+            key=key_cache,
+            value=value_cache,
+            query_start_loc=short.query_start_loc,
+            seq_lens=parts.seq_lens,
+            block_table=parts.block_table,
+            causal=short.causal,
+        )
+        out = link.host_buffer("out", query.shape, query.dtype)
+        lse = link.host_buffer("lse", query.shape[:2], torch.float32) if return_lse else None
+        cpu_kernels.run(problem, out=out, lse=lse)
+        return out, lse
+
     def _attend_to_shares(
-        self, short: Short, shares: Sequence[int], query: torch.Tensor
+        self, short: Short, parts: Parts, query: torch.Tensor
     ) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
         """``(rows among the short ones, out, lse)`` of what the device attends to."""
         partials = []
         starts = short.query_start_loc.tolist()
-        for index, count in enumerate(shares):
-            tokens = count * self.block_size
+        for index, ranges in enumerate(parts.short):
             own = slice(starts[index], starts[index + 1])
-            for begin, end, _ in self._ranges(short.block_table[index, :count], tokens):
-                partials.append((own, *self._attend_to_staged(query[own], end - begin)))
+            for span in ranges:
+                partials.append((own, *self._attend_to_staged(query[own], span.end - span.begin)))
         return partials
 
     def _shares(self, short: Short) -> list[int]:

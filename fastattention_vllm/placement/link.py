@@ -13,16 +13,20 @@ import torch
 FEW_RUNS = 32
 """Up to so many runs of neighbouring blocks are copied one by one, by the copy engine; more by one gathering kernel."""
 
+MOST_KEPT = 256
+"""Lists of blocks of which it is remembered how they were copied."""
+
 
 class Link(ABC):
-    """One device. Every method returns before the device has done it, but for :meth:`to_host`."""
+    """One device. Only :meth:`arrive` and :meth:`wait_on_host` return once the device has done its part."""
 
     @abstractmethod
-    def to_host(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of device tensors of one dtype and length on the host, complete on return.
+    def start_to_host(self, *tensors: torch.Tensor) -> Any:
+        """Begin to copy device tensors of one dtype and length to the host."""
 
-        They stay valid until the next call.
-        """
+    @abstractmethod
+    def arrive(self, coming: Any) -> list[torch.Tensor]:
+        """The copies, complete; they stay valid until the next :meth:`start_to_host`."""
 
     @abstractmethod
     def host_buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -71,8 +75,11 @@ class Link(ABC):
 class LocalLink(Link):
     """The "device" is the host itself: the same steps, done at once."""
 
-    def to_host(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def start_to_host(self, *tensors: torch.Tensor) -> Any:
         return list(tensors)
+
+    def arrive(self, coming: Any) -> list[torch.Tensor]:
+        return list(coming)
 
     def host_buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -113,14 +120,19 @@ class CudaLink(Link):
         self.up = torch.cuda.Stream(device)
         self.down = torch.cuda.Stream(device)
         self._pinned: dict[str, torch.Tensor] = {}
+        self._fetches: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]], torch.Tensor | None]] = {}
 
-    def to_host(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def start_to_host(self, *tensors: torch.Tensor) -> Any:
         packed = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)  # one transfer instead of several
         copy = self.host_buffer("to host", packed.shape, packed.dtype)
         copy.copy_(packed, non_blocking=True)
-        self.mark().synchronize()
-        parts = copy.split([tensor[0].numel() for tensor in tensors], dim=1)
-        return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, tensors, strict=True)]
+        return self.mark(), copy, [tensor.shape[1:] for tensor in tensors]
+
+    def arrive(self, coming: Any) -> list[torch.Tensor]:
+        there, copy, shapes = coming
+        there.synchronize()
+        parts = copy.split([math.prod(shape) for shape in shapes], dim=1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def host_buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Pinned memory is dear to allocate, so it is kept; what reads it has passed before it is used again.
@@ -153,15 +165,25 @@ class CudaLink(Link):
         with torch.cuda.stream(self.up):
             for point in after:
                 self.up.wait_event(point)
-            runs = _runs(blocks)
-            if len(runs) <= FEW_RUNS:
+            runs, rows = self._how_to_fetch(blocks)
+            if rows is None:
                 for begin, first, count in runs:
                     target[begin : begin + count].copy_(cache[first : first + count], non_blocking=True)
             else:
-                rows = blocks.pin_memory().to(self.device, non_blocking=True)
                 words = self.visible(cache).view(torch.int64).flatten(1)
                 torch.index_select(words, 0, rows, out=target[: len(blocks)].view(torch.int64).flatten(1))
             return self.mark()
+
+    def _how_to_fetch(self, blocks: torch.Tensor) -> tuple[list[tuple[int, int, int]], torch.Tensor | None]:
+        """Runs, or if there are too many, the blocks on the device. All layers of a step fetch the same ones."""
+        kept = self._fetches.get(id(blocks))
+        if kept is None:
+            runs = _runs(blocks)
+            rows = blocks.pin_memory().to(self.device, non_blocking=True) if len(runs) > FEW_RUNS else None
+            if len(self._fetches) >= MOST_KEPT:
+                self._fetches.clear()
+            kept = self._fetches[id(blocks)] = (blocks, runs, rows)  # with the tensor, so that its id stays its own
+        return kept[1], kept[2]
 
     def writing(self) -> AbstractContextManager[Any]:
         self.down.wait_event(self.mark())

@@ -117,10 +117,10 @@ def test_masks_over_large_row_blocks(mask: str, q_len: int, kv_heads: int, group
     check(Case(*lens, kv_heads * group, kv_heads, head_size=32, dtype=BF16, **MASKS[mask]))  # type: ignore[arg-type]
 
 
-# Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 3, 4
+# Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 2, 4
 # or 16 rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256 and more.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
-@pytest.mark.parametrize("rows", [1, 4, 5, 15, 16, 17, 40, 64, 65, 100, 270])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 15, 16, 17, 40, 64, 65, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
 def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
     """Odd and even numbers of tokens, in one tile and in several; pages that begin at every 16 rows, and others."""
@@ -325,6 +325,21 @@ def test_every_fp8_code_is_widened_exactly(isa: str, kv_dtype: torch.dtype, head
         expected = codes.float().masked_fill(codes.float() == math.inf, math.nan).repeat_interleave(q_len)[:, None]
         # To base 2 and back: a unit in the last place. Neighbouring codes lie 2^19 of those apart.
         torch.testing.assert_close(lse, expected, rtol=2**-22, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 4, 7, 20])
+@pytest.mark.parametrize("head_size", [8, 80, 96, 128])
+def test_a_bf16_cache_is_widened_exactly(isa: str, head_size: int, q_len: int) -> None:
+    """All 65536 numbers as values, next to others. One key per sequence: its weight is 1, so ``out`` is the value."""
+    count = -(-65536 // head_size)
+    codes = torch.arange(count * head_size, dtype=torch.int32).to(torch.int16)
+    rows = codes.view(BF16).view(head_size, count).t().contiguous().view(count, 1, head_size)
+    problem = Case((q_len,) * count, (1,) * count, 1, 1, head_size, page_size=0, causal=False).build()
+    starts = torch.arange(count, dtype=torch.int32)
+    out, _ = cpu.run(replace(problem, key=torch.zeros_like(rows), value=rows, kv_start_loc=starts))
+    expected = rows.float().repeat_interleave(q_len, 0)
+    assert expected.isnan().any()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)

@@ -42,6 +42,13 @@ def test_every_buffer_is_placed_once_and_is_zero() -> None:
     cpu_worker.place("KV cache", [], [0], discard=True)
 
 
+def test_weights_keep_their_contents() -> None:
+    large, small = torch.arange(4 * HUGE, dtype=torch.int32), torch.arange(9)
+    cpu_worker.place("weights", [large[5:], small], [0], discard=False)
+    assert torch.equal(large, torch.arange(4 * HUGE, dtype=torch.int32))
+    assert torch.equal(small, torch.arange(9))
+
+
 @pytest.mark.parametrize(
     ("nodes", "placements", "line"),
     [

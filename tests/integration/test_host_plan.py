@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -125,7 +125,16 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
     """So that vLLM's count of blocks is the plan's."""
     layers, size = layers_and_size([True] * 4)
     placement = plan(layers, size, 1, Limits(0, 0, 0))
-    house = host_layers.HostLayers(SimpleNamespace(), placement, {}, 10 * BYTES_PER_BLOCK + 5, 100, ())  # type: ignore[arg-type]
+    house = host_layers.HostLayers(
+        side=cast(Any, None),
+        placement=placement,
+        targets={},
+        budget=10 * BYTES_PER_BLOCK + 5,
+        max_model_len=100,
+        nodes=(),
+        stream_fraction=0.0,
+        dtype=torch.float32,
+    )
     page = 3 * BYTES_PER_BLOCK
     assert house.clamp(20 * page + 7) == 10 * page
     assert house.clamp(10 * page) == 10 * page

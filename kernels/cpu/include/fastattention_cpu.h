@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or a signature below changes; the Python wrapper refuses any other number. */
-#define FA_CPU_ABI_VERSION 3
+#define FA_CPU_ABI_VERSION 4
 
 typedef enum fa_dtype {
   FA_F32 = 0,
@@ -134,6 +134,10 @@ int32_t fa_cpu_num_threads(void);
  * inherit the affinity of the thread that calls first. A CPU that is offline or outside the process's cpuset is refused
  * (FA_BAD_ARGUMENT) and the pool stays as it was. */
 int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+
+/* How long an idle thread of the pool polls before it sleeps, 50 at load. Waking it takes tens of microseconds, on a
+ * virtual machine hundreds; where the CPUs are the pool's alone and calls come every millisecond, polling is better. */
+int32_t fa_cpu_set_spin(int32_t microseconds);
 
 /* How long it takes, from now, until every thread of the pool runs: the wake-up time of the pool as it is. *nanoseconds
  * is -1 if that took more than a second (more threads than CPUs on a busy machine), 0 for a pool of one. */

@@ -21,6 +21,7 @@ namespace fastattention {
 namespace {
 
 constexpr int kMaxThreads = 4096;
+constexpr int kMaxSpin = 1000000;
 constexpr int kMaxCpus = 1 << 18;
 constexpr int64_t kMaxBytes = int64_t{1} << 52;  // so that rounding up cannot overflow
 constexpr int kMaxPrefetchBytes = 1 << 20;
@@ -229,6 +230,16 @@ FA_EXPORT int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpu
       if (cpu < 0 || cpu >= kMaxCpus) return fail(FA_BAD_ARGUMENT, "there is no CPU %d.", cpu);
     }
     Engine::get().set_num_threads(num_threads, named);
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_set_spin(int32_t microseconds) {
+  return guarded([&]() -> int32_t {
+    if (microseconds < 0 || microseconds > kMaxSpin) {
+      return fail(FA_BAD_ARGUMENT, "microseconds must lie between 0 and %d, but is %d.", kMaxSpin, microseconds);
+    }
+    set_spin(microseconds);
     return FA_OK;
   });
 }

@@ -108,6 +108,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
   const float* slopes = problem.alibi_slopes;
   if (slopes != nullptr) slopes += item.seq * problem.alibi_seq_stride + item.kv_head * group;
   const float factor = score_factor(problem, static_cast<const typename Panels::Element*>(nullptr));
+  const int tile_tokens = Panels::tile_tokens(num_rows);
   const bool adjusted = problem.softcap > 0.0f || slopes != nullptr;
 
   Panels panels{scratch, problem.head_size};
@@ -117,13 +118,13 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
   KvRows<T>* upcoming = &row_sets[1];
   const auto locate_tile = [&](const WorkItem& of, int64_t first, KvRows<T>& to) {
     if (first >= of.kv_end) return false;
-    locate(problem, of, first, of.kv_end - first < kKvTile ? static_cast<int>(of.kv_end - first) : kKvTile, to);
+    locate(problem, of, first, of.kv_end - first < tile_tokens ? static_cast<int>(of.kv_end - first) : tile_tokens, to);
     return true;
   };
   locate_tile(item, item.kv_begin, *rows);
 
-  for (int64_t tile = item.kv_begin; tile < item.kv_end; tile += kKvTile) {
-    const bool more = locate_tile(item, tile + kKvTile, *upcoming) ||
+  for (int64_t tile = item.kv_begin; tile < item.kv_end; tile += tile_tokens) {
+    const bool more = locate_tile(item, tile + tile_tokens, *upcoming) ||
                       (following != nullptr && locate_tile(*following, following->kv_begin, *upcoming));
     panels.prepare(*rows, more ? upcoming : nullptr, num_rows);
     const auto column = [&](int64_t position) {
@@ -229,6 +230,13 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
 #else
       return attend_with<T, PackedPanels<T, Bf16Unit>>(problem, item, following, memory);
 #endif
+    }
+  }
+#endif
+#if defined(FA_BF16_PAIRS)
+  if constexpr (kReadInPairs<T>) {
+    if (num_rows <= kTuning.max_pair_rows && PairPanels<T>::can_run(problem)) {
+      return attend_with<T, PairPanels<T>>(problem, item, following, memory);
     }
   }
 #endif

@@ -17,6 +17,9 @@
 #include "panel_amx_direct.h"
 #endif
 #include "panel_direct.h"
+#if defined(FA_BF16_PAIRS)
+#include "panel_pairs.h"
+#endif
 #include "softmax.h"
 #include "attention_kernel.h"
 #include "kv_write.h"

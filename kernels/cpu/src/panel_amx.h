@@ -114,6 +114,7 @@ struct AmxPanels {
   Prefetch<T> upcoming{};
   AmxTiles tiles{};
 
+  static int tile_tokens(int) { return kKvTile; }
   static int query_stride(int head_size) { return round_up(head_size, kTileDepth); }
   static int output_stride(int head_size) { return round_up(head_size, 16); }
 

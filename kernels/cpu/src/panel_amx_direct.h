@@ -36,6 +36,8 @@ struct AmxDirectPanels {
   AmxTiles tiles{};
 
   static bool can_run(const fa_attention_problem& problem) { return problem.head_size % kTileDepth == 0; }
+  // Each panel loads and stores its output in each tile: not worth it for more than one.
+  static int tile_tokens(int num_rows) { return num_rows <= kRows ? kAmxDirectTile : kKvTile; }
   static int query_stride(int head_size) { return head_size; }
   static int output_stride(int head_size) { return head_size; }
 
@@ -178,15 +180,13 @@ struct AmxDirectPanels {
   void finish() { upcoming.rest(); }
 
   void arrange_output(int num_rows) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     for (int r = 0; r < num_rows; ++r) {
       for (int d = 0; d < head_size; d += 2 * kWidth) {
         float* to = scratch.output + static_cast<size_t>(r) * head_size + d;
-        const Vec even = load(to);
-        const Vec odd = load(to + kWidth);
-        store(to, _mm512_permutex2var_ps(even, low, odd));
-        store(to + kWidth, _mm512_permutex2var_ps(even, high, odd));
+        Vec even = load(to), odd = load(to + kWidth);
+        join_pairs(even, odd);
+        store(to, even);
+        store(to + kWidth, odd);
       }
     }
   }

@@ -95,6 +95,7 @@ struct DirectPanels {
   const KvRows<T>* current = nullptr;
   Prefetch<T> upcoming{};
 
+  static int tile_tokens(int) { return kDirectTile; }
   static int query_stride(int head_size) { return round_up(head_size, kWidth); }
   static int output_stride(int head_size) { return round_up(head_size, kWidth); }
 

@@ -160,6 +160,7 @@ struct PackedPanels {
   int head_size;
   Prefetch<T> upcoming{};
 
+  static int tile_tokens(int) { return kKvTile; }
   static int query_stride(int head_size) { return round_up(head_size, kWidth * Unit::kDepth); }
   static int output_stride(int head_size) { return round_up(head_size, kWidth); }
 

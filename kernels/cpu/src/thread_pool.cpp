@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <climits>
 #include <string>
@@ -19,7 +20,7 @@ namespace fastattention {
 namespace {
 
 constexpr uint32_t kOpen = 1u << 31;
-constexpr auto kSpin = std::chrono::microseconds(kPool.spin_microseconds);
+std::atomic<int> spin_microseconds{kPool.spin_microseconds};
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
@@ -36,14 +37,15 @@ inline void relax() {
 #endif
 }
 
-// True once done() holds; false when it did not within kSpin.
+// True once done() holds; false when it did not within spin_microseconds.
 template <class Done>
 bool spin_until(Done done) {
   for (int i = 0; i < 64; ++i) {
     if (done()) return true;
     relax();
   }
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::microseconds(spin_microseconds.load(std::memory_order_relaxed));
   do {
     for (int i = 0; i < 64; ++i) {
       if (done()) return true;
@@ -67,6 +69,8 @@ void pin(std::thread& thread, int cpu) {
 }
 
 }  // namespace
+
+void set_spin(int microseconds) { spin_microseconds.store(microseconds, std::memory_order_relaxed); }
 
 ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
   // Signals are the application's business: Python's handlers expect them on its main thread.

@@ -45,7 +45,8 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> gate_{0};  // kOpen | number of workers inside the job
 };
 
-int affinity_cpus();  // CPUs this process may run on
+void set_spin(int microseconds);  // how long idle workers, of any pool, poll before they sleep
+int affinity_cpus();              // CPUs this process may run on
 
 }  // namespace fastattention
 

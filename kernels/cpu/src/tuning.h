@@ -12,22 +12,28 @@ struct Tuning {
   // Packed panels: rows x vectors of accumulators, and operands, must fit the registers.
   int panel_rows;
   int panel_vectors;
+  // The same where K and V are read as they lie, up to kv_tile: the shorter, the fewer pages are being read and fetched
+  // at the same time.
+  int direct_tile;
+  int amx_direct_tile;
   // Direct panels: rows at once (a power of two up to the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
   // Up to this many query rows the direct panels are faster than packing; for fp32 arithmetic and for bf16 panels.
   int max_direct_rows;
   int max_direct_rows_bf16;
+  // Up to this many query rows a cache in bf16 is read in pairs, where the vectors can.
+  int max_pair_rows;
   // Up to this many query rows AMX reads K and V as they lie in memory; more make packing them worth while.
   int max_amx_direct_rows;
 };
 
-constexpr Tuning kTuningAvx512 = {0, 128, 12, 2, 8, 16, 16, 16, 0};
-constexpr Tuning kTuningAvx512Bf16 = {0, 128, 12, 2, 8, 16, 16, 4, 0};
-constexpr Tuning kTuningAmx = {128 * 1024, 256, 12, 2, 8, 16, 16, 3, 64};
-constexpr Tuning kTuningAvx2 = {0, 128, 6, 2, 4, 8, 16, 16, 0};
-constexpr Tuning kTuningNeon = {0, 128, 6, 4, 4, 16, 16, 16, 0};
-constexpr Tuning kTuningScalar = {0, 128, 4, 2, 4, 4, 16, 16, 0};
+constexpr Tuning kTuningAvx512 = {0, 128, 12, 2, 64, 0, 8, 16, 16, 16, 4, 0};
+constexpr Tuning kTuningAvx512Bf16 = {0, 128, 12, 2, 64, 0, 8, 16, 16, 4, 4, 0};
+constexpr Tuning kTuningAmx = {128 * 1024, 256, 12, 2, 64, 32, 8, 16, 16, 2, 4, 64};
+constexpr Tuning kTuningAvx2 = {0, 128, 6, 2, 128, 0, 4, 8, 16, 16, 0, 0};
+constexpr Tuning kTuningNeon = {0, 128, 6, 4, 128, 0, 4, 16, 16, 16, 0, 0};
+constexpr Tuning kTuningScalar = {0, 128, 4, 2, 128, 0, 4, 4, 16, 16, 0, 0};
 
 }  // namespace fastattention
 

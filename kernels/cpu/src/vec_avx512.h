@@ -49,6 +49,27 @@ inline Vec load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reint
 inline Vec widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline Vec load(const BFloat16* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
+// 32 numbers, those at even places apart from those at odd ones: panel_pairs.h.
+#define FA_BF16_PAIRS
+inline void load_pairs(const BFloat16* p, Vec& even, Vec& odd) {
+  const __m512i pairs = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+// 32 neighbours become the even and the odd ones, and back.
+inline void part_pairs(Vec& a, Vec& b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const Vec first = a;
+  a = _mm512_permutex2var_ps(first, even, b);
+  b = _mm512_permutex2var_ps(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+}
+inline void join_pairs(Vec& a, Vec& b) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const Vec even = a;
+  a = _mm512_permutex2var_ps(even, low, b);
+  b = _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+}
+
 // Each byte becomes the upper byte of 16 bits.
 inline __m256i upper_bytes(__m128i x) {
   const __m256i order = _mm256_setr_epi8(-1, 0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7,  //
