@@ -26,6 +26,8 @@ logger = init_logger("vllm.fastattention")
 
 WORKSPACE = 1 << 30
 """For libraries' workspaces and CUDA graphs, beside the activations, where "auto" reckons with device memory."""
+HOST_BLOCK = 128
+"""Tokens. 16 of them give the CPU 0.9 of that rate (benchmarks/NOTES.md)."""
 SPIN_SECONDS = 0.003
 """From one host layer to the next the attention threads stay awake: meanwhile the GPU computes, and nobody wants their
 CPUs."""
@@ -41,6 +43,13 @@ class FastAttentionFlashBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FastAttentionFlashImpl]:
         return FastAttentionFlashImpl
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Tokens of a block, where --block-size does not say: host memory is read faster in larger pieces."""
+        preferred: int = super().get_preferred_block_size(default_block_size)
+        none = options_of(get_current_vllm_config()).host_kv_layers in (0, [])
+        return preferred if none else max(preferred, HOST_BLOCK)
 
 
 class FastAttentionFlashImpl(FlashAttentionImpl):
@@ -142,10 +151,14 @@ class CudaSide:
         ranks = self.vllm_config.parallel_config.local_world_size
         return cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)[host_layers.local_rank()]
 
-    def prepare(self) -> None:
-        """Start the CPU's threads, leaving one core to the engine and the API server; hook into vLLM's worker."""
+    def _attention_cpus(self) -> list[int]:
+        """All but one, which is left to the engine and the API server."""
         cpus = self.cpus()
-        own = cpus[1:] if len(cpus) > 1 else cpus
+        return cpus[1:] if len(cpus) > 1 else cpus
+
+    def prepare(self) -> None:
+        """Start the CPU's threads; hook into vLLM's worker."""
+        cpus, own = self.cpus(), self._attention_cpus()
         threads = options_of(self.vllm_config).cpu_threads or len(own)
         try:
             cpu_kernels.set_num_threads(threads, own)
@@ -155,10 +168,13 @@ class CudaSide:
         logger.info_once(
             "Host layers: instruction set %s, %s; the GPU's part by FlashAttention %s.",
             cpu_kernels.isa(),
-            cpu_resources.describe_pinning(threads, own, cpus),
+            cpu_resources.describe_pinning(threads, own, own[:1]),
             flash._version(self.vllm_config.model_config.get_head_size()),
         )
         compat.extend_gpu_worker(host_layers.find)
+
+    def caller(self) -> int | None:
+        return self._attention_cpus()[0]
 
     def kernels(self) -> Device:
         return flash

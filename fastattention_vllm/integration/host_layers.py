@@ -10,6 +10,7 @@ This happens once per worker: after the weights are loaded, before vLLM asks for
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,6 +77,9 @@ class DeviceSide(Protocol):
 
     def prepare(self) -> None:
         """Called once it is sure that there will be host layers."""
+
+    def caller(self) -> int | None:
+        """The CPU that the attention pool leaves to the thread that calls it; None if that is bound already."""
 
     def kernels(self) -> Device: ...
 
@@ -150,7 +154,7 @@ class HostLayers:
         except MemoryError as error:
             raise Refusal(f"{error}.") from error
         for names in filter(None, tables):
-            lane = Lane(self.side.link(), self.side.kernels())
+            lane = Lane(self.side.link(), self.side.kernels(), self.side.caller())
             self.lanes.append(lane)
             for name in names:
                 forward_context[name].impl.open(lane, self.pool.caches[name])
@@ -169,8 +173,8 @@ class HostLayers:
                 fraction = calibrate.share(rates)
                 logger.info(
                     "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
-                    "at %.1f GB/s: the device reads %.0f %% of it when decoding.",
-                    *(rate / 1e9 for rate in (rates.memory, rates.cpu, rates.link)),
+                    "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding.",
+                    *(rate / 1e9 for rate in dataclasses.astuple(rates)),
                     100 * fraction,
                 )
         self.set_share(float(fraction))

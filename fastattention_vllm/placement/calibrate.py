@@ -1,7 +1,7 @@
 """How fast this machine reads host KV, by the CPU and over the link, and the share of each in a decoding step.
 
-Both read the same memory, so together they cannot read faster than it is: the link helps only where the CPU alone does
-not reach the memory's rate (few cores, many query heads per KV head).
+Both read the same memory and slow each other down: the link helps only where the CPU alone does not reach the memory's
+rate (few cores, many query heads per KV head). So what counts is what each of them reads while the other one does, too.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.attention.roof import PageReader, ReadMethod
 from fastattention_vllm.placement.cooperative import HostAttention
+from fastattention_vllm.placement.link import Link
 
 SAMPLE_BYTES = 2 << 30
 """Of the pool: more than any cache holds, little enough to be read in a blink."""
@@ -34,18 +36,15 @@ class Rates:
     """Of K and V, attention over them included."""
     link: float
     """Host to device."""
+    cpu_beside_link: float
+    link_beside_cpu: float
 
 
 def share(rates: Rates) -> float:
-    """The part that the link takes, so that both are done at the same time; 0 where the CPU alone is fast enough.
-
-    With C + P within the memory's rate M: P / (C + P). Beyond, what the CPU leaves of the memory's rate: (M - C) / M.
-    """
+    """The part that the link takes, so that both are done at the same time; 0 where the CPU alone is fast enough."""
     if rates.cpu >= ENOUGH * rates.memory:
         return 0.0
-    if rates.cpu + rates.link <= rates.memory:
-        return rates.link / (rates.cpu + rates.link)
-    return 1.0 - rates.cpu / rates.memory
+    return rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
 
 
 def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
@@ -72,11 +71,39 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     staging = layer.lane.conveyor.buffers[0]
     some = torch.arange(min(len(staging), blocks))
     methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
-    return Rates(
-        memory=max(_rate(functools.partial(reader.read, method), reader.total_bytes) for method in methods),
-        cpu=_rate(lambda: cpu_kernels.run(problem), sample.nbytes),
-        link=_rate(lambda: link.wait_on_host(link.fetch(cache, some, staging, [])), cache[: len(some)].nbytes),
+    staged = len(some) * cache[:1].nbytes
+    cpu = _rate(lambda: cpu_kernels.run(problem), sample.nbytes)
+    up = _rate(lambda: link.wait_on_host(link.fetch(cache, some, staging, [])), staged)
+    # As many transfers as outlast the CPU, which the link may slow down to half its speed.
+    transfers = 1 + int(2 * sample.nbytes / cpu * up / staged)
+    cpu_beside, up_beside = _rates_together(
+        lambda: cpu_kernels.run(problem),
+        sample.nbytes,
+        lambda: [link.fetch(cache, some, staging, []) for _ in range(transfers)][-1],
+        transfers * staged,
+        link,
+        up,
     )
+    memory = max(_rate(functools.partial(reader.read, method), reader.total_bytes) for method in methods)
+    return Rates(memory, cpu, up, cpu_beside, up_beside)
+
+
+def _rates_together(
+    attend: Callable[[], object], attended: int, transfer: Callable[[], Any], moved: int, link: Link, alone: float
+) -> tuple[float, float]:
+    """Of ``attend`` and of ``transfer``, which is started first and ends last, then at the rate that it has ``alone``."""
+    rates = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        point = transfer()
+        both = time.perf_counter()
+        attend()
+        cpu_done = time.perf_counter()
+        link.wait_on_host(point)
+        after = time.perf_counter() - cpu_done
+        seconds = cpu_done - started
+        rates.append((attended / (cpu_done - both), max(0.0, moved - alone * after) / seconds))
+    return max(rates, key=sum)
 
 
 def _rate(work: Callable[[], object], size: int) -> float:

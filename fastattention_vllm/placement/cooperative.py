@@ -12,6 +12,7 @@ The same code runs where the "device" is the host itself (``LocalLink``); there 
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -261,18 +262,24 @@ class Lane:
 
     link: Link
     device: Device
+    caller: int | None = None
+    """The CPU that the attention pool leaves to the thread that calls it; None: wherever that runs."""
     layers: list[HostAttention] = field(default_factory=list)
     """In the model's order."""
     share: float = 0.0
     """Part of a decoding request's context that the device reads over the link, 0 to 1."""
     conveyor: Conveyor = field(init=False)
     cpu: ThreadPoolExecutor = field(init=False)
-    """The one thread that calls the CPU kernels while the caller starts the device's part."""
+    """The one thread that calls the CPU kernels."""
     _step: Step | None = None
 
     def __post_init__(self) -> None:
         self.conveyor = Conveyor(self.link)
-        self.cpu = ThreadPoolExecutor(1, thread_name_prefix="host-layers")
+        self.cpu = ThreadPoolExecutor(1, thread_name_prefix="host-layers", initializer=self._bind)
+
+    def _bind(self) -> None:
+        if self.caller is not None:
+            os.sched_setaffinity(0, {self.caller})  # of this thread
 
     def begin(self, step: Step) -> None:
         """If ``step`` is a new one: ask for everything that may be brought up before its layer's turn."""
@@ -301,6 +308,7 @@ class HostAttention:
         self.layer = layer
         self.cache = cache
         self.window = window
+        self.key_cache, self.value_cache = _split(cache)
         self.device_cache = lane.link.visible(cache)
         self.written: Any = lane.link.mark()
         """The point at which all writes to the cache from the device are done."""
@@ -371,7 +379,7 @@ class HostAttention:
         )
 
     def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-        key_cache, value_cache = self._split(self.device_cache)
+        key_cache, value_cache = _split(self.device_cache)
         scales = self.layer.scales()
         with self.lane.link.writing():
             for request in step.long:
@@ -423,7 +431,7 @@ class HostAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention without a causal mask over the next range of the conveyor, ``tokens`` long."""
         number, staged = self.lane.conveyor.take()
-        key, value = self._split(staged)
+        key, value = _split(staged)
         blocks = -(-tokens // self.block_size)
         problem = self.layer.problem(
             query=query,
@@ -444,7 +452,7 @@ class HostAttention:
         return short.rows if isinstance(short.rows, slice) else self.lane.link.to_device(short.rows)
 
     def _store(self, short: Short, key: torch.Tensor, value: torch.Tensor) -> None:
-        cpu_kernels.write_kv(key, value, *self._split(self.cache), short.slot_mapping, *self.layer.scales())
+        cpu_kernels.write_kv(key, value, self.key_cache, self.value_cache, short.slot_mapping, *self.layer.scales())
 
     def _attend_together(
         self,
@@ -463,59 +471,51 @@ class HostAttention:
         """
         link, rows = self.lane.link, self._on_device(short)
         query = query[rows]
-        coming = link.start_to_host(query, key[rows], value[rows])
-        if not any(parts.short):
-            out, _ = self._attend_on_cpu(short, parts, coming, store=store, return_lse=False)
-            if isinstance(rows, slice):
-                output[rows].copy_(out, non_blocking=True)
-            else:
-                output[rows] = link.to_device(out)
-            return
-        # To start the device's work takes as long as a good part of the CPU's: both at the same time.
-        on_cpu = self.lane.cpu.submit(self._attend_on_cpu, short, parts, coming, store=store, return_lse=True)
-        try:
-            partials = self._attend_to_shares(short, parts, query)
-        finally:
-            out, lse = on_cpu.result()
-        assert lse is not None
-        total, total_lse = link.to_device(out).float(), link.to_device(lse)
-        for own, part, part_lse in partials:
-            merge(total[own], total_lse[own], part, part_lse)
-        output[rows] = total.to(output.dtype)
-
-    def _attend_on_cpu(
-        self, short: Short, parts: Parts, coming: Any, *, store: bool, return_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        link = self.lane.link
-        query, key, value = link.arrive(coming)
+        query_there, key_there, value_there = link.arrive(link.start_to_host(query, key[rows], value[rows]))
         if store:
-            self._store(short, key, value)
-        key_cache, value_cache = self._split(self.cache)
+            self._store(short, key_there, value_there)
         problem = self.layer.problem(
-            query=query,
-            key=key_cache,
-            value=value_cache,
+            query=query_there,
+            key=self.key_cache,
+            value=self.value_cache,
             query_start_loc=short.query_start_loc,
             seq_lens=parts.seq_lens,
             block_table=parts.block_table,
             causal=short.causal,
         )
         out = link.host_buffer("out", query.shape, query.dtype)
-        lse = link.host_buffer("lse", query.shape[:2], torch.float32) if return_lse else None
-        cpu_kernels.run(problem, out=out, lse=lse)
-        return out, lse
+        if not any(parts.short):
+            if self.lane.caller is None:
+                cpu_kernels.run(problem, out=out)
+            else:
+                self.lane.cpu.submit(cpu_kernels.run, problem, out=out).result()
+            output[rows] = link.to_device(out)
+            return
+        lse = link.host_buffer("lse", query.shape[:2], torch.float32)
+        # To start the device's work takes as long as a good part of the CPU's: both at the same time.
+        on_cpu = self.lane.cpu.submit(cpu_kernels.run, problem, out=out, lse=lse)
+        try:
+            part, part_lse = self._attend_to_shares(short, parts, query)
+        finally:
+            on_cpu.result()
+        total, total_lse = link.to_device(out).float(), link.to_device(lse)
+        merge(total, total_lse, part, part_lse)
+        output[rows] = total.to(output.dtype)
 
-    def _attend_to_shares(
-        self, short: Short, parts: Parts, query: torch.Tensor
-    ) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """``(rows among the short ones, out, lse)`` of what the device attends to."""
-        partials = []
+    def _attend_to_shares(self, short: Short, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 ``out`` and ``lse`` of all short rows over what the device attends to; 0 and -inf where that is nothing."""
+        total = torch.zeros_like(query, dtype=torch.float32)
+        lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         starts = short.query_start_loc.tolist()
         for index, ranges in enumerate(parts.short):
             own = slice(starts[index], starts[index + 1])
-            for span in ranges:
-                partials.append((own, *self._attend_to_staged(query[own], span.end - span.begin)))
-        return partials
+            for number, span in enumerate(ranges):
+                part, part_lse = self._attend_to_staged(query[own], span.end - span.begin)
+                if number == 0:
+                    total[own], lse[own] = part, part_lse
+                else:
+                    merge(total[own], lse[own], part, part_lse)
+        return total, lse
 
     def _shares(self, short: Short) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
@@ -523,11 +523,6 @@ class HostAttention:
             return [0] * len(short.contexts)
         counts = [int(self.lane.share * context) // self.block_size for context in short.contexts]
         return [count if count * self.cache[:1].nbytes >= LEAST_SHARE else 0 for count in counts]
-
-    def _split(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
-        key, value = cache.transpose(1, 2).chunk(2, dim=-1)
-        return key, value
 
 
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -539,6 +534,12 @@ def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: 
     weight = torch.sigmoid(part_lse - lse)
     total.lerp_(part.to(total.dtype), weight[..., None])
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _split(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+    key, value = cache.transpose(1, 2).chunk(2, dim=-1)
+    return key, value
 
 
 def _with_lse(result: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:

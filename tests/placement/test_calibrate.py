@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,30 +19,24 @@ from tests.placement.test_cooperative import Model
 RATE = st.floats(1e6, 1e12)
 
 
-@given(RATE, RATE, RATE)
-def test_the_share_is_the_best_that_the_memory_allows(memory: float, processor: float, link: float) -> None:
-    """With a part s for the link, both are done when the slower is, and no sooner than the memory has given it all."""
-    rates = Rates(memory, processor, link)
-    share = calibrate.share(rates)
+@given(RATE, RATE, RATE, RATE, RATE)
+def test_both_are_done_at_the_same_time(memory: float, alone: float, link: float, cpu: float, up: float) -> None:
+    share = calibrate.share(Rates(memory, alone, link, cpu, up))
     assert 0 <= share < 1
-    if processor >= ENOUGH * memory:
+    if alone >= ENOUGH * memory:
         assert share == 0
-        return
-
-    def seconds(part: float) -> float:
-        return max(part / link, (1 - part) / processor, 1 / memory)
-
-    best = min(seconds(part / 1000) for part in range(1000))
-    assert seconds(share) <= best * (1 + 1e-9)
+    else:
+        assert share / up == pytest.approx((1 - share) / cpu)
 
 
-def test_all_three_rates_are_measured_without_a_trace() -> None:
+def test_all_rates_are_measured_without_a_trace() -> None:
     model = Model(page_size=16, window=30)
     cache = torch.zeros(500, model.num_kv_heads, model.page_size, 2 * model.head_size)
     layer = HostAttention(Lane(LocalLink(), cpu), model, cache, model.window)
     rates = calibrate.measure(layer, model.num_heads, torch.float32)
-    assert min(rates.memory, rates.cpu, rates.link) > 0
-    assert max(rates.memory, rates.cpu, rates.link) < float("inf")
+    assert min(rates.memory, rates.cpu, rates.link, rates.cpu_beside_link) > 0
+    assert max(dataclasses.astuple(rates)) < float("inf")
+    assert rates.link_beside_cpu >= 0, "here the copies are done before the CPU begins"
     assert not cache.any()
     conveyor = layer.lane.conveyor
     assert sorted(conveyor.free) == [0, 1]
