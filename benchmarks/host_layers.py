@@ -167,6 +167,7 @@ def measure(
 
 def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     from fastattention_vllm.integration import host_layers
+    from fastattention_vllm.placement.cooperative import Share
 
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
         options.batch
@@ -185,8 +186,10 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
         house = host_layers.find(llm.llm_engine.vllm_config)
         assert house is not None
         chosen = house.lanes[0].share
+        ways = (("stream all", Share(1.0)), ("CPU alone", Share(0.0)), ("auto", chosen))
         placement = house.placement
-        per_token = placement.bytes_per_block // placement.device_size.block_size * len(placement.host)
+        per_layer = placement.bytes_per_block // placement.device_size.block_size
+        per_token = per_layer * len(placement.host)
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
             case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
@@ -196,17 +199,20 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
             rows.append(row(case, "cooperative prefill", "tokens/s", tokens * batch / seconds))
             times: dict[str, list[float]] = {}
             for _ in range(options.rounds):
-                for way, share in (("stream all", 1.0), ("CPU alone", 0.0), ("auto", chosen)):
+                for way, share in ways:
                     house.set_share(share)
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
             house.set_share(chosen)
             streamed = statistics.median(times["stream all"])
-            for way, share in (("stream all", 1.0), ("CPU alone", 0.0), ("auto", chosen)):
+            for way, share in ways:
                 step = statistics.median(times[way])
                 rows.append(
                     row(f"{case}, {way}", "cooperative decode", "tokens/s", batch / step)
                     | {"peer_name": "stream all", "peer": batch / streamed, "ratio": streamed / step}
-                    | {"share": share, "step_ms": [round(1000 * value, 2) for value in times[way]]}
+                    | {
+                        "share": round(share.of(per_layer * tokens * batch), 3),
+                        "step_ms": [round(1000 * value, 2) for value in times[way]],
+                    }
                     | {"host_gb_per_s": round(per_token * tokens * batch / step / 1e9, 1)}
                 )
     finally:

@@ -169,6 +169,9 @@ class CpuSide:
     def cpus(self) -> list[int]:
         return cpu_resources.cpus_of_rank(host_layers.local_rank())
 
+    def settle_block_size(self) -> None:
+        """The platform has done that."""
+
     def prepare(self) -> None:
         """The threads are there for every layer, and the worker is our own."""
 

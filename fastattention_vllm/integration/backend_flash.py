@@ -151,6 +151,11 @@ class CudaSide:
         ranks = self.vllm_config.parallel_config.local_world_size
         return cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)[host_layers.local_rank()]
 
+    def settle_block_size(self) -> None:
+        cache = self.vllm_config.cache_config
+        if not getattr(cache, "user_specified_block_size", True):  # versions without it have asked already
+            cache.block_size = FastAttentionFlashBackend.get_preferred_block_size(cache.block_size)
+
     def _attention_cpus(self) -> list[int]:
         """All but one, which is left to the engine and the API server."""
         cpus = self.cpus()
@@ -158,7 +163,7 @@ class CudaSide:
 
     def prepare(self) -> None:
         """Start the CPU's threads; hook into vLLM's worker."""
-        cpus, own = self.cpus(), self._attention_cpus()
+        own = self._attention_cpus()
         threads = options_of(self.vllm_config).cpu_threads or len(own)
         try:
             cpu_kernels.set_num_threads(threads, own)

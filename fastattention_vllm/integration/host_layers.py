@@ -25,7 +25,7 @@ from fastattention_vllm.integration.host_plan import check, host_budget, plan_la
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
-from fastattention_vllm.placement.cooperative import MAX_SHORT, Batch, Device, HostAttention, Lane, Step, divide
+from fastattention_vllm.placement.cooperative import MAX_SHORT, Batch, Device, HostAttention, Lane, Share, Step, divide
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.link import Link
@@ -74,6 +74,9 @@ class DeviceSide(Protocol):
 
     def cpus(self) -> list[int]:
         """Of this rank."""
+
+    def settle_block_size(self) -> None:
+        """Let vLLM's configuration say how many tokens a block will have, where so far it only says the default."""
 
     def prepare(self) -> None:
         """Called once it is sure that there will be host layers."""
@@ -164,23 +167,24 @@ class HostLayers:
 
     def _divide_reading(self, forward_context: dict[str, Any]) -> None:
         """Decide what part of a decoding request's host KV the device reads itself."""
-        fraction = self.stream_fraction
-        if fraction == "auto":
-            fraction = 0.0
-            if self.side.pin:
-                layer = forward_context[next(iter(self.targets))].impl
-                rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
-                fraction = calibrate.share(rates)
-                logger.info(
-                    "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
-                    "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding.",
-                    *(rate / 1e9 for rate in dataclasses.astuple(rates)),
-                    100 * fraction,
-                )
-        self.set_share(float(fraction))
+        if self.stream_fraction != "auto":
+            self.set_share(Share(float(self.stream_fraction)))
+        elif self.side.pin:
+            layer = forward_context[next(iter(self.targets))].impl
+            rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
+            share = calibrate.share(rates)
+            logger.info(
+                "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
+                "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding, and the first %d "
+                "MiB of a layer.",
+                *(rate / 1e9 for rate in dataclasses.astuple(rates)),
+                100 * share.part,
+                share.head_start >> 20,
+            )
+            self.set_share(share)
 
-    def set_share(self, share: float) -> None:
-        """Part of a decoding request's host KV that the device reads over the link."""
+    def set_share(self, share: Share) -> None:
+        """How much of decoding requests' host KV the device reads over the link."""
         for lane in self.lanes:
             lane.share = share
 
@@ -265,6 +269,7 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     if options.host_kv_layers in (0, []):
         return
     names, layers = _attention_layers(context)
+    side.settle_block_size()
     local_ranks = vllm_config.parallel_config.local_world_size
     limits = Limits(
         device_bytes=side.kv_bytes(),

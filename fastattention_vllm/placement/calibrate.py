@@ -16,13 +16,15 @@ import torch
 
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.attention.roof import PageReader, ReadMethod
-from fastattention_vllm.placement.cooperative import HostAttention
+from fastattention_vllm.placement.cooperative import HostAttention, Share
 from fastattention_vllm.placement.link import Link
 
 SAMPLE_BYTES = 2 << 30
 """Of the pool: more than any cache holds, little enough to be read in a blink."""
 ENOUGH = 0.9
 """Part of the memory's rate from which on the CPU needs no help."""
+HAND_OVER_SECONDS = 0.0009
+"""From one host layer's attention to the next one's, when the CPU waits and the link does not (benchmarks/NOTES.md)."""
 ROUNDS = 3
 
 
@@ -40,11 +42,16 @@ class Rates:
     link_beside_cpu: float
 
 
-def share(rates: Rates) -> float:
-    """The part that the link takes, so that both are done at the same time; 0 where the CPU alone is fast enough."""
+def share(rates: Rates) -> Share:
+    """Such that both are done at the same time; nothing for the link where the CPU alone is fast enough.
+
+    The CPU reads at the rate C and the link at P; by the time the CPU begins the link has had H bytes. So B bytes take
+    (B - H) / (C + P) from then on.
+    """
     if rates.cpu >= ENOUGH * rates.memory:
-        return 0.0
-    return rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
+        return Share(0.0)
+    part = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
+    return Share(part, int(rates.link * HAND_OVER_SECONDS))
 
 
 def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
@@ -91,7 +98,7 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
 def _rates_together(
     attend: Callable[[], object], attended: int, transfer: Callable[[], Any], moved: int, link: Link, alone: float
 ) -> tuple[float, float]:
-    """Of ``attend`` and of ``transfer``, which is started first and ends last, then at the rate that it has ``alone``."""
+    """Of ``attend`` and of ``transfer``, which begins first and ends last, in the end at its rate ``alone``."""
     rates = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

@@ -28,6 +28,8 @@ MAX_SHORT = 8
 """Most new tokens of a request that the CPU takes: they read its KV once."""
 STAGING_BYTES = 128 << 20
 """Of each of the two buffers that bring context to the device."""
+LEAST_DIVIDED = 128 << 20
+"""Bytes of a layer. The CPU is done with less before the device's part would have been started."""
 LEAST_SHARE = 1 << 20
 """Bytes. Less than that is not worth a transfer beside the CPU's work."""
 
@@ -256,6 +258,22 @@ class Conveyor:
         self._go_on()
 
 
+@dataclass(frozen=True)
+class Share:
+    """How much of decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
+
+    part: float
+    """Of what is left once the device has had its head start, 0 to 1."""
+    head_start: int = 0
+    """Bytes per layer that come over the link while the CPU waits for its next query."""
+
+    def of(self, size: int) -> float:
+        """The part of ``size`` bytes, all contexts of one layer."""
+        if size < LEAST_DIVIDED and self.head_start:
+            return 0.0
+        return min(1.0, self.part + (1.0 - self.part) * self.head_start / max(size, 1))
+
+
 @dataclass
 class Lane:
     """What the host layers of one block table share."""
@@ -266,8 +284,7 @@ class Lane:
     """The CPU that the attention pool leaves to the thread that calls it; None: wherever that runs."""
     layers: list[HostAttention] = field(default_factory=list)
     """In the model's order."""
-    share: float = 0.0
-    """Part of a decoding request's context that the device reads over the link, 0 to 1."""
+    share: Share = field(default_factory=lambda: Share(0.0))
     conveyor: Conveyor = field(init=False)
     cpu: ThreadPoolExecutor = field(init=False)
     """The one thread that calls the CPU kernels."""
@@ -519,10 +536,12 @@ class HostAttention:
 
     def _shares(self, short: Short) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
-        if self.lane.share == 0 or self.window is not None or not self.layer.merges():
+        block = self.cache[:1].nbytes
+        share = self.lane.share.of(sum(short.contexts) * block // self.block_size)
+        if share == 0 or self.window is not None or not self.layer.merges():
             return [0] * len(short.contexts)
-        counts = [int(self.lane.share * context) // self.block_size for context in short.contexts]
-        return [count if count * self.cache[:1].nbytes >= LEAST_SHARE else 0 for count in counts]
+        counts = [int(share * context) // self.block_size for context in short.contexts]
+        return [count if count * block >= LEAST_SHARE else 0 for count in counts]
 
 
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from fastattention_vllm.integration import host_layers, host_plan
 from fastattention_vllm.integration.host_layers import HostLayers
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import cooperative, host_memory
+from fastattention_vllm.placement.cooperative import Share
 from fastattention_vllm.placement.plan import indices_text
 from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
@@ -116,7 +117,7 @@ def test_tokens_and_logprobs_equal_hugging_face(
         assert not house.pool.memory.any()
         check(generate(llm, prompts), expected)
         assert all(cache.any() for cache in house.pool.caches.values())
-        house.set_share(1 / 3)
+        house.set_share(Share(1 / 3))
         check(generate(llm, prompts), expected)
     table = next(line for line in log if re.match(r"  [0-9, -]+ host ", line))
     assert table.split(" host ")[0].strip() == indices_text(house.placement.host)
@@ -170,7 +171,7 @@ def test_every_kind_of_layer_equals_hugging_face(
         placement = house_of(llm).placement
         assert len(placement.host) == (wanted if isinstance(wanted, int) else len(wanted))
         check(generate(llm, prompts), answers)
-        house_of(llm).set_share(0.5)
+        house_of(llm).set_share(Share(0.5))
         check(generate(llm, prompts), answers)
 
 
@@ -209,7 +210,7 @@ def test_prefixes_are_served_from_either_cache(block_size: int, model: Path) -> 
     arguments = {"enable_prefix_caching": True, "block_size": block_size, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
         for share in (0.0, 0.7):
-            house_of(llm).set_share(share)
+            house_of(llm).set_share(Share(share))
             llm.reset_prefix_cache()
             together, later = (generate(llm, prompts) for _ in range(2))
             check(together, answers)
@@ -226,7 +227,7 @@ def test_a_prefix_that_another_request_computes_in_the_same_step(model: Path) ->
     arguments = {"enable_prefix_caching": True, "block_size": 8, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
         for share in (0.0, 1.0):
-            house_of(llm).set_share(share)
+            house_of(llm).set_share(Share(share))
             for prompts in steps:
                 llm.reset_prefix_cache()
                 outputs = generate(llm, prompts)
@@ -255,7 +256,7 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     answers = hugging_face_answers(model, prompts, 40)
     with small_blocks(model, speculative_config=NGRAM, **host(2)) as llm:
         check(generate(llm, prompts, max_tokens=40), answers)
-        house_of(llm).set_share(0.5)
+        house_of(llm).set_share(Share(0.5))
         check(generate(llm, prompts, max_tokens=40), answers)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
@@ -419,9 +420,9 @@ def test_the_device_reads_the_part_that_is_asked_for(
 ) -> None:
     """Of every host layer; none by default, where the device is the host itself."""
     with small_blocks(model, **host(2)) as llm:
-        assert [lane.share for lane in house_of(llm).lanes] == [0.0]
+        assert [lane.share for lane in house_of(llm).lanes] == [Share(0.0)]
     with small_blocks(model, **host(2, stream_fraction=0.25)) as llm:
-        assert [lane.share for lane in house_of(llm).lanes] == [0.25]
+        assert [lane.share for lane in house_of(llm).lanes] == [Share(0.25)]
         check(generate(llm, prompts), expected)
 
 
@@ -442,7 +443,7 @@ def test_the_needle_is_found_over_host_layers(tmp_path: Path) -> None:
     with small_blocks(path, dtype="bfloat16", **length, **host(spec.num_layers - 1)) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         for share in (0.0, 0.5):
-            house_of(llm).set_share(share)
+            house_of(llm).set_share(Share(share))
             # The last chunk of a prompt may be a few tokens only: then the CPU attends.
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             assert [output.outputs[0].token_ids[0] for output in outputs] == [token_id("7319")] * 2

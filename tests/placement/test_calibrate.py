@@ -12,21 +12,35 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention import cpu
 from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
-from fastattention_vllm.placement.cooperative import HostAttention, Lane
+from fastattention_vllm.placement.cooperative import LEAST_DIVIDED, HostAttention, Lane, Share
 from fastattention_vllm.placement.link import LocalLink
 from tests.placement.test_cooperative import Model
 
 RATE = st.floats(1e6, 1e12)
 
 
-@given(RATE, RATE, RATE, RATE, RATE)
-def test_both_are_done_at_the_same_time(memory: float, alone: float, link: float, cpu: float, up: float) -> None:
+@given(RATE, RATE, RATE, RATE, RATE, st.integers(1, 1 << 50))
+def test_both_are_done_at_the_same_time(
+    memory: float, alone: float, link: float, cpu: float, up: float, size: int
+) -> None:
     share = calibrate.share(Rates(memory, alone, link, cpu, up))
-    assert 0 <= share < 1
     if alone >= ENOUGH * memory:
-        assert share == 0
+        assert share == Share(0.0)
+        return
+    by_link = share.of(size) * size
+    if size < LEAST_DIVIDED:
+        assert by_link == 0, "not worth it"
+    elif size <= share.head_start:
+        assert by_link == size, "it is there before the CPU begins"
     else:
-        assert share / up == pytest.approx((1 - share) / cpu)
+        assert (by_link - share.head_start) / up == pytest.approx(
+            (size - by_link) / cpu, abs=1 / min(up, cpu), rel=1e-6
+        )
+
+
+def test_a_share_that_was_asked_for_is_of_every_size() -> None:
+    for size in (0, 1, LEAST_DIVIDED - 1, 1 << 40):
+        assert Share(0.3).of(size) == pytest.approx(0.3)
 
 
 def test_all_rates_are_measured_without_a_trace() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention import cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import cooperative
-from fastattention_vllm.placement.cooperative import Batch, Conveyor, HostAttention, Lane, Step, divide, merge
+from fastattention_vllm.placement.cooperative import Batch, Conveyor, HostAttention, Lane, Share, Step, divide, merge
 from fastattention_vllm.placement.link import LocalLink
 from tests.attention import oracle
 
@@ -138,7 +138,7 @@ class World:
         self.model = model
         self.random = torch.Generator().manual_seed(seed)
         link = LateLink() if late else LocalLink()
-        self.lane = Lane(link, LateDevice(link) if isinstance(link, LateLink) else cpu, share=share)
+        self.lane = Lane(link, LateDevice(link) if isinstance(link, LateLink) else cpu, share=Share(share))
         shape = (num_blocks, model.num_kv_heads, model.page_size, 2 * model.head_size)
         # Whatever is read before it is written shows.
         caches = [torch.full(shape, math.nan, dtype=model.dtype) for _ in range(num_layers)]
