@@ -5,8 +5,13 @@
 The model looks numbers up in its prompt and needs every layer for it (fastattention_vllm/demo), in the attention shape,
 the width and the size of an 8B Llama. --device-gib caps the memory of the GPU's KV cache to play a small card. With a
 prompt in the cache, the ways to decode are compared on the same pages: (b) the GPU reads all host KV over the link,
-(c) the CPU attends to all of it, (d) what the start-up measurement chose. (a) is vLLM's own backend, at the longest
-context that it holds in that memory.
+(c) the CPU attends to all of it, (d) what the start-up measurement chose. (a) is vLLM's own backend, at the contexts
+that it holds in that memory. The limit of a decoding rate is a plain read of the host pool, by the same threads in the
+same rounds.
+
+    python benchmarks/host_layers.py --plot FILE.png --from FILE.json ...
+
+draws tokens per second against context from results.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ import datetime
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +35,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the ways are switched in t
 
 import torch
 
-from fastattention_vllm.bench import machine
+from fastattention_vllm.attention.roof import PageReader, ReadMethod
+from fastattention_vllm.bench import machine, plots
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
@@ -58,7 +66,12 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=["stock", "device", "host"], default=["stock", "host"])
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw --from into this PNG file, and do nothing else")
+    parser.add_argument("--from", type=Path, nargs="+", dest="results", help="results of earlier runs")
     options = parser.parse_args()
+    if options.plot:
+        draw(options.plot, options.results)
+        return 0
     options.batch = options.batch * len(options.tokens) if len(options.batch) == 1 else options.batch
     path = options.model / options.shape
     if not path.exists():
@@ -138,31 +151,39 @@ def stock(path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     per_token = 2 * 2 * SHAPES[options.shape]["num_layers"] * SHAPES[options.shape]["num_kv_heads"]
     per_token *= SHAPES[options.shape]["head_size"]
     fits = int(options.device_gib * GIB * 0.98) // per_token // 1024 * 1024
-    return rows + measure(path, options, "FLASH_ATTN", fits, options.device_gib, "vLLM alone, KV on the device")
+    contexts = [*sorted(tokens for tokens in set(options.tokens) if tokens < fits), fits]
+    return rows + measure(path, options, "FLASH_ATTN", contexts, options.device_gib, "vLLM alone, KV on the device")
 
 
 def all_on_device(path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The same backend with all the GPU's memory: what a card that needs no host layers would do."""
-    tokens = options.tokens[0]
     extra = {"additional_config": {"fastattention": {"host_kv_layers": 0}}}
-    return measure(path, options, "fastattention", tokens, None, "uncapped, KV on the device", **extra)
+    return measure(path, options, "fastattention", options.tokens[:1], None, "uncapped, KV on the device", **extra)
 
 
 def measure(
-    path: Path, options: argparse.Namespace, backend: str, tokens: int, gib: float | None, what: str, **more: Any
+    path: Path,
+    options: argparse.Namespace,
+    backend: str,
+    contexts: list[int],
+    gib: float | None,
+    what: str,
+    **more: Any,
 ) -> list[dict[str, Any]]:
-    llm = engine(path, options, backend, tokens + 64, gib, **more)
+    llm = engine(path, options, backend, max(contexts) + 64, gib, **more)
+    rows = []
     try:
-        seconds, found = read(llm, tokens, 1)
-        token = decode_seconds(llm, tokens, 1, options)
+        for tokens in contexts:
+            seconds, found = read(llm, tokens, 1)
+            case = f"fp16 (32,8,128) {tokens} tokens b1, {what}"
+            rows += [
+                row(case, "cooperative needles", f"of {len(NEEDLES)}", found, limit=len(NEEDLES)),
+                row(case, "cooperative prefill", "tokens/s", tokens / seconds),
+                row(case, "cooperative decode", "tokens/s", 1 / decode_seconds(llm, tokens, 1, options)),
+            ]
     finally:
         close(llm)
-    case = f"fp16 (32,8,128) {tokens} tokens b1, {what}"
-    return [
-        row(case, "cooperative needles", f"of {len(NEEDLES)}", found, limit=len(NEEDLES)),
-        row(case, "cooperative prefill", "tokens/s", tokens / seconds),
-        row(case, "cooperative decode", "tokens/s", 1 / token),
-    ]
+    return rows
 
 
 def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -190,6 +211,8 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
         placement = house.placement
         per_layer = placement.bytes_per_block // placement.device_size.block_size
         per_token = per_layer * len(placement.host)
+        assert house.pool is not None
+        plain = plain_read(house.pool.memory)
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
             case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
@@ -198,26 +221,64 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
             )
             rows.append(row(case, "cooperative prefill", "tokens/s", tokens * batch / seconds))
             times: dict[str, list[float]] = {}
+            rates = []
             for _ in range(options.rounds):
+                rates.append(plain())
                 for way, share in ways:
                     house.set_share(share)
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
             house.set_share(chosen)
             streamed = statistics.median(times["stream all"])
+            limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
             for way, share in ways:
                 step = statistics.median(times[way])
                 rows.append(
-                    row(f"{case}, {way}", "cooperative decode", "tokens/s", batch / step)
+                    row(f"{case}, {way}", "cooperative decode", "tokens/s", batch / step, limit)
                     | {"peer_name": "stream all", "peer": batch / streamed, "ratio": streamed / step}
                     | {
                         "share": round(share.of(per_layer * tokens * batch), 3),
                         "step_ms": [round(1000 * value, 2) for value in times[way]],
                     }
                     | {"host_gb_per_s": round(per_token * tokens * batch / step / 1e9, 1)}
+                    | {"plain_read_gb_per_s": [round(rate / 1e9, 1) for rate in rates]}
                 )
     finally:
         close(llm)
     return rows
+
+
+def plain_read(memory: torch.Tensor) -> Callable[[], float]:
+    """Reads all of it and says at how many bytes per second; the way that was fastest at first."""
+    page = 1 << 20
+    reader = PageReader(
+        [memory.data_ptr() + offset for offset in range(0, memory.nbytes - page + 1, page)],
+        [page] * (memory.nbytes // page),
+    )
+
+    def rate(method: ReadMethod) -> float:
+        started = time.perf_counter()
+        reader.read(method)
+        return reader.total_bytes / (time.perf_counter() - started)
+
+    best = max((ReadMethod(streams=streams) for streams in (1, 2, 4)), key=rate)
+    return lambda: rate(best)
+
+
+def draw(path: Path, results: list[Path]) -> None:
+    """Decoding speed of one request against its context, a line for each way."""
+    lines: dict[str, plots.Line] = {}
+    reports = [json.loads(result.read_text()) for result in results]
+    for each in [each for report in reports for each in report["rows"] if each["metric"] == "cooperative decode"]:
+        found = re.search(r"(\d+) tokens b1, (?:\d+ host layers, )?(.*)", each["case"])
+        if found:
+            lines.setdefault(found[2], []).append((float(found[1]), each["ours"]))
+
+    def dress(axes: Any) -> None:
+        plots.by_context("tokens per second, one request")(axes)
+        axes.set_yscale("log")
+
+    long = {name: sorted(line) for name, line in lines.items()}
+    plots.save(path, f"{reports[0]['hardware']}, {reports[0]['date']}", {"decoding": long}, dress)
 
 
 def prompts_of(tokens: int, batch: int) -> list[Any]:

@@ -156,7 +156,8 @@ def save(path: Path, title: str, found: Panels, dress: Callable[[Axes], None]) -
             axes.plot([x for x, _ in line], [y for _, y in line], label=label, marker="o", **STYLES.get(label, {}))
         dress(axes)
         axes.set_title(name, fontsize=9)
-        axes.set_ylim(bottom=0)
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)

@@ -28,8 +28,8 @@ MAX_SHORT = 8
 """Most new tokens of a request that the CPU takes: they read its KV once."""
 STAGING_BYTES = 128 << 20
 """Of each of the two buffers that bring context to the device."""
-LEAST_DIVIDED = 128 << 20
-"""Bytes of a layer. The CPU is done with less before the device's part would have been started."""
+LEAST_DIVIDED = 512 << 20
+"""Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
 LEAST_SHARE = 1 << 20
 """Bytes. Less than that is not worth a transfer beside the CPU's work."""
 
@@ -520,7 +520,7 @@ class HostAttention:
         output[rows] = total.to(output.dtype)
 
     def _attend_to_shares(self, short: Short, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 ``out`` and ``lse`` of all short rows over what the device attends to; 0 and -inf where that is nothing."""
+        """fp32 ``out`` and ``lse`` of all short rows over the device's part; 0 and -inf where there is none."""
         total = torch.zeros_like(query, dtype=torch.float32)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         starts = short.query_start_loc.tolist()
