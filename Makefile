@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: help serve test test-more conformance lint docs sanitize mutate build setup setup-dev clean
+.PHONY: help serve test test-more test-gpu conformance lint docs sanitize mutate build setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -16,6 +16,9 @@ test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
 	$(VENV)/python -m pytest -m more
+
+test-gpu:         ## tests on this machine's NVIDIA GPU, in the Python that runs (PYTHON=...): needs vLLM, pytest, hypothesis
+	$(PYTHON) -m pytest tests/gpu
 
 conformance:      ## upstream vLLM's attention tests on this backend, several versions (see `scripts/conformance.py --help`)
 	@$(PYTHON) scripts/conformance.py $(ARGUMENTS)

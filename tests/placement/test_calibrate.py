@@ -14,7 +14,7 @@ from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
 from fastattention_vllm.placement.cooperative import LEAST_DIVIDED, HostAttention, Lane, Share
 from fastattention_vllm.placement.link import LocalLink
-from tests.placement.test_cooperative import Model
+from tests.placement.world import Model
 
 RATE = st.floats(1e6, 1e12)
 

@@ -10,7 +10,7 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,67 +21,12 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention import cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import cooperative
-from fastattention_vllm.placement.cooperative import Batch, Conveyor, HostAttention, Lane, Share, Step, divide, merge
+from fastattention_vllm.placement.cooperative import Batch, Conveyor, Lane, Share, divide, merge
 from fastattention_vllm.placement.link import LocalLink
 from tests.attention import oracle
+from tests.placement.world import Model, Request, Work, World
 
 F32, BF16 = torch.float32, torch.bfloat16
-EVERY_LENGTH = 1 << 30
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a layer is."""
-
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 32
-    page_size: int = 4
-    dtype: torch.dtype = F32
-    window: int | None = None
-    softcap: float = 0.0
-    has_sinks: bool = False
-    has_alibi: bool = False
-
-    def scales(self) -> tuple[float, float]:
-        return 1.0, 1.0
-
-    def merges(self) -> bool:
-        return not self.has_alibi
-
-    def problem(self, **parts: Any) -> AttentionProblem:
-        heads = torch.arange(self.num_heads, dtype=F32)
-        own = {
-            "scale": self.head_size**-0.5,
-            "window": (-1 if self.window is None else self.window, -1),
-            "softcap": self.softcap,
-            "sinks": heads / 2 - 1 if self.has_sinks else None,
-            "alibi_slopes": 2.0 ** -(heads + 1) if self.has_alibi else None,
-        }
-        return AttentionProblem(**(own | parts))
-
-
-@dataclass
-class Request:
-    blocks: list[int] = field(default_factory=list)
-    keys: list[torch.Tensor] = field(default_factory=list)
-    """One per layer: ``[tokens, num_kv_heads, head_size]``, all there are."""
-    values: list[torch.Tensor] = field(default_factory=list)
-    done: int = 0
-    """Tokens whose keys and values are in the cache, or will be after this step."""
-
-    @property
-    def tokens(self) -> int:
-        return len(self.keys[0])
-
-
-@dataclass(frozen=True)
-class Work:
-    """A request's part of one step."""
-
-    request: Request
-    context: int
-    new: int
 
 
 class LateLink(LocalLink):
@@ -129,103 +74,10 @@ class LateDevice:
         self.link.writes.append(lambda: cpu.write_kv(*arguments))
 
 
-class World:
-    """Some layers of one block table, their caches and requests."""
-
-    def __init__(
-        self, model: Model, num_layers: int, num_blocks: int, share: float, seed: int, *, late: bool = False
-    ) -> None:
-        self.model = model
-        self.random = torch.Generator().manual_seed(seed)
-        link = LateLink() if late else LocalLink()
-        self.lane = Lane(link, LateDevice(link) if isinstance(link, LateLink) else cpu, share=Share(share))
-        shape = (num_blocks, model.num_kv_heads, model.page_size, 2 * model.head_size)
-        # Whatever is read before it is written shows.
-        caches = [torch.full(shape, math.nan, dtype=model.dtype) for _ in range(num_layers)]
-        self.layers = [HostAttention(self.lane, model, cache, model.window) for cache in caches]
-        self.free = torch.randperm(num_blocks, generator=self.random).tolist()
-
-    def rows(self, count: int, heads: int) -> torch.Tensor:
-        return torch.randn(count, heads, self.model.head_size, generator=self.random).to(self.model.dtype)
-
-    def request(self, tokens: int, like: Request | None = None, shared_blocks: int = 0) -> Request:
-        """One of ``tokens`` tokens; the first ``shared_blocks`` of its blocks are those of ``like``."""
-        shared = shared_blocks * self.model.page_size
-        request = Request(done=shared)
-        for index in range(len(self.layers)):
-            new = [self.rows(tokens - shared, self.model.num_kv_heads) for _ in range(2)]
-            before = [kept[index][:shared] for kept in (like.keys, like.values)] if like else [new[0][:0], new[1][:0]]
-            request.keys.append(torch.cat([before[0], new[0]]))
-            request.values.append(torch.cat([before[1], new[1]]))
-        own = -(-tokens // self.model.page_size) - shared_blocks
-        request.blocks = [*(like.blocks[:shared_blocks] if like else []), *(self.free.pop() for _ in range(own))]
-        return request
-
-    def work(self, request: Request, new: int) -> Work:
-        request.done += new
-        assert request.done <= request.tokens
-        return Work(request, request.done - new, new)
-
-    def batch(self, works: Sequence[Work]) -> Batch:
-        page = self.model.page_size
-        width = max(len(work.request.blocks) for work in works) + 1
-        table = torch.tensor([work.request.blocks + [0] * (width - len(work.request.blocks)) for work in works])
-        slots = [
-            work.request.blocks[position // page] * page + position % page
-            for work in works
-            for position in range(work.context, work.context + work.new)
-        ]
-        mapping = torch.tensor(slots, dtype=torch.int64)
-        starts = torch.tensor([0, *(work.new for work in works)]).cumsum(0)
-        lengths = torch.tensor([work.context + work.new for work in works])
-        return Batch(starts.int(), lengths.int(), table.int(), mapping, mapping)
-
-    def attend(self, works: Sequence[Work], padding: int = 2) -> Step:
-        """One step through all layers, compared with the oracle."""
-        model = self.model
-        step = divide(self.batch(works), model.page_size, cooperative.MAX_SHORT if model.merges() else EVERY_LENGTH)
-        for index, layer in enumerate(self.layers):
-            total = sum(work.new for work in works)
-            query = self.rows(total + padding, model.num_heads)
-            key, value = (
-                torch.cat(
-                    [getattr(work.request, part)[index][work.context : work.context + work.new] for work in works]
-                    + [torch.full((padding, model.num_kv_heads, model.head_size), math.nan, dtype=model.dtype)]
-                )
-                for part in ("keys", "values")
-            )
-            output = torch.full_like(query, 7.0)
-            layer.attend(step, query, key, value, output)
-            assert (output[total:] == 7.0).all(), "rows of padding were touched"
-            self.compare(index, works, query[:total], output[:total])
-            for rows in (key, value):  # the next layer's lie in the same memory
-                rows.fill_(math.nan)
-        conveyor = self.lane.conveyor
-        assert not conveyor.waiting
-        assert not conveyor.coming
-        assert len(conveyor.free) == len(conveyor.buffers) == 2
-        return step
-
-    def compare(self, index: int, works: Sequence[Work], query: torch.Tensor, output: torch.Tensor) -> None:
-        lengths = [work.context + work.new for work in works]
-        problem = self.model.problem(
-            query=query,
-            key=torch.cat([w.request.keys[index][:length] for w, length in zip(works, lengths, strict=True)]),
-            value=torch.cat([w.request.values[index][:length] for w, length in zip(works, lengths, strict=True)]),
-            query_start_loc=torch.tensor([0, *(work.new for work in works)]).cumsum(0).int(),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            kv_start_loc=torch.tensor([0, *lengths[:-1]]).cumsum(0).int(),
-            causal=True,
-        )
-        expected, _ = oracle.attention(problem)
-        # The parts that are merged are each rounded to the output's dtype, and so is the result. In fp32 any bound will
-        # do: the size of the largest value.
-        size = problem.value.double().abs().max()
-        if self.model.dtype == BF16:
-            size, _ = oracle.attention(replace(problem, value=problem.value.abs()))
-        rtol, atol = oracle.OUTPUT_TOLERANCE[self.model.dtype]
-        excess = (output.double() - expected).abs() - rtol * (expected.abs() + size) - 2 * atol
-        assert float(excess.max()) <= 0, f"layer {index} is off by {float(excess.max()):.3g} more than allowed"
+def world_of(model: Model, num_layers: int, num_blocks: int, share: float, seed: int, *, late: bool = False) -> World:
+    link = LateLink() if late else LocalLink()
+    lane = Lane(link, LateDevice(link) if isinstance(link, LateLink) else cpu, share=Share(share))
+    return World(model, num_layers, num_blocks, lane, seed)
 
 
 @pytest.fixture
@@ -279,7 +131,7 @@ def test_steps_equal_attention_over_the_whole_history(
         patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block + block // 2)
         patch.setattr(cooperative, "LEAST_SHARE", data.draw(st.sampled_from([1, 3 * block])))
         patch.setattr(cooperative, "MAX_SHORT", most_short)
-        world = World(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), late=late)
+        world = world_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), late=late)
         requests: list[Request] = []
         for _ in range(data.draw(st.integers(1, 4))):
             works = []
@@ -312,7 +164,7 @@ def test_a_prefix_that_is_computed_in_the_same_step(
     model = Model(window=window)
     small_parts(model, 2)
     for first, second in ((40, 3), (8, 40), (40, 40), (8, 3)):
-        world = World(model, 2, 100, share, seed=0, late=late)
+        world = world_of(model, 2, 100, share, seed=0, late=late)
         one = world.request(first)
         other = world.request(first + second, one, first // model.page_size)
         for order in (1, -1):
@@ -326,7 +178,7 @@ def test_a_prefix_that_is_computed_in_the_same_step(
 
 def test_steps_without_such_a_prefix_are_told_apart() -> None:
     """Whole blocks of others are read only; a request's own last block is its own, although it is written."""
-    world = World(Model(), 1, 100, 0.0, seed=0)
+    world = world_of(Model(), 1, 100, 0.0, seed=0)
     one = world.request(31)
     other = world.request(60, one, 3)
     one.done, other.done = 0, 12
@@ -343,7 +195,7 @@ def test_a_failure_in_the_middle_leaves_the_lane_in_order(
     """Buffers may be free, on their way or in use when it happens."""
     model = Model()
     small_parts(model, 2)
-    world = World(model, 2, 200, 0.5, seed=0)
+    world = world_of(model, 2, 200, 0.5, seed=0)
     one, other = world.request(120), world.request(90)
     world.attend([world.work(one, 60), world.work(other, 70)])
     run = cpu.run
@@ -382,7 +234,7 @@ def test_the_share_of_the_device_is_what_was_asked_for(
     ):
         model = Model(**changes)
         small_parts(model, 3)
-        world = World(model, 1, 100, 0.5, seed=0)
+        world = world_of(model, 1, 100, 0.5, seed=0)
         one, other = world.request(90), world.request(30)
         for request, done in ((one, 80), (other, 20)):
             for begin in range(0, done, 4):

@@ -1,0 +1,104 @@
+"""A host layer's step on a real GPU against float64 attention: transfers, streams and the GPU's kernels take part."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention import cpu
+from fastattention_vllm.placement import calibrate, cooperative, host_memory, link
+from fastattention_vllm.placement.cooperative import Lane, Share
+from tests.attention import oracle
+from tests.placement.world import Model, Request, World
+
+UNWRITTEN = 50.0
+"""Not NaN: FlashAttention multiplies what a page holds behind the last token by zero."""
+
+MODELS = st.builds(
+    Model,
+    num_heads=st.sampled_from([4, 8]),
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+    head_size=st.sampled_from([64, 128]),
+    page_size=st.sampled_from([16, 128]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    window=st.sampled_from([None, None, 1, 30, 200]),
+    softcap=st.sampled_from([0.0, 0.0, 2.0]),
+)
+
+
+@pytest.fixture(autouse=True)
+def exact_weights() -> Iterator[None]:
+    before = cpu.isa()
+    cpu.set_isa(next(isa for isa in cpu.usable_isas() if isa not in oracle.BF16_ISAS))
+    yield
+    cpu.set_isa(before)
+
+
+def world_of(model: Model, share: float, seed: int) -> World:
+    from fastattention_vllm.attention import flash
+
+    lane = Lane(link.CudaLink(torch.device("cuda:0")), flash, share=Share(share))
+    return World(model, 3, 400, lane, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    memory, _ = host_memory.commit(torch.Size(shape).numel() * dtype.itemsize, pin=True)
+    return memory.view(dtype).view(shape)
+
+
+def some_steps(world: World, numbers: random.Random) -> None:
+    """Requests come, begin with what others have computed or just compute, and go on."""
+    requests: list[Request] = []
+    for _ in range(5):
+        works = []
+        for request in requests:
+            left = request.tokens - request.done
+            if left:
+                works.append(world.work(request, min(left, numbers.choice([1, 1, 5, 100]))))
+        if len(works) < 3:
+            like = numbers.choice(requests) if requests and numbers.random() < 0.5 else None
+            shared = like.done // world.model.page_size if like else 0
+            request = world.request(shared * world.model.page_size + numbers.randint(1, 400), like, shared)
+            requests.append(request)
+            works.append(world.work(request, min(request.tokens - request.done, numbers.choice([3, 60, 400]))))
+        numbers.shuffle(works)
+        world.attend(works)
+
+
+@settings(max_examples=60)
+@given(
+    model=MODELS.filter(lambda model: model.num_heads % model.num_kv_heads == 0),
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    blocks_per_part=st.sampled_from([1, 3, 40]),
+    few_runs=st.sampled_from([0, 32]),
+    seed=st.integers(0, 1000),
+)
+def test_steps_equal_attention_over_the_whole_history(
+    model: Model, share: float, blocks_per_part: int, few_runs: int, seed: int
+) -> None:
+    """Parts of any size, brought up by the copy engine (few runs of blocks) or by a gathering kernel (many)."""
+    with pytest.MonkeyPatch.context() as patch:
+        block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
+        patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block)
+        patch.setattr(cooperative, "LEAST_SHARE", 1)
+        patch.setattr(link, "FEW_RUNS", few_runs)
+        some_steps(world_of(model, share, seed), random.Random(seed))
+
+
+def test_sinks() -> None:
+    """FlashAttention takes them in bf16 only."""
+    for share in (0.0, 0.5):
+        model = Model(8, 2, 64, 16, torch.bfloat16, has_sinks=True)
+        some_steps(world_of(model, share, 0), random.Random(0))
+
+
+def test_rates_are_measured() -> None:
+    world = world_of(Model(8, 2, 128, 128, torch.float16), 0.0, 0)
+    rates = calibrate.measure(world.layers[0], 8, torch.float16)
+    assert 0 < rates.link_beside_cpu < 2 * rates.link
+    assert 0 < rates.cpu_beside_link < 2 * rates.cpu

@@ -1,0 +1,112 @@
+"""Real engines on a GPU, with none, half and nearly all layers on the host: the same answers as vLLM's own backend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import reference_models as reference
+from tests.integration.engine import engine, generate
+from tests.reference_models import random_prompts, save_random
+
+LAYERS = 4
+LENGTHS = (1, 17, 130, 300, 900, 1500)
+STEP = 2**-7
+"""Of the log-probability: a bf16 step of a logit between 1 and 2."""
+GPU: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 256,
+    "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 512 << 20,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(reference.llama(8, 2, 128, layers=LAYERS), tmp_path_factory.mktemp("llama"))
+
+
+Steps = list[tuple[int, float]]
+"""Tokens of an answer with their log-probabilities."""
+
+
+def answers(model: Path, **changes: Any) -> list[Steps]:
+    with engine(model, **(GPU | changes)) as llm:
+        completions = [output.outputs[0] for output in generate(llm, random_prompts(LENGTHS))]
+    return [
+        [(token, step[token].logprob) for token, step in zip(found.token_ids, found.logprobs, strict=True)]
+        for found in completions
+    ]
+
+
+def check(found: list[Steps], expected: list[Steps]) -> None:
+    """Log-probabilities agree up to where bf16 tips a choice between two tokens that are as good."""
+    compared = 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for (token, logprob), (wanted, like) in zip(ours, theirs, strict=True):
+            assert logprob == pytest.approx(like, abs=4 * STEP)
+            compared += 1
+            if token != wanted:
+                break
+    assert compared > 4 * len(LENGTHS), "most of what was compared is to be decoded, not prompts"
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Steps]:
+    return answers(model, attention_backend="FLASH_ATTN")
+
+
+@pytest.mark.parametrize("host_layers", [0, 2, LAYERS - 1])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"enforce_eager": False},
+        {"enable_prefix_caching": True},
+        {"async_scheduling": False},
+    ],
+    ids=["eager", "graphs", "prefix-caching", "no-async"],
+)
+def test_answers_are_those_of_vllms_backend(
+    host_layers: int, changes: dict[str, Any], model: Path, expected: list[Steps]
+) -> None:
+    section = {"host_kv_layers": host_layers, "stream_fraction": 0.5 if host_layers == 2 else "auto"}
+    check(answers(model, additional_config={"fastattention": section}, **changes), expected)
+
+
+def test_speculation(model: Path) -> None:
+    """Several query tokens of a request read its host KV at once; refused drafts leave no trace."""
+    prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
+    found = []
+    for changes in (
+        {},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}},
+    ):
+        with engine(model, additional_config={"fastattention": {"host_kv_layers": 2}}, **(GPU | changes)) as llm:
+            outputs = generate(llm, prompts, max_tokens=24)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    agreeing = sum(a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))
+    assert agreeing >= 40, "of 48; bf16 may tip a choice, and everything behind it"
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(model: Path) -> None:
+    """In a process of its own: an engine that was refused leaves memory behind."""
+    script = (
+        "from tests.gpu.test_engine import GPU; from tests.integration.engine import engine\n"
+        f"with engine({str(model)!r}, additional_config={{'fastattention': {{'host_kv_layers': 9}}}}, **GPU): pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode != 0
+    assert "host_kv_layers" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(model: Path, expected: list[Steps]) -> None:
+    section = {"host_kv_layers": 2}
+    check(answers(model, additional_config={"fastattention": section}, tensor_parallel_size=2), expected)

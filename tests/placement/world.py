@@ -1,0 +1,185 @@
+"""Host layers, requests and what attention over everything that was ever written should give for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.placement import cooperative
+from fastattention_vllm.placement.cooperative import Batch, HostAttention, Lane, Step, divide
+from tests.attention import oracle
+
+F32 = torch.float32
+EVERY_LENGTH = 1 << 30
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a layer is."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    page_size: int = 4
+    dtype: torch.dtype = F32
+    window: int | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
+    has_alibi: bool = False
+
+    def scales(self) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    def merges(self) -> bool:
+        return not self.has_alibi
+
+    def problem(self, **parts: Any) -> AttentionProblem:
+        heads = torch.arange(self.num_heads, dtype=F32)
+        own = {
+            "scale": self.head_size**-0.5,
+            "window": (-1 if self.window is None else self.window, -1),
+            "softcap": self.softcap,
+            "sinks": heads / 2 - 1 if self.has_sinks else None,
+            "alibi_slopes": 2.0 ** -(heads + 1) if self.has_alibi else None,
+        }
+        return AttentionProblem(**(own | parts))
+
+
+@dataclass
+class Request:
+    blocks: list[int] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)
+    """One per layer: ``[tokens, num_kv_heads, head_size]``, all there are."""
+    values: list[torch.Tensor] = field(default_factory=list)
+    done: int = 0
+    """Tokens whose keys and values are in the cache, or will be after this step."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.keys[0])
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request's part of one step."""
+
+    request: Request
+    context: int
+    new: int
+
+
+class World:
+    """Some layers of one block table, their caches and requests.
+
+    ``unwritten``: what the caches, and everything that may be overwritten, is filled with, so that it shows when read.
+    ``new_cache``: makes the host memory for a cache from its shape and dtype.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_layers: int,
+        num_blocks: int,
+        lane: Lane,
+        seed: int,
+        *,
+        device: str = "cpu",
+        unwritten: float = math.nan,
+        new_cache: Callable[..., torch.Tensor] = torch.empty,
+    ) -> None:
+        self.model = model
+        self.random = torch.Generator().manual_seed(seed)
+        self.lane = lane
+        self.device = torch.device(device)
+        self.unwritten = unwritten
+        shape = (num_blocks, model.num_kv_heads, model.page_size, 2 * model.head_size)
+        caches = [new_cache(shape, dtype=model.dtype).fill_(unwritten) for _ in range(num_layers)]
+        self.layers = [HostAttention(self.lane, model, cache, model.window) for cache in caches]
+        self.free = torch.randperm(num_blocks, generator=self.random).tolist()
+
+    def rows(self, count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, self.model.head_size, generator=self.random).to(self.model.dtype)
+
+    def request(self, tokens: int, like: Request | None = None, shared_blocks: int = 0) -> Request:
+        """One of ``tokens`` tokens; the first ``shared_blocks`` of its blocks are those of ``like``."""
+        shared = shared_blocks * self.model.page_size
+        request = Request(done=shared)
+        for index in range(len(self.layers)):
+            new = [self.rows(tokens - shared, self.model.num_kv_heads) for _ in range(2)]
+            before = [kept[index][:shared] for kept in (like.keys, like.values)] if like else [new[0][:0], new[1][:0]]
+            request.keys.append(torch.cat([before[0], new[0]]))
+            request.values.append(torch.cat([before[1], new[1]]))
+        own = -(-tokens // self.model.page_size) - shared_blocks
+        request.blocks = [*(like.blocks[:shared_blocks] if like else []), *(self.free.pop() for _ in range(own))]
+        return request
+
+    def work(self, request: Request, new: int) -> Work:
+        request.done += new
+        assert request.done <= request.tokens
+        return Work(request, request.done - new, new)
+
+    def batch(self, works: Sequence[Work]) -> Batch:
+        page = self.model.page_size
+        width = max(len(work.request.blocks) for work in works) + 1
+        table = torch.tensor([work.request.blocks + [0] * (width - len(work.request.blocks)) for work in works])
+        slots = [
+            work.request.blocks[position // page] * page + position % page
+            for work in works
+            for position in range(work.context, work.context + work.new)
+        ]
+        mapping = torch.tensor(slots, dtype=torch.int64)
+        starts = torch.tensor([0, *(work.new for work in works)]).cumsum(0)
+        lengths = torch.tensor([work.context + work.new for work in works])
+        return Batch(starts.int(), lengths.int(), table.int(), mapping, mapping.to(self.device))
+
+    def attend(self, works: Sequence[Work], padding: int = 2) -> Step:
+        """One step through all layers, compared with the oracle."""
+        model = self.model
+        step = divide(self.batch(works), model.page_size, cooperative.MAX_SHORT if model.merges() else EVERY_LENGTH)
+        for index, layer in enumerate(self.layers):
+            total = sum(work.new for work in works)
+            query = self.rows(total + padding, model.num_heads).to(self.device)
+            key, value = (
+                torch.cat(
+                    [getattr(work.request, part)[index][work.context : work.context + work.new] for work in works]
+                    + [torch.full((padding, model.num_kv_heads, model.head_size), math.nan, dtype=model.dtype)]
+                ).to(self.device)
+                for part in ("keys", "values")
+            )
+            output = torch.full_like(query, 7.0)
+            layer.attend(step, query, key, value, output)
+            assert (output[total:] == 7.0).all(), "rows of padding were touched"
+            for rows in (key, value):  # the next layer's lie in the same memory
+                rows.fill_(self.unwritten)
+            self.compare(index, works, query[:total].cpu(), output[:total].cpu())
+        conveyor = self.lane.conveyor
+        assert not conveyor.waiting
+        assert not conveyor.coming
+        assert len(conveyor.free) == len(conveyor.buffers) == 2
+        return step
+
+    def compare(self, index: int, works: Sequence[Work], query: torch.Tensor, output: torch.Tensor) -> None:
+        lengths = [work.context + work.new for work in works]
+        problem = self.model.problem(
+            query=query,
+            key=torch.cat([w.request.keys[index][:length] for w, length in zip(works, lengths, strict=True)]),
+            value=torch.cat([w.request.values[index][:length] for w, length in zip(works, lengths, strict=True)]),
+            query_start_loc=torch.tensor([0, *(work.new for work in works)]).cumsum(0).int(),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            kv_start_loc=torch.tensor([0, *lengths[:-1]]).cumsum(0).int(),
+            causal=True,
+        )
+        expected, _ = oracle.attention(problem)
+        # The parts that are merged are each rounded to the output's dtype, and so is the result. In fp32 any bound will
+        # do: the size of the largest value.
+        size = problem.value.double().abs().max()
+        if self.model.dtype != torch.float32:
+            size, _ = oracle.attention(replace(problem, value=problem.value.abs()))
+        rtol, atol = oracle.OUTPUT_TOLERANCE[self.model.dtype]
+        excess = (output.double() - expected).abs() - rtol * (expected.abs() + size) - 2 * atol
+        assert float(excess.max()) <= 0, f"layer {index} is off by {float(excess.max()):.3g} more than allowed"
