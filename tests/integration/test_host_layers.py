@@ -318,6 +318,53 @@ def test_an_abandoned_prompt_leaves_nothing_behind(model: Path) -> None:
         check(generate(llm, [second]), answers)
 
 
+@pytest.mark.usefixtures("small_parts")
+def test_prompts_abandoned_half_way_leave_the_other_requests_as_they_were(model: Path) -> None:
+    """Two prompts are abandoned, in different steps, while others decode, are computed, or are still to come.
+
+    Their blocks go to those at once, and in the end all of them to one request.
+    """
+    decoding, coming = random_prompts([40, 130], seed=14), random_prompts([300], seed=15)
+    abandoned, whole = random_prompts([700, 600], seed=16), random_prompts([1024 - MAX_TOKENS], seed=17)
+    answers = hugging_face_answers(model, decoding + coming + whole, MAX_TOKENS)
+    arguments = {"num_gpu_blocks_override": 1 + 1024 // 16, "long_prefill_token_threshold": 24}
+    with small_blocks(model, **arguments, **host(3, stream_fraction=0.5)) as llm:
+        add(llm, {"abandoned": abandoned[0], "first": decoding[0], "later": abandoned[1], "second": decoding[1]})
+        outputs = steps(llm, 5)
+        computed = [request.num_computed_tokens for request in scheduler(llm).running]
+        assert computed[0] == 5 * 24
+        assert 24 < computed[2] < 600
+        llm.llm_engine.abort_request(["abandoned"])
+        add(llm, {"coming": coming[0]})
+        outputs |= steps(llm, 3)
+        llm.llm_engine.abort_request(["later"])
+        outputs |= steps(llm, 40)
+        assert not llm.llm_engine.has_unfinished_requests(), "someone waits for what will not come"
+        check([outputs[name] for name in ("first", "second", "coming")], answers[:3])
+        add(llm, {"whole": whole[0]})
+        check([steps(llm, 1024 // 24 + MAX_TOKENS + 5)["whole"]], answers[3:])
+
+
+def add(llm: LLM, requests: dict[str, list[int]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
+    for name, prompt in requests.items():
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def steps(llm: LLM, most: int) -> dict[str, Any]:
+    """Up to so many; what has finished in them, by name."""
+    finished = {}
+    while most and llm.llm_engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+        most -= 1
+    return finished
+
+
+def scheduler(llm: LLM) -> Any:
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.scheduler
+
+
 class TestRefusals:
     """As vLLM's configuration is made, before any process is started for it."""
 
