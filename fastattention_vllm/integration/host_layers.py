@@ -106,6 +106,8 @@ class HostLayers:
     stream_fraction: float | str
     dtype: torch.dtype
     pool: HostPool | None = None
+    rates: calibrate.Rates | None = None
+    """Where they were measured."""
     lanes: list[Lane] = field(default_factory=list)
 
     def clamp(self, available: int) -> int:
@@ -171,7 +173,7 @@ class HostLayers:
             self.set_share(Share(float(self.stream_fraction)))
         elif self.side.pin:
             layer = forward_context[next(iter(self.targets))].impl
-            rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
+            self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
             share = calibrate.share(rates)
             logger.info(
                 "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
@@ -348,12 +350,25 @@ def describe(house: HostLayers, blocks: int) -> list[str]:
         for layers, where, total in rows
     ]
     pinned = "pinned, " if house.pool.pinned else ""
+    tokens = min(longest, house.max_model_len)
     lines.append(
-        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has "
-        f"{min(longest, house.max_model_len)} tokens; host memory: {pinned}"
-        f"{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
+        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has {tokens} tokens; "
+        f"host memory: {pinned}{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
     )
+    if house.rates:
+        rate = decode_rate(house.rates)
+        milliseconds = 1e3 * placement.host_seconds(tokens, rate)
+        lines.append(
+            f"  Behind {tokens} tokens the host layers are predicted to add {milliseconds:.3g} ms to a token: "
+            f"their KV is read once, at {rate / 1e9:.3g} GB/s."
+        )
     return lines
+
+
+def decode_rate(rates: calibrate.Rates) -> float:
+    """Bytes per second of host KV: of the CPU and the link together, where it is divided (:func:`calibrate.share`)."""
+    together = calibrate.share(rates).part > 0
+    return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
 
 
 def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:

@@ -53,16 +53,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Bandwidths:
-    """Bytes per second, measured on this machine."""
-
-    host: float
-    """At which the CPU attends over host memory, all ranks of the host at work."""
-    device: float
-    """At which the device reads its own memory."""
-
-
-@dataclass(frozen=True)
 class Placement:
     """The plan of one rank."""
 
@@ -85,12 +75,12 @@ class Placement:
     def host_bytes(self, blocks: int) -> int:
         return blocks * self.slabs * self.bytes_per_block
 
-    def decode_seconds(self, tokens: int, bandwidths: Bandwidths) -> float:
-        """Predicted attention time of one token of a request of ``tokens`` tokens: each KV byte is read once."""
-        return (
-            _read_bytes(self.host_size, tokens) / bandwidths.host
-            + _read_bytes(self.device_size, tokens) / bandwidths.device
-        )
+    def host_seconds(self, tokens: int, bandwidth: float) -> float:
+        """Predicted time for the host layers' attention of one token of a request of ``tokens`` tokens.
+
+        Every byte of K and V in host memory is read once, at ``bandwidth`` bytes per second.
+        """
+        return _read_bytes(self.host_size, tokens) / bandwidth
 
 
 def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[int], limits: Limits) -> Placement:

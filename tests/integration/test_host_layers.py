@@ -23,9 +23,10 @@ from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
 from fastattention_vllm.demo.tokenizer import token_id
 from fastattention_vllm.integration import host_layers, host_plan
-from fastattention_vllm.integration.host_layers import HostLayers
+from fastattention_vllm.integration.host_layers import HostLayers, describe
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import cooperative, host_memory
+from fastattention_vllm.placement.calibrate import Rates
 from fastattention_vllm.placement.cooperative import Share
 from fastattention_vllm.placement.plan import indices_text
 from tests import reference_models as reference
@@ -286,6 +287,19 @@ def test_a_budget_too_small_for_one_request_is_refused_with_the_length_that_fits
         assert len(generate(llm, random_prompts([fits - 4]), max_tokens=4)[0].outputs[0].token_ids) == 4
     with pytest.raises(Refusal), small_blocks(model, max_model_len=fits + 1, **host(2, host_kv_gib=gib)):
         pass
+
+
+def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list[str]) -> None:
+    """From the rates at which their KV will be read, by the CPU alone or by both; nothing where none were measured."""
+    with small_blocks(model, **host(3)) as llm:
+        house = house_of(llm)
+        assert not [line for line in log if "predicted" in line]
+        for cpu, rate in ((95e9, 95), (60e9, 40 + 30)):
+            house.rates = Rates(memory=100e9, cpu=cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9)
+            (line,) = [line for line in describe(house, num_blocks(llm)) if "predicted" in line]
+            milliseconds = 3 * (1024 // 16) * PAGE / (rate * 1e9) * 1e3
+            assert f"Behind 1024 tokens the host layers are predicted to add {milliseconds:.3g} ms" in line
+            assert line.endswith(f"at {rate} GB/s.")
 
 
 def test_a_pool_that_the_machine_has_no_memory_for_is_one_sentence(
