@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_resources
-from fastattention_vllm.integration.host_plan import check, host_budget, plan_layers
+from fastattention_vllm.integration.host_plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
@@ -105,6 +105,8 @@ class HostLayers:
     nodes: Sequence[int]
     stream_fraction: float | str
     dtype: torch.dtype
+    length_is_fitted: bool = False
+    """To the memory that :meth:`clamp` leaves, by vLLM."""
     pool: HostPool | None = None
     rates: calibrate.Rates | None = None
     """Where they were measured."""
@@ -114,16 +116,14 @@ class HostLayers:
         """The device memory for vLLM's KV cache, no more than the host pool has blocks for.
 
         Raises:
-            Refusal: then no request of the greatest length fits any more.
+            Refusal: then no request of the greatest length fits any more, and vLLM does not choose that length itself.
         """
-        size, page = (
-            self.placement.device_size,
-            self.placement.bytes_per_block * self.placement.device_size.layers_per_group(),
-        )
-        blocks = self.placement.most_blocks(available, self.budget)
-        clamped = min(available, blocks * page)
+        size = self.placement.device_size
+        page = self.placement.bytes_per_block * size.layers_per_group()
+        clamped = self.placement.usable(available, self.budget)
+        blocks = clamped // page
         need = size.of_request(self.max_model_len)
-        if clamped < need <= available:
+        if clamped < need <= available and not self.length_is_fitted:
             wanted = self.placement.host_bytes(-(-need // page)) / GIB
             raise Refusal(
                 f"one request of max_model_len {self.max_model_len} needs {wanted:.2f} GiB of host memory for the "
@@ -301,6 +301,7 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
         nodes,
         options.stream_fraction,
         vllm_config.model_config.dtype,
+        length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
     )
     for name, target in targets.items():
         layer = context[name]

@@ -302,6 +302,30 @@ def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list
             assert line.endswith(f"at {rate} GB/s.")
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_automatic_length_fits_the_host_budget(asked: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for, or half of what is free, of which there is less once the engine has started."""
+    pool = int(30.5 * 2 * PAGE)
+    free = iter([1 << 30, KV_BYTES + 2 * pool])
+    if not asked:
+        monkeypatch.setattr(host_plan, "available_bytes", lambda: next(free))
+    budget = {"host_kv_gib": pool / (1 << 30)} if asked else {}
+    with small_blocks(model, max_model_len=-1, kv_cache_memory_bytes=KV_BYTES, **host(2, **budget)) as llm:
+        assert num_blocks(llm) == 30
+        fitted = llm.llm_engine.vllm_config.model_config.max_model_len
+        assert fitted == 29 * 16
+        prompts = random_prompts([fitted - MAX_TOKENS])
+        check(generate(llm, prompts), hugging_face_answers(model, prompts, MAX_TOKENS))
+
+
+def test_a_budget_too_small_for_any_length_is_one_sentence(model: Path) -> None:
+    gib = 1.5 * 2 * PAGE / (1 << 30)
+    with pytest.raises(ValueError, match=r"the 2 host layers cannot hold one block of 16 tokens; raise") as caught:
+        with small_blocks(model, max_model_len=-1, **host(2, host_kv_gib=gib)):
+            pass
+    assert is_one_sentence(caught.value)
+
+
 def test_a_pool_that_the_machine_has_no_memory_for_is_one_sentence(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +460,12 @@ class TestRefusals:
         first, second, third, fourth = (config.compute_hash() for config in decided)
         assert len({first, second, third}) == 3
         assert third == fourth
+
+    def test_an_automatic_length_is_fitted_to_the_host_budget(self, model: Path) -> None:
+        """Before the engine starts: up to 0.29 vLLM's own fit forgets a block."""
+        budget = host(2, host_kv_gib=30.5 * 2 * PAGE / (1 << 30))
+        config = self.config(model, 2, max_model_len=-1, block_size=16, dtype="float32", **budget)
+        assert config.model_config.max_model_len == 29 * 16
 
     @pytest.mark.parametrize("layers", [1, 0])
     @pytest.mark.parametrize(
