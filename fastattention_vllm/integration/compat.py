@@ -249,6 +249,35 @@ def check_ray(vllm_config: VllmConfig) -> None:
         )
 
 
+def v2_runner_is_missing(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM would start its V2 model runner on CPUs, and this installation has none that runs there.
+
+    <= 0.19: VLLM_USE_V2_MODEL_RUNNER=1 is taken in silence, but the CPU worker makes a V1 runner all the same, and the
+    scheduler sends it what V2 reads. From 0.23 on there is one for CPUs, whose kernels are Triton's: vLLM looks for
+    Triton itself, but takes one for GPUs to be enough if CUDA_VISIBLE_DEVICES is empty. Until V2 runs without Triton.
+    """
+    from vllm import envs
+
+    chosen = getattr(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER)
+    return bool(chosen) and not (has_v2_runner_for_cpus() and has_triton_for_cpus())
+
+
+def has_v2_runner_for_cpus() -> bool:
+    """0.23 yes, 0.19 no."""
+    try:
+        return importlib.util.find_spec("vllm.v1.worker.cpu.model_runner") is not None
+    except ModuleNotFoundError:  # of the package it would be in
+        return False
+
+
+def has_triton_for_cpus() -> bool:
+    try:
+        from triton.backends import backends
+    except ImportError:
+        return False
+    return "cpu" in backends
+
+
 def pins_memory_without_a_gpu() -> bool:
     """0.23 yes, 0.19 and 0.26 no: LoRA's tensors are pinned whatever the platform, which needs a GPU's driver."""
     from vllm.utils import torch_utils
