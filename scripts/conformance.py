@@ -1,4 +1,4 @@
-"""Upstream vLLM's own attention tests, and its server, on this backend: one table over several vLLM versions.
+"""Upstream vLLM's attention tests, its server and host layers, on this backend: one table over several vLLM versions.
 
 Installs what it needs under build/conformance/ (kept; 20 GB for all versions, most of it CUDA builds of torch).
 Exits with 1 if a test failed or a suite ran no test. `tests/conformance/README.md` says what is run.
@@ -49,6 +49,7 @@ SUITES = (
     ),
     Suite("upstream: backend registry", "tests/test_attention_backend_registry.py"),
     Suite("vllm serve: needle over HTTP", str(PLUGINS / "served_needle.py"), adapts_upstream=False),
+    Suite("host layers: offline and over HTTP", str(PLUGINS / "host_kv_layers.py"), adapts_upstream=False),
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -224,6 +225,16 @@ def most_tokens_in_flight(vllm_config: VllmConfig) -> int:
     return count
 
 
+def fits_length_beside_null_block() -> bool:
+    """0.32 yes, 0.29 no: vLLM fits an automatic length to the cache without the block that it holds back itself.
+
+    Only the text of the function tells.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    return "null block" in inspect.getsource(kv_cache_utils.get_kv_cache_configs)
+
+
 def check_ray(vllm_config: VllmConfig) -> None:
     """Refuse Ray where vLLM has none that runs on CPUs: <= 0.19 has only the executor built on compiled graphs.
 
@@ -236,6 +247,35 @@ def check_ray(vllm_config: VllmConfig) -> None:
             f"--distributed-executor-backend ray does not run on CPUs with vLLM {metadata.version('vllm')}; "
             "use --distributed-executor-backend mp, or vLLM 0.23 or newer."
         )
+
+
+def v2_runner_is_missing(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM would start its V2 model runner on CPUs, and this installation has none that runs there.
+
+    <= 0.19: VLLM_USE_V2_MODEL_RUNNER=1 is taken in silence, but the CPU worker makes a V1 runner all the same, and the
+    scheduler sends it what V2 reads. From 0.23 on there is one for CPUs, whose kernels are Triton's: vLLM looks for
+    Triton itself, but takes one for GPUs to be enough if CUDA_VISIBLE_DEVICES is empty. Until V2 runs without Triton.
+    """
+    from vllm import envs
+
+    chosen = getattr(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER)
+    return bool(chosen) and not (has_v2_runner_for_cpus() and has_triton_for_cpus())
+
+
+def has_v2_runner_for_cpus() -> bool:
+    """0.23 yes, 0.19 no."""
+    try:
+        return importlib.util.find_spec("vllm.v1.worker.cpu.model_runner") is not None
+    except ModuleNotFoundError:  # of the package it would be in
+        return False
+
+
+def has_triton_for_cpus() -> bool:
+    try:
+        from triton.backends import backends
+    except ImportError:
+        return False
+    return "cpu" in backends
 
 
 def pins_memory_without_a_gpu() -> bool:

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_resources
-from fastattention_vllm.integration.host_plan import check, host_budget, plan_layers
+from fastattention_vllm.integration.host_plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
@@ -102,23 +102,25 @@ class HostLayers:
     nodes: Sequence[int]
     stream_fraction: float | str
     dtype: torch.dtype
+    length_is_fitted: bool = False
+    """To the memory that :meth:`clamp` leaves, by vLLM."""
     pool: HostPool | None = None
+    rates: calibrate.Rates | None = None
+    """Where they were measured."""
     lanes: list[Lane] = field(default_factory=list)
 
     def clamp(self, available: int) -> int:
         """The device memory for vLLM's KV cache, no more than the host pool has blocks for.
 
         Raises:
-            Refusal: then no request of the greatest length fits any more.
+            Refusal: then no request of the greatest length fits any more, and vLLM does not choose that length itself.
         """
-        size, page = (
-            self.placement.device_size,
-            self.placement.bytes_per_block * self.placement.device_size.layers_per_group(),
-        )
-        blocks = self.placement.most_blocks(available, self.budget)
-        clamped = min(available, blocks * page)
+        size = self.placement.device_size
+        page = self.placement.bytes_per_block * size.layers_per_group()
+        clamped = self.placement.usable(available, self.budget)
+        blocks = clamped // page
         need = size.of_request(self.max_model_len)
-        if clamped < need <= available:
+        if clamped < need <= available and not self.length_is_fitted:
             wanted = self.placement.host_bytes(-(-need // page)) / GIB
             raise Refusal(
                 f"one request of max_model_len {self.max_model_len} needs {wanted:.2f} GiB of host memory for the "
@@ -168,7 +170,7 @@ class HostLayers:
             self.set_share(Share(float(self.stream_fraction)))
         elif self.side.pin:
             layer = forward_context[next(iter(self.targets))].impl
-            rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
+            self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
             share = calibrate.share(rates)
             logger.info(
                 "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
@@ -296,6 +298,7 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
         nodes,
         options.stream_fraction,
         vllm_config.model_config.dtype,
+        length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
     )
     for name, target in targets.items():
         layer = context[name]
@@ -345,12 +348,25 @@ def describe(house: HostLayers, blocks: int) -> list[str]:
         for layers, where, total in rows
     ]
     pinned = "pinned, " if house.pool.pinned else ""
+    tokens = min(longest, house.max_model_len)
     lines.append(
-        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has "
-        f"{min(longest, house.max_model_len)} tokens; host memory: {pinned}"
-        f"{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
+        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has {tokens} tokens; "
+        f"host memory: {pinned}{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
     )
+    if house.rates:
+        rate = decode_rate(house.rates)
+        milliseconds = 1e3 * placement.host_seconds(tokens, rate)
+        lines.append(
+            f"  Behind {tokens} tokens the host layers are predicted to add {milliseconds:.3g} ms to a token: "
+            f"their KV is read once, at {rate / 1e9:.3g} GB/s."
+        )
     return lines
+
+
+def decode_rate(rates: calibrate.Rates) -> float:
+    """Bytes per second of host KV: of the CPU and the link together, where it is divided (:func:`calibrate.share`)."""
+    together = calibrate.share(rates).part > 0
+    return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
 
 
 def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:

@@ -64,6 +64,36 @@ def plan_without_gpu(vllm_config: VllmConfig) -> Placement:
     return placement
 
 
+def length_is_automatic(vllm_config: VllmConfig) -> bool:
+    """``--max-model-len auto``: the length is fitted to the cache, not the cache to the length."""
+    automatic: bool = vllm_config.model_config.original_max_model_len == -1
+    return automatic
+
+
+def longest_request(placement: Placement, vllm_config: VllmConfig, kv_bytes: int, weight_bytes: int) -> int:
+    """The most tokens of one request in ``kv_bytes`` on the device and in what the host layers may take beside them.
+
+    Args:
+        placement: of all ranks.
+        kv_bytes: of each rank, not taken yet.
+        weight_bytes: of all ranks together, not in memory yet.
+
+    Raises:
+        Refusal: host_kv_gib is too little for any.
+    """
+    if not placement.host:
+        return placement.device_size.longest_request(kv_bytes)
+    asked, ranks = options_of(vllm_config).host_kv_gib, vllm_config.parallel_config.local_world_size
+    budget = host_budget(asked, ranks, kv_bytes + weight_bytes // ranks)
+    longest = placement.device_size.longest_request(placement.usable(kv_bytes, budget))
+    if not longest:
+        raise Refusal(
+            f"{budget / GIB:.2f} GiB of host memory may be used, in which the {len(placement.host)} host layers cannot "
+            f"hold one block of {placement.device_size.block_size} tokens; raise host_kv_gib."
+        )
+    return longest
+
+
 def plan_layers(layers: Layers, vllm_config: VllmConfig, wanted: Any, limits: Limits) -> Placement:
     size = replace(kv_size_of(vllm_config), full_layers=len(layers.full), windowed_layers=len(layers.windowed))
     try:

@@ -171,20 +171,21 @@ class FastAttentionCpuPlatform(CpuPlatform):
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
-        size = host_plan.plan_without_gpu(vllm_config).device_size
-        automatic_length = model.original_max_model_len == -1  # `--max-model-len auto`
+        placement = host_plan.plan_without_gpu(vllm_config)
+        size, weight_bytes = placement.device_size, cpu_resources.checkpoint_bytes(model.model)
+        automatic_length = host_plan.length_is_automatic(vllm_config)
         kv_bytes = cpu_resources.kv_bytes_per_rank(
             compat.requested_kv_bytes(vllm_config),
             size,
-            # An automatic length is fitted to the cache, not the cache to the length.
             None if automatic_length else model.max_model_len,
-            cpu_resources.checkpoint_bytes(model.model),
+            weight_bytes,
             vllm_config.parallel_config.local_world_size,
         )
         if automatic_length:
             # vLLM fits it too, but up to 0.29 forgets the block that it holds back itself: the longest requests would
             # wait for it forever.
-            model.max_model_len = min(model.max_model_len, size.longest_request(kv_bytes) or model.max_model_len)
+            longest = host_plan.longest_request(placement, vllm_config, kv_bytes, weight_bytes)
+            model.max_model_len = min(model.max_model_len, longest or model.max_model_len)
         compat.set_kv_bytes(vllm_config, kv_bytes)
         if size.of_request(1):
             logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / GIB)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -293,6 +294,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "vLLM's n-gram proposer is compiled by numba, which is not installed",
         "`pip install numba`, or remove --speculative-config",
         lambda c: c.speculative_config is not None and not has_numba(),
+    ),
+    Unsupported(
+        "the V2 model runner",
+        "it needs vLLM 0.23 or newer and Triton for CPUs, which are not both installed",
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
+        lambda c: compat.v2_runner_is_missing(c) and f"vLLM {metadata.version('vllm')}",
     ),
     Unsupported(
         "a KV connector",

@@ -53,16 +53,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Bandwidths:
-    """Bytes per second, measured on this machine."""
-
-    host: float
-    """At which the CPU attends over host memory, all ranks of the host at work."""
-    device: float
-    """At which the device reads its own memory."""
-
-
-@dataclass(frozen=True)
 class Placement:
     """The plan of one rank."""
 
@@ -82,15 +72,19 @@ class Placement:
         blocks = device_bytes // (self.device_size.layers_per_group() * self.bytes_per_block)
         return min(blocks, host_bytes // (self.slabs * self.bytes_per_block)) if self.slabs else blocks
 
+    def usable(self, device_bytes: int, host_bytes: int) -> int:
+        """The part of ``device_bytes`` that makes whole blocks for which the host has memory, too."""
+        return self.most_blocks(device_bytes, host_bytes) * self.device_size.null_block()
+
     def host_bytes(self, blocks: int) -> int:
         return blocks * self.slabs * self.bytes_per_block
 
-    def decode_seconds(self, tokens: int, bandwidths: Bandwidths) -> float:
-        """Predicted attention time of one token of a request of ``tokens`` tokens: each KV byte is read once."""
-        return (
-            _read_bytes(self.host_size, tokens) / bandwidths.host
-            + _read_bytes(self.device_size, tokens) / bandwidths.device
-        )
+    def host_seconds(self, tokens: int, bandwidth: float) -> float:
+        """Predicted time for the host layers' attention of one token of a request of ``tokens`` tokens.
+
+        Every byte of K and V in host memory is read once, at ``bandwidth`` bytes per second.
+        """
+        return _read_bytes(self.host_size, tokens) / bandwidth
 
 
 def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[int], limits: Limits) -> Placement:

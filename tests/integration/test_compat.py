@@ -101,6 +101,43 @@ def test_ray_is_refused_where_no_executor_runs_on_cpus(has_executor: bool, monke
     compat.check_ray(config)
 
 
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize(("has_runner", "has_triton"), [(True, True), (True, False), (False, True), (False, False)])
+def test_the_v2_runner_is_missed_only_where_it_is_chosen(
+    asked: bool | None, has_runner: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the variable alone up to 0.19, by a property of the configuration in newer versions."""
+    from vllm import envs
+
+    monkeypatch.setattr(compat, "has_v2_runner_for_cpus", lambda: has_runner)
+    monkeypatch.setattr(compat, "has_triton_for_cpus", lambda: has_triton)
+    missing = asked is True and not (has_runner and has_triton)
+    newer: Any = SimpleNamespace(use_v2_model_runner=asked)
+    assert compat.v2_runner_is_missing(newer) == missing
+    # As an entry: vLLM's module computes the attribute while there is none.
+    monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", asked)
+    older: Any = SimpleNamespace()
+    assert compat.v2_runner_is_missing(older) == missing
+
+
+@pytest.mark.parametrize(("backends", "runs"), [({"nvidia": 1}, False), ({"nvidia": 1, "cpu": 2}, True), (None, False)])
+def test_triton_runs_on_cpus_only_with_a_backend_for_them(
+    backends: dict[str, int] | None, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())  # type: ignore[misc]
+    installed: Any = None if backends is None else SimpleNamespace(backends=backends)
+    monkeypatch.setitem(sys.modules, "triton.backends", installed)
+    assert compat.has_triton_for_cpus() == runs
+
+
+def test_a_runner_in_a_package_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    assert not compat.has_v2_runner_for_cpus()
+
+
 def test_the_installed_versions_runner_finds_our_kernels() -> None:
     """By the way this version looks them up: its dispatcher, or the module of CPU replacements."""
     if not compat.verifies_speculated_tokens():  # 0.19: no such kernel, and none is added

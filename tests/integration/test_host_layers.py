@@ -23,9 +23,10 @@ from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
 from fastattention_vllm.demo.tokenizer import token_id
 from fastattention_vllm.integration import host_layers, host_plan
-from fastattention_vllm.integration.host_layers import HostLayers
+from fastattention_vllm.integration.host_layers import HostLayers, describe
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import cooperative, host_memory
+from fastattention_vllm.placement.calibrate import Rates
 from fastattention_vllm.placement.cooperative import Share
 from fastattention_vllm.placement.plan import indices_text
 from tests import reference_models as reference
@@ -288,6 +289,43 @@ def test_a_budget_too_small_for_one_request_is_refused_with_the_length_that_fits
         pass
 
 
+def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list[str]) -> None:
+    """From the rates at which their KV will be read, by the CPU alone or by both; nothing where none were measured."""
+    with small_blocks(model, **host(3)) as llm:
+        house = house_of(llm)
+        assert not [line for line in log if "predicted" in line]
+        for cpu, rate in ((95e9, 95), (60e9, 40 + 30)):
+            house.rates = Rates(memory=100e9, cpu=cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9)
+            (line,) = [line for line in describe(house, num_blocks(llm)) if "predicted" in line]
+            milliseconds = 3 * (1024 // 16) * PAGE / (rate * 1e9) * 1e3
+            assert f"Behind 1024 tokens the host layers are predicted to add {milliseconds:.3g} ms" in line
+            assert line.endswith(f"at {rate} GB/s.")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_automatic_length_fits_the_host_budget(asked: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for, or half of what is free, of which there is less once the engine has started."""
+    pool = int(30.5 * 2 * PAGE)
+    free = iter([1 << 30, KV_BYTES + 2 * pool])
+    if not asked:
+        monkeypatch.setattr(host_plan, "available_bytes", lambda: next(free))
+    budget = {"host_kv_gib": pool / (1 << 30)} if asked else {}
+    with small_blocks(model, max_model_len=-1, kv_cache_memory_bytes=KV_BYTES, **host(2, **budget)) as llm:
+        assert num_blocks(llm) == 30
+        fitted = llm.llm_engine.vllm_config.model_config.max_model_len
+        assert fitted == 29 * 16
+        prompts = random_prompts([fitted - MAX_TOKENS])
+        check(generate(llm, prompts), hugging_face_answers(model, prompts, MAX_TOKENS))
+
+
+def test_a_budget_too_small_for_any_length_is_one_sentence(model: Path) -> None:
+    gib = 1.5 * 2 * PAGE / (1 << 30)
+    with pytest.raises(ValueError, match=r"the 2 host layers cannot hold one block of 16 tokens; raise") as caught:
+        with small_blocks(model, max_model_len=-1, **host(2, host_kv_gib=gib)):
+            pass
+    assert is_one_sentence(caught.value)
+
+
 def test_a_pool_that_the_machine_has_no_memory_for_is_one_sentence(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +354,53 @@ def test_an_abandoned_prompt_leaves_nothing_behind(model: Path) -> None:
             llm.llm_engine.step()
         llm.llm_engine.abort_request(["abandoned"])
         check(generate(llm, [second]), answers)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_prompts_abandoned_half_way_leave_the_other_requests_as_they_were(model: Path) -> None:
+    """Two prompts are abandoned, in different steps, while others decode, are computed, or are still to come.
+
+    Their blocks go to those at once, and in the end all of them to one request.
+    """
+    decoding, coming = random_prompts([40, 130], seed=14), random_prompts([300], seed=15)
+    abandoned, whole = random_prompts([700, 600], seed=16), random_prompts([1024 - MAX_TOKENS], seed=17)
+    answers = hugging_face_answers(model, decoding + coming + whole, MAX_TOKENS)
+    arguments = {"num_gpu_blocks_override": 1 + 1024 // 16, "long_prefill_token_threshold": 24}
+    with small_blocks(model, **arguments, **host(3, stream_fraction=0.5)) as llm:
+        add(llm, {"abandoned": abandoned[0], "first": decoding[0], "later": abandoned[1], "second": decoding[1]})
+        outputs = steps(llm, 5)
+        computed = [request.num_computed_tokens for request in scheduler(llm).running]
+        assert computed[0] == 5 * 24
+        assert 24 < computed[2] < 600
+        llm.llm_engine.abort_request(["abandoned"])
+        add(llm, {"coming": coming[0]})
+        outputs |= steps(llm, 3)
+        llm.llm_engine.abort_request(["later"])
+        outputs |= steps(llm, 40)
+        assert not llm.llm_engine.has_unfinished_requests(), "someone waits for what will not come"
+        check([outputs[name] for name in ("first", "second", "coming")], answers[:3])
+        add(llm, {"whole": whole[0]})
+        check([steps(llm, 1024 // 24 + MAX_TOKENS + 5)["whole"]], answers[3:])
+
+
+def add(llm: LLM, requests: dict[str, list[int]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
+    for name, prompt in requests.items():
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def steps(llm: LLM, most: int) -> dict[str, Any]:
+    """Up to so many; what has finished in them, by name."""
+    finished = {}
+    while most and llm.llm_engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+        most -= 1
+    return finished
+
+
+def scheduler(llm: LLM) -> Any:
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.scheduler
 
 
 class TestRefusals:
@@ -375,6 +460,12 @@ class TestRefusals:
         first, second, third, fourth = (config.compute_hash() for config in decided)
         assert len({first, second, third}) == 3
         assert third == fourth
+
+    def test_an_automatic_length_is_fitted_to_the_host_budget(self, model: Path) -> None:
+        """Before the engine starts: up to 0.29 vLLM's own fit forgets a block."""
+        budget = host(2, host_kv_gib=30.5 * 2 * PAGE / (1 << 30))
+        config = self.config(model, 2, max_model_len=-1, block_size=16, dtype="float32", **budget)
+        assert config.model_config.max_model_len == 29 * 16
 
     @pytest.mark.parametrize("layers", [1, 0])
     @pytest.mark.parametrize(

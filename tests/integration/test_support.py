@@ -87,6 +87,7 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     ),
     "speculative decoding with this old a vLLM": (plain(), {"speculative_config": NGRAM}),
     "n-gram speculative decoding without numba": (plain(), {"speculative_config": NGRAM}),
+    "the V2 model runner": (plain(), {}),
     "a KV connector": (plain(), {"kv_offloading_size": 1.0}),
     "data parallelism": (plain(), {"data_parallel_size": 2}),
     "pipeline parallelism": (plain(), {"pipeline_parallel_size": 2}),
@@ -175,6 +176,7 @@ def test_the_sentence_names_feature_reason_and_remedy(
     monkeypatch.setattr(support, "has_numba", lambda: "without numba" not in feature)
     monkeypatch.setattr(compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM")
     monkeypatch.setattr(compat, "pins_memory_without_a_gpu", lambda: feature == "LoRA with this vLLM")
+    monkeypatch.setattr(compat, "v2_runner_is_missing", lambda config: feature == "the V2 model runner")
     (row,) = (row for row in UNSUPPORTED if row.feature == feature)
     with pytest.raises(ValueError, match=feature) as caught:
         engine_config(config, tmp_path, **arguments)
