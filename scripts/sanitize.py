@@ -65,6 +65,7 @@ SANITIZERS = (
         tests=(
             "tests/attention/test_cpu_attention.py",
             "tests/attention/test_cpu_errors.py",
+            "tests/attention/test_cpu_start.py",
             "tests/attention/test_cpu_threads.py",
             "tests/attention/test_cpu_write_kv.py",
             "tests/attention/test_memory.py",
@@ -100,13 +101,15 @@ SANITIZERS = (
         # What runs on several threads. Not the tests that fork, since the runtime does not support threads in the child
         # of a process that had threads.
         tests=(
+            "tests/attention/test_cpu_start.py",
             "tests/attention/test_cpu_threads.py",
             "tests/attention/test_cpu_attention.py",
             "tests/attention/test_cpu_write_kv.py",
             "tests/attention/test_memory.py",
             "tests/attention/test_roof.py",
             "-k",
-            "(test_cpu_threads and not fork) or discarded or split_and_merged or (slots and 700) or test_roof",
+            "((test_cpu_threads or test_cpu_start) and not fork) or discarded or split_and_merged or (slots and 700)"
+            " or test_roof",
         ),
         bugs=(
             Bug(

@@ -17,13 +17,14 @@ import importlib.metadata
 import os
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 
@@ -157,6 +158,7 @@ def _library() -> ctypes.CDLL:
     library.fa_cpu_set_isa.argtypes = [c_char_p]
     library.fa_cpu_set_num_threads.argtypes = [c_int32, ctypes.POINTER(c_int32), c_int32]
     library.fa_cpu_attention.argtypes = [ctypes.POINTER(_AttentionProblem)]
+    library.fa_cpu_attention_start.argtypes = [ctypes.POINTER(_AttentionProblem)]
     library.fa_cpu_write_kv.argtypes = [ctypes.POINTER(_KvWrite)]
     forced = os.environ.get("FASTATTENTION_CPU_ISA")
     if forced and library.fa_cpu_set_isa(forced.encode()) != _OK:
@@ -262,6 +264,38 @@ def run(
 
     Raises ``ValueError`` for tensors that do not fit together, with one sentence that names the value.
     """
+    arguments, out, lse = _arguments(problem, out, lse, return_lse)
+    _check(_library().fa_cpu_attention(arguments))
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Running:
+    """An attention that the pool computes; keeps its tensors alive."""
+
+    problem: AttentionProblem
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+    def finish(self) -> None:
+        """Compute what is left together with the pool, and return when all is done."""
+        _check(_library().fa_cpu_attention_finish())
+
+
+def start(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None = None) -> Running:
+    """Let the pool's own threads begin with ``problem``, as :func:`run` would; the caller is free to do other things.
+
+    The same thread must call :meth:`Running.finish`. Until then its calls of these kernels raise ``ValueError``, and
+    those of other threads wait.
+    """
+    arguments, out, lse = _arguments(problem, out, lse, False)
+    _check(_library().fa_cpu_attention_start(arguments))
+    return Running(problem, out, lse)
+
+
+def _arguments(
+    problem: AttentionProblem, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
+) -> tuple[_AttentionProblem, torch.Tensor, torch.Tensor | None]:
     query, key, value = problem.query, problem.key, problem.value
     query_start_loc, seq_lens = problem.query_start_loc, problem.seq_lens
     block_table, kv_start_loc = problem.block_table, problem.kv_start_loc
@@ -379,8 +413,7 @@ def run(
         *out_strides,
         *lse_strides,
     )
-    _check(_library().fa_cpu_attention(arguments))
-    return out, lse
+    return arguments, out, lse
 
 
 def write_kv(

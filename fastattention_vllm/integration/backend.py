@@ -175,9 +175,6 @@ class CpuSide:
     def prepare(self) -> None:
         """The threads are there for every layer, and the worker is our own."""
 
-    def caller(self) -> int | None:
-        return None
-
     def kernels(self) -> Device:
         return cpu_kernels
 

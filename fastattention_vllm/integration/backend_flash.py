@@ -156,14 +156,10 @@ class CudaSide:
         if not getattr(cache, "user_specified_block_size", True):  # versions without it have asked already
             cache.block_size = FastAttentionFlashBackend.get_preferred_block_size(cache.block_size)
 
-    def _attention_cpus(self) -> list[int]:
-        """All but one, which is left to the engine and the API server."""
-        cpus = self.cpus()
-        return cpus[1:] if len(cpus) > 1 else cpus
-
     def prepare(self) -> None:
-        """Start the CPU's threads; hook into vLLM's worker."""
-        own = self._attention_cpus()
+        """Start the CPU's threads, leaving one core to the engine and the API server; hook into vLLM's worker."""
+        cpus = self.cpus()
+        own = cpus[1:] if len(cpus) > 1 else cpus
         threads = options_of(self.vllm_config).cpu_threads or len(own)
         try:
             cpu_kernels.set_num_threads(threads, own)
@@ -173,13 +169,10 @@ class CudaSide:
         logger.info_once(
             "Host layers: instruction set %s, %s; the GPU's part by FlashAttention %s.",
             cpu_kernels.isa(),
-            cpu_resources.describe_pinning(threads, own, own[:1]),
+            cpu_resources.describe_pinning(threads, own, cpus),
             flash._version(self.vllm_config.model_config.get_head_size()),
         )
         compat.extend_gpu_worker(host_layers.find)
-
-    def caller(self) -> int | None:
-        return self._attention_cpus()[0]
 
     def kernels(self) -> Device:
         return flash

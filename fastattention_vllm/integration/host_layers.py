@@ -81,9 +81,6 @@ class DeviceSide(Protocol):
     def prepare(self) -> None:
         """Called once it is sure that there will be host layers."""
 
-    def caller(self) -> int | None:
-        """The CPU that the attention pool leaves to the thread that calls it; None if that is bound already."""
-
     def kernels(self) -> Device: ...
 
     def link(self) -> Link: ...
@@ -159,7 +156,7 @@ class HostLayers:
         except MemoryError as error:
             raise Refusal(f"{error}.") from error
         for names in filter(None, tables):
-            lane = Lane(self.side.link(), self.side.kernels(), self.side.caller())
+            lane = Lane(self.side.link(), self.side.kernels())
             self.lanes.append(lane)
             for name in names:
                 forward_context[name].impl.open(lane, self.pool.caches[name])

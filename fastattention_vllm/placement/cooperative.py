@@ -12,9 +12,8 @@ The same code runs where the "device" is the host itself (``LocalLink``); there 
 from __future__ import annotations
 
 import collections
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -280,23 +279,14 @@ class Lane:
 
     link: Link
     device: Device
-    caller: int | None = None
-    """The CPU that the attention pool leaves to the thread that calls it; None: wherever that runs."""
     layers: list[HostAttention] = field(default_factory=list)
     """In the model's order."""
     share: Share = field(default_factory=lambda: Share(0.0))
     conveyor: Conveyor = field(init=False)
-    cpu: ThreadPoolExecutor = field(init=False)
-    """The one thread that calls the CPU kernels."""
     _step: Step | None = None
 
     def __post_init__(self) -> None:
         self.conveyor = Conveyor(self.link)
-        self.cpu = ThreadPoolExecutor(1, thread_name_prefix="host-layers", initializer=self._bind)
-
-    def _bind(self) -> None:
-        if self.caller is not None:
-            os.sched_setaffinity(0, {self.caller})  # of this thread
 
     def begin(self, step: Step) -> None:
         """If ``step`` is a new one: ask for everything that may be brought up before its layer's turn."""
@@ -502,22 +492,28 @@ class HostAttention:
         )
         out = link.host_buffer("out", query.shape, query.dtype)
         if not any(parts.short):
-            if self.lane.caller is None:
-                cpu_kernels.run(problem, out=out)
-            else:
-                self.lane.cpu.submit(cpu_kernels.run, problem, out=out).result()
+            cpu_kernels.run(problem, out=out)
             output[rows] = link.to_device(out)
             return
         lse = link.host_buffer("lse", query.shape[:2], torch.float32)
-        # To start the device's work takes as long as a good part of the CPU's: both at the same time.
-        on_cpu = self.lane.cpu.submit(cpu_kernels.run, problem, out=out, lse=lse)
-        try:
+        with self._on_cpu(problem, out, lse):
             part, part_lse = self._attend_to_shares(short, parts, query)
-        finally:
-            on_cpu.result()
         total, total_lse = link.to_device(out).float(), link.to_device(lse)
         merge(total, total_lse, part, part_lse)
         output[rows] = total.to(output.dtype)
+
+    @contextmanager
+    def _on_cpu(self, problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> Iterator[None]:
+        """Attend to ``problem`` while what is inside starts the device's work, which takes a good part of the time."""
+        if not self.lane.link.beside:
+            cpu_kernels.run(problem, out=out, lse=lse)
+            yield
+            return
+        running = cpu_kernels.start(problem, out, lse)
+        try:
+            yield
+        finally:
+            running.finish()
 
     def _attend_to_shares(self, short: Short, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 ``out`` and ``lse`` of all short rows over the device's part; 0 and -inf where there is none."""

@@ -20,6 +20,9 @@ MOST_KEPT = 256
 class Link(ABC):
     """One device. Only :meth:`arrive` and :meth:`wait_on_host` return once the device has done its part."""
 
+    beside: bool
+    """Whether it computes while the host's attention threads do."""
+
     @abstractmethod
     def start_to_host(self, *tensors: torch.Tensor) -> Any:
         """Begin to copy device tensors of one dtype and length to the host."""
@@ -75,6 +78,8 @@ class Link(ABC):
 class LocalLink(Link):
     """The "device" is the host itself: the same steps, done at once."""
 
+    beside = False
+
     def start_to_host(self, *tensors: torch.Tensor) -> Any:
         return list(tensors)
 
@@ -114,6 +119,8 @@ class LocalLink(Link):
 
 class CudaLink(Link):
     """A GPU, through torch's streams. Host memory is pinned, and addressed by the GPU at the same addresses."""
+
+    beside = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

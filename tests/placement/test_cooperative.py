@@ -74,9 +74,31 @@ class LateDevice:
         self.link.writes.append(lambda: cpu.write_kv(*arguments))
 
 
-def world_of(model: Model, num_layers: int, num_blocks: int, share: float, seed: int, *, late: bool = False) -> World:
-    link = LateLink() if late else LocalLink()
-    lane = Lane(link, LateDevice(link) if isinstance(link, LateLink) else cpu, share=Share(share))
+class BesideLink(LateLink):
+    """And the device has arithmetic of its own."""
+
+    beside = True
+
+
+@dataclass
+class BesideDevice(LateDevice):
+    """While the CPU kernels compute, they can be asked for nothing else."""
+
+    def run(self, problem: AttentionProblem, *, return_lse: bool = False) -> Any:
+        out, lse = oracle.attention(problem)
+        return out.to(problem.query.dtype), lse.float()
+
+
+LINKS = ("local", "late", "beside")
+
+
+def world_of(model: Model, num_layers: int, num_blocks: int, share: float, seed: int, kind: str = "local") -> World:
+    """``kind``: of :data:`LINKS`."""
+    if kind == "local":
+        lane = Lane(LocalLink(), cpu, share=Share(share))
+    else:
+        link, device = (LateLink(), LateDevice) if kind == "late" else (BesideLink(), BesideDevice)
+        lane = Lane(link, device(link), share=Share(share))
     return World(model, num_layers, num_blocks, lane, seed)
 
 
@@ -120,10 +142,10 @@ MODELS = st.builds(
     share=st.sampled_from([0.0, 0.3, 1.0]),
     blocks_per_part=st.sampled_from([1, 2, 5]),
     most_short=st.sampled_from([1, 3, 8]),
-    late=st.booleans(),
+    kind=st.sampled_from(LINKS),
 )
 def test_steps_equal_attention_over_the_whole_history(
-    data: st.DataObject, model: Model, share: float, blocks_per_part: int, most_short: int, late: bool
+    data: st.DataObject, model: Model, share: float, blocks_per_part: int, most_short: int, kind: str
 ) -> None:
     """Several steps and layers; requests come, begin with what others have computed or just compute, and go on."""
     with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +153,7 @@ def test_steps_equal_attention_over_the_whole_history(
         patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block + block // 2)
         patch.setattr(cooperative, "LEAST_SHARE", data.draw(st.sampled_from([1, 3 * block])))
         patch.setattr(cooperative, "MAX_SHORT", most_short)
-        world = world_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), late=late)
+        world = world_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), kind)
         requests: list[Request] = []
         for _ in range(data.draw(st.integers(1, 4))):
             works = []
@@ -156,15 +178,15 @@ WINDOWS = [None, 1, 7, 20]
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", LINKS)
 def test_a_prefix_that_is_computed_in_the_same_step(
-    late: bool, share: float, window: int | None, small_parts: Callable[[Model, int], None]
+    kind: str, share: float, window: int | None, small_parts: Callable[[Model, int], None]
 ) -> None:
     """By the CPU or by the device, for the one or the other, in either order; the caches hold NaN before."""
     model = Model(window=window)
     small_parts(model, 2)
     for first, second in ((40, 3), (8, 40), (40, 40), (8, 3)):
-        world = world_of(model, 2, 100, share, seed=0, late=late)
+        world = world_of(model, 2, 100, share, 0, kind)
         one = world.request(first)
         other = world.request(first + second, one, first // model.page_size)
         for order in (1, -1):

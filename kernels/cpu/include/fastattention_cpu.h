@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or a signature below changes; the Python wrapper refuses any other number. */
-#define FA_CPU_ABI_VERSION 4
+#define FA_CPU_ABI_VERSION 5
 
 typedef enum fa_dtype {
   FA_F32 = 0,
@@ -144,6 +144,12 @@ int32_t fa_cpu_set_spin(int32_t microseconds);
 int32_t fa_cpu_measure_wake(int64_t* nanoseconds);
 
 int32_t fa_cpu_attention(const fa_attention_problem* problem);
+/* The same in two calls of one thread, which may do other things meanwhile: between them the pool's own threads
+ * compute, the second call joins them and returns when all is done. Whatever the problem points to must live that long
+ * (the struct itself need not). Meanwhile other threads' calls wait; this thread's are refused, but for a
+ * fa_cpu_write_kv of few tokens. A start that failed needs no finish. */
+int32_t fa_cpu_attention_start(const fa_attention_problem* problem);
+int32_t fa_cpu_attention_finish(void);
 int32_t fa_cpu_write_kv(const fa_kv_write* write);
 
 /* What was achieved for a range of memory. */

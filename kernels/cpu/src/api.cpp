@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -46,6 +47,8 @@ int32_t guarded(F body) {
   } catch (const std::system_error& error) {
     const bool refused = error.code() == std::errc::invalid_argument;
     return fail(refused ? FA_BAD_ARGUMENT : FA_OUT_OF_MEMORY, "could not start the thread pool: %s.", error.what());
+  } catch (const std::logic_error& error) {
+    return fail(FA_BAD_ARGUMENT, "%s.", error.what());
   } catch (const std::exception& error) {
     return fail(FA_BAD_ARGUMENT, "unexpected error: %s.", error.what());
   }
@@ -252,13 +255,25 @@ FA_EXPORT int32_t fa_cpu_measure_wake(int64_t* nanoseconds) {
   });
 }
 
-FA_EXPORT int32_t fa_cpu_attention(const fa_attention_problem* problem) {
+FA_EXPORT int32_t fa_cpu_attention_start(const fa_attention_problem* problem) {
   return guarded([&]() -> int32_t {
     if (problem == nullptr) return fail(FA_BAD_ARGUMENT, "problem must not be a null pointer.");
     if (const int32_t status = check(*problem)) return status;
-    Engine::get().attend(*problem);
+    Engine::get().start_attention(*problem);
     return FA_OK;
   });
+}
+
+FA_EXPORT int32_t fa_cpu_attention_finish(void) {
+  return guarded([&]() -> int32_t {
+    Engine::get().finish_attention();
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_attention(const fa_attention_problem* problem) {
+  const int32_t status = fa_cpu_attention_start(problem);
+  return status == FA_OK ? fa_cpu_attention_finish() : status;
 }
 
 FA_EXPORT int32_t fa_cpu_write_kv(const fa_kv_write* write) {

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 #include <thread>
 
 #include "isa.h"
@@ -49,7 +50,7 @@ void Engine::Buffer::reserve(size_t wanted) {
 int Engine::num_threads() { return num_threads_.load(std::memory_order_relaxed); }
 
 void Engine::set_num_threads(int num_threads, const std::vector<int>& cpus) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::unique_lock<std::mutex> lock = turn();
   if (num_threads == num_threads_ && cpus == cpus_) return;
   // Started here, so that a size or CPUs that cannot be had are refused and the pool stays as it was.
   auto pool = num_threads > 1 && !shut_down_ ? std::make_unique<ThreadPool>(num_threads, cpus) : nullptr;
@@ -58,13 +59,23 @@ void Engine::set_num_threads(int num_threads, const std::vector<int>& cpus) {
   pool_ = std::move(pool);
 }
 
+void Engine::before_fork() {
+  if (!has_started()) mutex_.lock();
+}
+
+void Engine::after_fork_in_parent() {
+  if (!has_started()) mutex_.unlock();
+}
+
 void Engine::after_fork_in_child() {
   (void)pool_.release();  // its threads do not exist here, so it can be neither joined nor destroyed
+  starter_.store({}, std::memory_order_relaxed);  // what was started is the parent's to finish
   mutex_.unlock();
 }
 
 void Engine::shut_down() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has_started()) return;  // the process ends in the middle of it
+  const std::unique_lock<std::mutex> lock = turn();
   pool_.reset();
   shut_down_ = true;
 }
@@ -75,46 +86,97 @@ ThreadPool* Engine::pool() {
   return pool_.get();
 }
 
-template <class F>
-void Engine::for_each(int64_t count, bool alone, const F& task) {
-  struct Context {
-    const F& task;
-    int64_t count;
-    int64_t last_reserved;
-    alignas(64) std::atomic<int64_t> next;
-  } context{task, count, count - kPool.unreserved_items_per_thread * num_threads_, {0}};
-  const auto participate = [](void* opaque, int participant) {
-    Context& shared = *static_cast<Context*>(opaque);
-    const auto take = [&] { return shared.next.fetch_add(1, std::memory_order_relaxed); };
-    for (int64_t i = take(); i < shared.count;) {
-      // Knowing what comes next lets a task prepare for it; near the end, whoever is free first takes it.
-      const int64_t reserved = i < shared.last_reserved ? take() : -1;
-      shared.task(i, reserved < shared.count ? reserved : -1, participant);
-      i = reserved >= 0 ? reserved : take();
-    }
-  };
-  ThreadPool* threads = count > 1 && !alone ? pool() : nullptr;
-  if (threads != nullptr) {
-    threads->run(participate, &context, static_cast<int>(std::min<int64_t>(count, num_threads_) - 1));
-  } else {
-    context.last_reserved = count;
-    participate(&context, 0);
+std::unique_lock<std::mutex> Engine::turn() {
+  if (has_started()) throw std::logic_error("finish the attention that this thread has started first");
+  return std::unique_lock<std::mutex>(mutex_);
+}
+
+void Engine::participate(void* work, int participant) {
+  Work& shared = *static_cast<Work*>(work);
+  const auto take = [&] { return shared.next.fetch_add(1, std::memory_order_relaxed); };
+  for (int64_t i = take(); i < shared.count;) {
+    // Knowing what comes next lets a task prepare for it; near the end, whoever is free first takes it.
+    const int64_t reserved = i < shared.last_reserved ? take() : -1;
+    shared.task(shared.object, i, reserved < shared.count ? reserved : -1, participant);
+    i = reserved >= 0 ? reserved : take();
   }
 }
 
-void Engine::attend(const fa_attention_problem& problem) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const KernelTable& kernel = active_kernel();
-  make_plan(problem, kernel, plan_);
-  if (plan_.num_items == 0) return;
+void Engine::start(Work& work, bool alone) {
+  work.next.store(0, std::memory_order_relaxed);
+  work.threads = work.count > 1 && !alone ? pool() : nullptr;
+  if (work.threads == nullptr) {
+    work.last_reserved = work.count;
+    return;
+  }
+  work.last_reserved = work.count - kPool.unreserved_items_per_thread * num_threads_;
+  work.threads->start(participate, &work, static_cast<int>(std::min<int64_t>(work.count, num_threads_) - 1));
+}
+
+void Engine::finish(Work& work) {
+  if (work.threads != nullptr) {
+    work.threads->join();
+  } else {
+    participate(&work, 0);
+  }
+}
+
+template <class F>
+void Engine::for_each(int64_t count, const F& task) {
+  Work work{};
+  work.task = [](void* object, int64_t index, int64_t, int) { (*static_cast<const F*>(object))(index); };
+  work.object = const_cast<F*>(&task);
+  work.count = count;
+  start(work, false);
+  finish(work);
+}
+
+float* Engine::partial_of(const RowBlock& block, int64_t head, int64_t split) const {
+  return static_cast<float*>(partials_.data) + block.first_partial +
+         block.partial_size * static_cast<size_t>(head * block.num_splits + split);
+}
+
+WorkItem Engine::item_at(int64_t index, const RowBlock*& block) const {
+  // Heads inner: neighbours in memory run at the same time.
+  const Piece& piece = plan_.pieces[static_cast<size_t>(index / problem_.num_kv_heads)];
+  block = &plan_.blocks[static_cast<size_t>(piece.block)];
+  WorkItem item = block->item;
+  item.kv_head = static_cast<int32_t>(index % problem_.num_kv_heads);
+  if (block->num_splits > 1) {
+    item.kv_begin = split_begin(*block, piece.split);
+    item.kv_end = split_begin(*block, piece.split + 1);
+    item.partial = partial_of(*block, item.kv_head, piece.split);
+  }
+  return item;
+}
+
+void Engine::attend_item(int64_t index, int64_t next, int participant) {
+  const RowBlock* block = nullptr;
+  const RowBlock* next_block = nullptr;
+  WorkItem item = item_at(index, block);
+  const WorkItem following = next >= 0 ? item_at(next, next_block) : WorkItem{};
+  kernel_->attend(problem_, item, next >= 0 ? &following : nullptr, scratch_[participant].data);
+  if (block->num_splits == 1) return;
+  // Whoever finishes last merges; release and acquire make the others' partials visible to it.
+  auto* unmerged = static_cast<std::atomic<int32_t>*>(unmerged_.data);
+  if (unmerged[block->first_merge + item.kv_head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    item.partial = partial_of(*block, item.kv_head, 0);
+    kernel_->merge(problem_, item, block->num_splits);
+  }
+}
+
+void Engine::start_attention(const fa_attention_problem& problem) {
+  std::unique_lock<std::mutex> lock = turn();
+  problem_ = problem;
+  kernel_ = &active_kernel();
+  make_plan(problem, *kernel_, plan_);
 
   // All memory is taken here, so that nothing can fail inside the pool; each thread touches its own scratch first.
-  const size_t scratch_bytes = kernel.scratch_bytes(plan_.max_rows, problem.head_size);
+  const size_t scratch_bytes = plan_.num_items > 0 ? kernel_->scratch_bytes(plan_.max_rows, problem.head_size) : 0;
   if (scratch_.size() < static_cast<size_t>(num_threads_)) scratch_.resize(num_threads_);
   for (int i = 0; i < num_threads_; ++i) scratch_[i].reserve(scratch_bytes);
   partials_.reserve(plan_.partial_floats * sizeof(float));
   unmerged_.reserve(plan_.num_merges * sizeof(std::atomic<int32_t>));
-  float* partials = static_cast<float*>(partials_.data);
   auto* unmerged = static_cast<std::atomic<int32_t>*>(unmerged_.data);
   for (const RowBlock& block : plan_.blocks) {
     if (block.num_splits == 1) continue;
@@ -122,37 +184,21 @@ void Engine::attend(const fa_attention_problem& problem) {
       new (&unmerged[block.first_merge + head]) std::atomic<int32_t>(block.num_splits);
     }
   }
+  attention_.task = [](void* engine, int64_t index, int64_t next, int participant) {
+    static_cast<Engine*>(engine)->attend_item(index, next, participant);
+  };
+  attention_.object = this;
+  attention_.count = plan_.num_items;
+  start(attention_, plan_.multiply_adds < kPool.solo_multiply_adds);
+  starter_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  lock.release();  // until finish_attention()
+}
 
-  const bool alone = plan_.multiply_adds < kPool.solo_multiply_adds;
-  const auto partial_of = [&](const RowBlock& block, int64_t head, int64_t split) {
-    return partials + block.first_partial + block.partial_size * static_cast<size_t>(head * block.num_splits + split);
-  };
-  const auto item_at = [&](int64_t index, const RowBlock*& block) {
-    // Heads inner: neighbours in memory run at the same time.
-    const Piece& piece = plan_.pieces[static_cast<size_t>(index / problem.num_kv_heads)];
-    block = &plan_.blocks[static_cast<size_t>(piece.block)];
-    WorkItem item = block->item;
-    item.kv_head = static_cast<int32_t>(index % problem.num_kv_heads);
-    if (block->num_splits > 1) {
-      item.kv_begin = split_begin(*block, piece.split);
-      item.kv_end = split_begin(*block, piece.split + 1);
-      item.partial = partial_of(*block, item.kv_head, piece.split);
-    }
-    return item;
-  };
-  for_each(plan_.num_items, alone, [&](int64_t index, int64_t next, int participant) {
-    const RowBlock* block = nullptr;
-    const RowBlock* next_block = nullptr;
-    WorkItem item = item_at(index, block);
-    const WorkItem following = next >= 0 ? item_at(next, next_block) : WorkItem{};
-    kernel.attend(problem, item, next >= 0 ? &following : nullptr, scratch_[participant].data);
-    if (block->num_splits == 1) return;
-    // Whoever finishes last merges; release and acquire make the others' partials visible to it.
-    if (unmerged[block->first_merge + item.kv_head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      item.partial = partial_of(*block, item.kv_head, 0);
-      kernel.merge(problem, item, block->num_splits);
-    }
-  });
+void Engine::finish_attention() {
+  if (!has_started()) throw std::logic_error("this thread has started no attention");
+  finish(attention_);
+  starter_.store({}, std::memory_order_relaxed);
+  mutex_.unlock();
 }
 
 void Engine::write_kv(const fa_kv_write& write) {
@@ -163,16 +209,16 @@ void Engine::write_kv(const fa_kv_write& write) {
     kernel.write_kv(write, 0, write.num_tokens);
     return;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, false, [&](int64_t index, int64_t, int) {
+  const std::unique_lock<std::mutex> lock = turn();
+  for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, [&](int64_t index) {
     kernel.write_kv(write, index * tokens_per_item, std::min(write.num_tokens, (index + 1) * tokens_per_item));
   });
 }
 
 void Engine::zero(void* address, int64_t bytes, bool fresh) {
   constexpr int64_t kSmallestPage = 4096;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for_each((bytes + kTouchBytes - 1) / kTouchBytes, false, [&](int64_t index, int64_t, int) {
+  const std::unique_lock<std::mutex> lock = turn();
+  for_each((bytes + kTouchBytes - 1) / kTouchBytes, [&](int64_t index) {
     char* const begin = static_cast<char*>(address) + index * kTouchBytes;
     const int64_t length = std::min(kTouchBytes, bytes - index * kTouchBytes);
     if (!fresh) {
@@ -185,7 +231,7 @@ void Engine::zero(void* address, int64_t bytes, bool fresh) {
 
 int64_t Engine::measure_wake() {
   using Clock = std::chrono::steady_clock;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::unique_lock<std::mutex> lock = turn();
   ThreadPool* threads = pool();
   if (threads == nullptr) return 0;
   struct Context {
@@ -211,7 +257,7 @@ int64_t Engine::measure_wake() {
 }
 
 uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, ReadMethod method) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::unique_lock<std::mutex> lock = turn();
   const ReadLoop read = best_read_loop();
   int64_t total = 0;
   for (int64_t page = 0; page < num_pages; ++page) total += bytes[page];
@@ -237,7 +283,7 @@ uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int6
   turns.push_back({num_pages, 0});
 
   std::atomic<uint64_t> checksum{0};
-  for_each(num_turns, false, [&](int64_t index, int64_t, int) {
+  for_each(num_turns, [&](int64_t index) {
     const Turn end = turns[index + 1];
     uint64_t sum = 0;
     int64_t offset = turns[index].offset;
@@ -252,9 +298,9 @@ uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int6
 }
 
 void Engine::spin(const PeakLoop& loop, int64_t iterations) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::unique_lock<std::mutex> lock = turn();
   const int64_t turns = std::min<int64_t>(iterations, num_threads_ * kTurnsPerThread);
-  for_each(turns, false, [&](int64_t index, int64_t, int) {
+  for_each(turns, [&](int64_t index) {
     volatile float result = loop.run(iterations * (index + 1) / turns - iterations * index / turns);
     (void)result;
   });

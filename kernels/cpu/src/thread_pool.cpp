@@ -117,7 +117,7 @@ void ThreadPool::wake_sleepers() {
   futex_wake(epoch_, taken);
 }
 
-void ThreadPool::run(Task task, void* context, int helpers) {
+void ThreadPool::start(Task task, void* context, int helpers) {
   task_ = task;
   context_ = context;
   to_wake_.store(std::min(helpers, static_cast<int>(workers_.size())), std::memory_order_relaxed);
@@ -126,8 +126,10 @@ void ThreadPool::run(Task task, void* context, int helpers) {
   // Either this sees a worker that announced its sleep, or that worker's futex call sees the new epoch: both sides
   // write first and read second, sequentially consistent. Whoever wakes wakes others, so that no one wakes 100.
   wake_sleepers();
+}
 
-  task(context, 0);
+void ThreadPool::join() {
+  task_(context_, 0);
 
   // Workers that have not come by now are not needed any more; wait for those inside.
   gate_.fetch_and(~kOpen, std::memory_order_acq_rel);

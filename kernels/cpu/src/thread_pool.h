@@ -14,7 +14,7 @@ class ThreadPool {
  public:
   using Task = void (*)(void* context, int participant);  // participant in [0, num_threads); must not throw
 
-  // num_threads includes the caller of run(), which is participant 0 and stays where its owner put it. Worker i is
+  // num_threads includes the caller of join(), which is participant 0 and stays where its owner put it. Worker i is
   // pinned to cpus[i % size], which leaves cpus[0] to the caller; with no cpus, workers may run where their creator
   // may. Throws std::system_error, also for a CPU in the list that no worker would be pinned to.
   ThreadPool(int num_threads, const std::vector<int>& cpus);
@@ -24,10 +24,15 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Runs task on the calling thread and on the workers that wake up before the caller is done, and returns when all of
-  // them are. Participants share the work among themselves; helpers says how many workers it is enough to wake. One
-  // call at a time.
-  void run(Task task, void* context, int helpers);
+  // Runs task on the workers that wake up before join() and on the thread that calls join(), which is participant 0.
+  // Participants share the work among themselves; helpers says how many workers it is enough to wake. One job at a
+  // time; context must live until join() returns, which it does when all participants are done.
+  void start(Task task, void* context, int helpers);
+  void join();
+  void run(Task task, void* context, int helpers) {
+    start(task, context, helpers);
+    join();
+  }
 
  private:
   void work(int participant);
