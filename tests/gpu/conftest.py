@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.placement.conftest import exact_weights  # noqa: F401
+
 NO_GPU = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 

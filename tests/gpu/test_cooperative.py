@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention import cpu
 from fastattention_vllm.placement import calibrate, cooperative, host_memory, link
 from fastattention_vllm.placement.cooperative import Lane, Share
-from tests.attention import oracle
 from tests.placement.world import Model, Request, World
 
+pytestmark = pytest.mark.usefixtures("exact_weights")
 UNWRITTEN = 50.0
 """Not NaN: FlashAttention multiplies what a page holds behind the last token by zero."""
 
@@ -29,14 +27,6 @@ MODELS = st.builds(
     window=st.sampled_from([None, None, 1, 30, 200]),
     softcap=st.sampled_from([0.0, 0.0, 2.0]),
 )
-
-
-@pytest.fixture(autouse=True)
-def exact_weights() -> Iterator[None]:
-    before = cpu.isa()
-    cpu.set_isa(next(isa for isa in cpu.usable_isas() if isa not in oracle.BF16_ISAS))
-    yield
-    cpu.set_isa(before)
 
 
 def world_of(model: Model, share: float, seed: int) -> World:

@@ -26,6 +26,7 @@ from fastattention_vllm.placement.link import LocalLink
 from tests.attention import oracle
 from tests.placement.world import Model, Request, Work, World
 
+pytestmark = pytest.mark.usefixtures("exact_weights")
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -110,15 +111,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, int], None]
         monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
 
     return set_sizes
-
-
-@pytest.fixture(autouse=True)
-def exact_weights() -> Iterator[None]:
-    """Kernels that round the weights to bf16 have tests of their own; here they would hide a missing token."""
-    before = cpu.isa()
-    cpu.set_isa(next(isa for isa in cpu.usable_isas() if isa not in oracle.BF16_ISAS))
-    yield
-    cpu.set_isa(before)
 
 
 MODELS = st.builds(
