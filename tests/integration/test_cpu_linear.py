@@ -145,7 +145,7 @@ def test_nothing_is_packed_where_it_would_not_work(reason: str, monkeypatch: pyt
 
 
 @needs_packing
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_an_engine_answers_the_same_with_packed_weights(
     eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

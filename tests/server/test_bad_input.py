@@ -86,6 +86,7 @@ def test_an_unsupported_model_mla(tmp_path: Path) -> None:
     assert "multi-head latent attention" in ours(serve(str(tmp_path), *COMMON, "--load-format", "dummy"))
 
 
+@pytest.mark.more
 def test_an_unsupported_model_experts(tmp_path: Path) -> None:
     config = OlmoeConfig(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, architectures=["OlmoeForCausalLM"]
@@ -96,6 +97,7 @@ def test_an_unsupported_model_experts(tmp_path: Path) -> None:
     assert "dense model" in line
 
 
+@pytest.mark.more
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     config = llama(2, 2, 64)
     config.architectures = ["NoSuchModelForCausalLM"]
@@ -103,6 +105,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     assert "NoSuchModelForCausalLM" in vllms(serve(str(tmp_path), *COMMON))
 
 
+@pytest.mark.more
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "no-such-model" in vllms(serve(str(tmp_path / "no-such-model"), *COMMON))
 
@@ -113,12 +116,14 @@ def test_a_kv_cache_that_cannot_hold_one_request(model: Path) -> None:
     assert "200000" in line
 
 
+@pytest.mark.more
 def test_a_quantised_kv_cache(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, "--kv-cache-dtype", "nvfp4"))
     assert "--kv-cache-dtype nvfp4" in line
     assert "--kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2" in line
 
 
+@pytest.mark.more
 def test_another_backend_that_this_vllm_cannot_run(model: Path) -> None:
     line = ours(serve(str(model), "--attention-backend", "CPU_ATTN", "--skip-tokenizer-init"))
     assert "CPU_ATTN" in line
@@ -132,6 +137,7 @@ def test_vllm_target_device_cpu(model: Path) -> None:
     assert "unset VLLM_TARGET_DEVICE" in ours(serve(str(model), *COMMON, VLLM_TARGET_DEVICE="cpu"))
 
 
+@pytest.mark.more
 def test_an_unusable_instruction_set(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, FASTATTENTION_CPU_ISA="mmx"))
     assert "mmx" in line

@@ -15,7 +15,10 @@ from tests.environment import USER_ENVIRONMENT
 from tests.server.conftest import ROOT, Served, free_port, start, stop
 
 
-@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+SIGNALS = [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.more), signal.SIGKILL]
+
+
+@pytest.fixture(params=SIGNALS, ids=lambda s: s.name)
 def ended(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Served, list[psutil.Process], signal.Signals]:
     own = start(tmp_path / "serve.log")
     assert len(own.descendants()) >= 3, "API server, engine core and worker"
