@@ -14,7 +14,6 @@ import pytest
 from tests.environment import USER_ENVIRONMENT
 from tests.server.conftest import ROOT, Served, free_port, start, stop
 
-
 SIGNALS = [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.more), signal.SIGKILL]
 
 
