@@ -1,0 +1,18 @@
+// How anything that cannot go on says so.
+#ifndef VOLTA_SIM_FAILURE_H
+#define VOLTA_SIM_FAILURE_H
+
+#include <stdexcept>
+
+namespace volta_sim {
+
+// One sentence for the user.
+struct Failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace volta_sim
+
+#endif

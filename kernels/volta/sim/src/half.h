@@ -1,0 +1,37 @@
+// fp16 and fp32 as bits.
+#ifndef VOLTA_SIM_HALF_H
+#define VOLTA_SIM_HALF_H
+
+#include <cstdint>
+#include <cstring>
+
+namespace volta_sim {
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// Exact. 65536 numbers, from a table.
+float half_to_float(uint16_t bits);
+
+// To the nearest, ties to even. From double, so that a fused multiply-add of fp16 numbers is rounded once: their
+// product and sum are exact there whenever they are close to a tie.
+uint16_t double_to_half(double value);
+
+inline float low_half(uint32_t pair) { return half_to_float(static_cast<uint16_t>(pair)); }
+inline float high_half(uint32_t pair) { return half_to_float(static_cast<uint16_t>(pair >> 16)); }
+inline uint32_t pack_halves(double low, double high) {
+  return double_to_half(low) | static_cast<uint32_t>(double_to_half(high)) << 16;
+}
+
+}  // namespace volta_sim
+
+#endif

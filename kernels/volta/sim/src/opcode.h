@@ -1,0 +1,30 @@
+// All opcodes that can be executed; each family's table is at the end of its execute_*.cpp.
+#ifndef VOLTA_SIM_OPCODE_H
+#define VOLTA_SIM_OPCODE_H
+
+#include <string>
+#include <vector>
+
+#include "instruction.h"
+
+namespace volta_sim {
+
+const std::vector<Opcode>& control_opcodes();
+const std::vector<Opcode>& float_opcodes();
+const std::vector<Opcode>& half_opcodes();
+const std::vector<Opcode>& integer_opcodes();
+const std::vector<Opcode>& memory_opcodes();
+const std::vector<Opcode>& tensor_opcodes();
+const std::vector<Opcode>& warp_opcodes();
+
+// Null for an opcode that is not known.
+const Opcode* find_opcode(const std::string& name);
+
+// Whether the opcode's semantics include this modifier.
+bool allows(const Opcode& opcode, const std::string& modifier);
+
+const char* pipe_name(int pipe);
+
+}  // namespace volta_sim
+
+#endif
