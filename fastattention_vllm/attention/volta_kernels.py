@@ -1,0 +1,155 @@
+"""The Volta kernels as they are compiled and launched: variants, parameter blocks, grids. Needs no GPU and no torch.
+
+The sources are ``kernels/volta/src``; ``problem.h`` there has the structures that are mirrored here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64
+from dataclasses import dataclass
+
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+DECODE_ROWS = 8
+"""Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
+COMPILER_OPTIONS = ("--device-as-default-execution-space",)
+"""For NVRTC: generic lambdas count as host code otherwise."""
+CHUNK = 8
+"""Numbers in 16 bytes: strides are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One cubin."""
+
+    source: str
+    kernels: tuple[str, ...]
+    head_size: int
+    warps: int
+    tile: int
+    """Keys that are in shared memory at a time: of a CTA, in the decode kernel of each warp."""
+    ctas_per_sm: int
+    adjusted: bool = False
+    """With soft cap or ALiBi. The decode kernel always can."""
+
+    @property
+    def name(self) -> str:
+        stem = self.source.removesuffix(".cu")
+        return f"{stem}_d{self.head_size}{'_adjusted' if self.adjusted else ''}"
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        if self.source == "decode.cu":
+            return {"HEAD_SIZE": self.head_size}
+        return {
+            "HEAD_SIZE": self.head_size,
+            "WARPS": self.warps,
+            "TILE": self.tile,
+            "BLOCKS_PER_SM": self.ctas_per_sm,
+            "ADJUSTED": int(self.adjusted),
+        }
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows of a CTA."""
+        if self.source == "decode.cu":
+            return DECODE_ROWS
+        return (32 if self.head_size <= 128 else 16) * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        row = 16 * self.pitch
+        if self.source == "decode.cu":
+            columns = -(-self.head_size // 16) * 16
+            return max((DECODE_ROWS + self.warps * self.tile) * row, 4 * self.warps * DECODE_ROWS * (columns + 2))
+        return (self.rows + 2 * self.tile) * row
+
+    @property
+    def pitch(self) -> int:
+        """Chunks from row to row in shared memory: a power of two."""
+        return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
+
+
+def prefill(head_size: int, *, adjusted: bool = False) -> Variant:
+    """Tiles were chosen on the simulated V100 (benchmarks/NOTES.md)."""
+    if head_size <= 64:
+        shape = (4, 64, 2)
+    elif head_size <= 112:
+        shape = (4, 32, 2)
+    else:
+        shape = (8, 32, 1)
+    return Variant("prefill.cu", ("fa_volta_prefill",), head_size, *shape, adjusted)
+
+
+def decode(head_size: int) -> Variant:
+    return Variant("decode.cu", ("fa_volta_decode", "fa_volta_combine"), head_size, 4, 32, 2)
+
+
+VARIANTS = (
+    *(prefill(head_size, adjusted=adjusted) for head_size in HEAD_SIZES for adjusted in (False, True)),
+    *map(decode, HEAD_SIZES),
+)
+
+
+class Divisor(ctypes.Structure):
+    """Divides numbers from 0 to 2^31 - 1: ``(n * multiplier) >> (31 + shift)``."""
+
+    _fields_ = [("divisor", c_uint32), ("multiplier", c_uint32), ("shift", c_uint32)]
+
+    @classmethod
+    def by(cls, divisor: int) -> Divisor:
+        """``ValueError`` below 1 or above 2^30."""
+        if not 1 <= divisor <= 1 << 30:
+            raise ValueError(f"a divisor must lie between 1 and 2^30, but is {divisor}.")
+        shift = (divisor - 1).bit_length()
+        return cls(divisor, -(-(1 << (31 + shift)) // divisor), shift)
+
+    def __call__(self, number: int) -> int:
+        """As the kernels do it."""
+        quotient: int = (number * self.multiplier) >> (31 + self.shift)
+        return quotient
+
+
+class Prefill(ctypes.Structure):
+    """``fastattention::Prefill``. Addresses are of the device; strides in elements."""
+
+    _fields_ = [
+        *((name, c_uint64) for name in ("query", "key", "value", "out", "lse", "query_start_loc", "seq_lens")),
+        *((name, c_uint64) for name in ("block_table", "kv_start_loc", "alibi_slopes", "sinks")),
+        *((name, c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, c_int64) for name in ("kv_block_stride", "kv_token_stride", "kv_head_stride")),
+        *((name, c_int64) for name in ("out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride")),
+        ("page", Divisor),
+        ("group", Divisor),
+        ("block_table_stride", c_int32),
+        ("window_left", c_int32),
+        ("window_right", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class Decode(ctypes.Structure):
+    """``fastattention::Decode``."""
+
+    _fields_ = [("problem", Prefill), ("partial_out", c_uint64), ("partial_lse", c_uint64), ("most_parts", c_int32)]
+
+
+def part_length(kv_len: int) -> int:
+    """Keys of one part of a sequence that is decoded; the kernels have it from ``problem.h``."""
+    return 128 if kv_len <= 4096 else 256 if kv_len <= 16384 else 512 if kv_len <= 65536 else 1024
+
+
+def most_parts(longest: int) -> int:
+    """Of any sequence of at most ``longest`` keys: shorter ones may have more parts than the longest."""
+    ends = [end for end in (4096, 16384, 65536) if end < longest]
+    return max(-(-length // part_length(length)) for length in (*ends, max(longest, 1)))
+
+
+def prefill_grid(variant: Variant, most_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
+    """``most_rows``: of any sequence, query tokens times query heads per KV head."""
+    return -(-most_rows // variant.rows), num_kv_heads, num_seqs

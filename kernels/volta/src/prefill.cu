@@ -1,0 +1,401 @@
+// Attention of many query rows: the two-level tiling and the tiling-mask of FastAttention (arXiv 2410.16663) on Volta.
+//
+// First level: a block of threads takes the packed rows (a token's query heads of one KV head side by side) of one
+// sequence and passes over its keys and values in tiles that lie in shared memory.
+// Second level: each warp takes 32 rows (16 of large heads). Scores and output are formed by m8n8k4 products of four
+// quadpairs, arranged 2 x 2 over 16 keys (or 16 columns) and 16 rows. The weights go from the layout of a product's
+// result to that of a product's operand through registers only: no shared memory between the two products. Tiling-mask:
+// a row sees an interval of keys. Tiles that all rows see run no mask code; those at the ends run first.
+#include "device.cuh"
+
+#ifndef HEAD_SIZE
+#define HEAD_SIZE 64
+#endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef TILE
+#define TILE 64
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM 2
+#endif
+#ifndef ADJUSTED  // scores go through a soft cap or get ALiBi's bias
+#define ADJUSTED 0
+#endif
+
+namespace fastattention {
+
+constexpr int kWarps = WARPS;
+constexpr int kThreads = 32 * kWarps;
+// Of 16 rows, for each warp. With large heads the output takes the registers of the second.
+constexpr int kBlocks = HEAD_SIZE <= 128 ? 2 : 1;
+constexpr int kWarpRows = 16 * kBlocks;
+constexpr int kRows = kWarpRows * kWarps;
+constexpr int kTile = TILE;                                         // keys
+constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numbers
+constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
+constexpr int kPasses = kTile * kPitch / kThreads;                  // chunks of a tile for each thread
+constexpr int kRowsOfPass = 32 / kPitch;                            // of a warp
+constexpr int kKeyColumns = kTile / 16;                             // products along the keys
+constexpr int kValueColumns = (HEAD_SIZE + 31) / 32;                // pairs of products along the head
+static_assert(kPasses * kRowsOfPass <= 32, "each lane knows where one row of a tile lies");
+
+constexpr bool kAdjusted = ADJUSTED;
+
+// Where the rows of a tile that this warp loads lie: each lane knows one of them.
+struct RowFinder {
+  const int* pages;
+  Divisor page;
+  u32 block_stride, token_stride;  // in chunks
+  int first, end;                  // the lane's row within a tile; keys of the sequence
+  int base;                        // without pages: where the sequence begins
+
+  struct Row {
+    int entry, token;
+  };
+  FA_DEVICE Row look_up(int tile_begin) const {
+    const int key = tile_begin + first;
+    if (key >= end) return {-1, 0};
+    if (pages == nullptr) return {0, base + key};
+    const int number = divide(key, page);
+    return {pages[number], key - number * static_cast<int>(page.divisor)};
+  }
+  FA_DEVICE u32 offset(Row row) const {
+    return row.entry < 0 ? ~0u : row.entry * block_stride + row.token * token_stride;
+  }
+};
+
+struct Masked {
+  static constexpr bool value = true;
+};
+struct Unmasked {
+  static constexpr bool value = false;
+};
+
+struct Loader {
+  int chunk, row;  // of this thread in the first pass
+  bool in_head;
+
+  FA_DEVICE void load(uint4 (&to)[kPasses], const uint4* base, u32 offsets) const {
+    FA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const u32 offset = __shfl_sync(~0u, offsets, pass * kRowsOfPass + (threadIdx.x & 31) / kPitch);
+      to[pass] = make_uint4(0, 0, 0, 0);
+      if (offset != ~0u && in_head) to[pass] = base[static_cast<size_t>(offset) + chunk];
+    }
+  }
+  FA_DEVICE void store(uint4* tile, const uint4 (&from)[kPasses]) const {
+    FA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      tile[place<kPitch>(row + pass * (kThreads / kPitch), chunk)] = from[pass];
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_prefill(const Prefill p) {
+  extern __shared__ uint4 shared[];
+  uint4* const queries = shared;
+  uint4* const keys = queries + kRows * kPitch;
+  uint4* const values = keys + kTile * kPitch;
+
+  const int seq = blockIdx.z, kv_head = blockIdx.y;
+  const int first_token_of_all = p.query_start_loc[seq];
+  const int q_len = p.query_start_loc[seq + 1] - first_token_of_all, kv_len = p.seq_lens[seq];
+  const int group = p.group.divisor, num_rows = q_len * group;
+  const int first_row = (gridDim.x - 1 - blockIdx.x) * kRows;  // those that see most begin first
+  if (first_row >= num_rows) return;
+
+  const int warp = threadIdx.x / 32;
+  const Lane lane(threadIdx.x & 31);
+
+  // The keys that rows see, in tiles: some row, and all rows.
+  const int offset = kv_len - q_len;
+  const int first_position = divide(first_row, p.group) + offset;
+  const int last_position = divide(min(first_row + kRows, num_rows) - 1, p.group) + offset;
+  const auto begin_of = [&](int position) { return p.window_left < 0 ? 0 : max(0, position - p.window_left); };
+  const auto end_of = [&](int position) {
+    return p.window_right < 0 ? kv_len : max(0, min(kv_len, position + p.window_right + 1));
+  };
+  const int some_begin = begin_of(first_position) / kTile, some_end = (end_of(last_position) + kTile - 1) / kTile;
+  const int all_begin = min(some_end, max(some_begin, (begin_of(last_position) + kTile - 1) / kTile));
+  const int all_end = max(all_begin, min(some_end, end_of(first_position) / kTile));
+  const int behind = some_end - all_end, masked = behind + all_begin - some_begin;
+  const int num_tiles = max(0, some_end - some_begin);
+  // Tiles with masks come first: those behind, then those before the ones that all rows see.
+  const auto tile_begin = [&](int number) {
+    const int tile = number < behind   ? all_end + number
+                     : number < masked ? some_begin + number - behind
+                                       : all_begin + number - masked;
+    return tile * kTile;
+  };
+
+  const Loader loader{static_cast<int>(threadIdx.x % kPitch), static_cast<int>(threadIdx.x / kPitch),
+                      static_cast<int>(threadIdx.x % kPitch) < kChunks};
+  const int my_row = (lane.index / kRowsOfPass) * (kThreads / kPitch) + warp * kRowsOfPass + lane.index % kRowsOfPass;
+  const bool pages = p.block_table != nullptr;
+  const RowFinder finder{pages ? p.block_table + static_cast<size_t>(seq) * p.block_table_stride : nullptr,
+                         p.page,
+                         static_cast<u32>(p.kv_block_stride / 8),
+                         static_cast<u32>(p.kv_token_stride / 8),
+                         my_row,
+                         lane.index < kPasses * kRowsOfPass ? kv_len : 0,
+                         pages ? 0 : p.kv_start_loc[seq]};
+  const uint4* const key_base =
+      reinterpret_cast<const uint4*>(static_cast<const Half*>(p.key) + kv_head * p.kv_head_stride);
+  const uint4* const value_base =
+      reinterpret_cast<const uint4*>(static_cast<const Half*>(p.value) + kv_head * p.kv_head_stride);
+
+  const auto row_of = [&](int row, long long token_stride, long long head_stride) {
+    const int token = divide(row, p.group);
+    return (first_token_of_all + token) * token_stride + (kv_head * group + row - token * group) * head_stride;
+  };
+  for (int i = threadIdx.x; i < kRows * kPitch; i += kThreads) {
+    const int row = first_row + i / kPitch, chunk = i % kPitch;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (row < num_rows && chunk < kChunks) {
+      x = reinterpret_cast<const uint4*>(static_cast<const Half*>(p.query) +
+                                         row_of(row, p.query_token_stride, p.query_head_stride))[chunk];
+    }
+    queries[place<kPitch>(i / kPitch, chunk)] = x;
+  }
+
+  uint4 coming[kPasses];
+  u32 here = finder.offset(finder.look_up(tile_begin(0)));  // of this tile's rows, and of the next one's
+  u32 next = finder.offset(finder.look_up(tile_begin(1)));
+  if (num_tiles > 0) {
+    loader.load(coming, key_base, here);
+    loader.store(keys, coming);
+  }
+  __syncthreads();
+
+  // Row 16 i + ... of the warp's 32 that this lane holds of an operand: eight different ones modulo 8 in each phase.
+  const int operand_row = kWarpRows * warp + 8 * lane.half + 4 * lane.down + (lane.index & 3);
+  float output[kBlocks][2 * kValueColumns][8], reference[kBlocks][2], sum[kBlocks][2];
+  FA_UNROLL
+  for (int i = 0; i < kBlocks; ++i) {
+    FA_UNROLL
+    for (int r = 0; r < 2; ++r) reference[i][r] = -infinity(), sum[i][r] = 0.0f;
+    FA_UNROLL
+    for (int t = 0; t < 2 * kValueColumns; ++t) {
+      FA_UNROLL
+      for (int e = 0; e < 8; ++e) output[i][t][e] = 0.0f;
+    }
+  }
+  // The row of a result's element e is this one + 16 i + (e & 2); its column 8 across + 2 bit1 + (e & 4) + (e & 1).
+  const int result_row = kWarpRows * warp + 8 * lane.half + 4 * lane.down + lane.bit0;
+
+  const float factor = kAdjusted ? 1.0f : p.scale;  // of scores on their way into the exponent
+  const auto step = [&](int number, int begin_after_next, auto with_mask) {
+    loader.load(coming, value_base, here);
+    constexpr bool kMasked = decltype(with_mask)::value;
+    const RowFinder::Row after_next = finder.look_up(begin_after_next);
+    float scores[kBlocks][kKeyColumns][8];
+    FA_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      FA_UNROLL
+      for (int j = 0; j < kKeyColumns; ++j) {
+        FA_UNROLL
+        for (int e = 0; e < 8; ++e) scores[i][j][e] = 0.0f;
+      }
+    }
+    FA_UNROLL
+    for (int c = 0; c < kChunks; ++c) {
+      uint4 q[kBlocks];
+      FA_UNROLL
+      for (int i = 0; i < kBlocks; ++i) q[i] = queries[place<kPitch>(operand_row + 16 * i, c)];
+      FA_UNROLL
+      for (int j = 0; j < kKeyColumns; ++j) {
+        const uint4 k = keys[place<kPitch>(16 * j + 8 * lane.across + lane.slot, c)];
+        FA_UNROLL
+        for (int i = 0; i < kBlocks; ++i) multiply_by_columns(scores[i][j], q[i].x, q[i].y, k.x, k.y);
+        FA_UNROLL
+        for (int i = 0; i < kBlocks; ++i) multiply_by_columns(scores[i][j], q[i].z, q[i].w, k.z, k.w);
+      }
+    }
+    loader.store(values, coming);
+    if (number + 1 < num_tiles) loader.load(coming, key_base, next);
+
+    if constexpr (kAdjusted) {
+      FA_UNROLL
+      for (int i = 0; i < kBlocks; ++i) {
+        FA_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const int row = first_row + result_row + 16 * i + 2 * r, token = divide(row, p.group);
+          const float slope =
+              p.alibi_slopes != nullptr ? p.alibi_slopes[kv_head * group + row - token * group] * kLog2E : 0.0f;
+          // Of the first column's key to the row's own token.
+          const float distance =
+              static_cast<float>(tile_begin(number) + 8 * lane.across + 2 * lane.bit1 - token - offset);
+          FA_UNROLL
+          for (int j = 0; j < kKeyColumns; ++j) {
+            FA_UNROLL
+            for (int e = 0; e < 4; ++e) {
+              float& score = scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r];
+              score *= p.scale;
+              if (p.softcap > 0.0f) score = p.softcap * tanh(score / p.softcap);
+              score += slope * (distance + static_cast<float>(16 * j + (e & 1) + 4 * (e >> 1)));
+            }
+          }
+        }
+      }
+    }
+    if constexpr (kMasked) {
+      const int first_key = tile_begin(number) + 8 * lane.across + 2 * lane.bit1;
+      FA_UNROLL
+      for (int i = 0; i < kBlocks; ++i) {
+        FA_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const int position = divide(first_row + result_row + 16 * i + 2 * r, p.group) + offset;
+          const int begin = begin_of(position) - first_key, end = end_of(position) - first_key;
+          FA_UNROLL
+          for (int j = 0; j < kKeyColumns; ++j) {
+            FA_UNROLL
+            for (int e = 0; e < 4; ++e) {
+              const int column = 16 * j + (e & 1) + 4 * (e >> 1);
+              float& score = scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r];
+              if (column < begin || column >= end) score = -infinity();
+            }
+          }
+        }
+      }
+    }
+
+    u32 weights[kBlocks][kKeyColumns][4];
+    FA_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      FA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float most = reference[i][r];
+        FA_UNROLL
+        for (int j = 0; j < kKeyColumns; ++j) {
+          const float (&s)[8] = scores[i][j];
+          most = fmaxf(most, fmaxf(fmaxf(s[2 * r], s[2 * r + 1]), fmaxf(s[4 + 2 * r], s[5 + 2 * r])));
+        }
+        most = fmaxf(most, of_lane_xor(most, 2));
+        most = fmaxf(most, of_lane_xor(most, 8));
+        // A row that has seen nothing so far must not subtract infinity from infinity.
+        const float shift = kMasked && most == -infinity() ? 0.0f : most * factor;
+        const float rescale = exp2(reference[i][r] * factor - shift);
+        reference[i][r] = most;
+        float total = sum[i][r] * rescale;
+        FA_UNROLL
+        for (int t = 0; t < 2 * kValueColumns; ++t) {
+          float (&o)[8] = output[i][t];
+          o[2 * r] *= rescale, o[2 * r + 1] *= rescale, o[4 + 2 * r] *= rescale, o[5 + 2 * r] *= rescale;
+        }
+        FA_UNROLL
+        for (int j = 0; j < kKeyColumns; ++j) {
+          const float (&s)[8] = scores[i][j];
+          const float w0 = exp2(s[2 * r] * factor - shift), w1 = exp2(s[2 * r + 1] * factor - shift);
+          const float w2 = exp2(s[4 + 2 * r] * factor - shift), w3 = exp2(s[5 + 2 * r] * factor - shift);
+          total += (w0 + w1) + (w2 + w3);
+          weights[i][j][r] = pack(w0, w1);
+          weights[i][j][2 + r] = pack(w2, w3);
+        }
+        sum[i][r] = total;
+      }
+      // From the layout of a result to that of an operand: lanes that differ in bit 1 exchange half of what they hold.
+      FA_UNROLL
+      for (int j = 0; j < kKeyColumns; ++j) {
+        FA_UNROLL
+        for (int g = 0; g < 4; g += 2) {
+          const u32 give = lane.bit1 ? weights[i][j][g] : weights[i][j][g + 1];
+          const u32 got = of_lane_xor(give, 2);
+          if (lane.bit1) {
+            weights[i][j][g] = got;
+          } else {
+            weights[i][j][g + 1] = got;
+          }
+        }
+      }
+    }
+    __syncthreads();
+    FA_UNROLL
+    for (int j = 0; j < kKeyColumns; ++j) {
+      // Each quadpair has the weights of 8 of 16 keys; its neighbour across, those of the others.
+      FA_UNROLL
+      for (int of_other = 0; of_other < 2; ++of_other) {
+        u32 w[kBlocks][4];
+        FA_UNROLL
+        for (int i = 0; i < kBlocks; ++i) {
+          FA_UNROLL
+          for (int g = 0; g < 4; ++g) w[i][g] = of_other ? of_lane_xor(weights[i][j][g], 8) : weights[i][j][g];
+        }
+        FA_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          const int row = 16 * j + 8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3);
+          FA_UNROLL
+          for (int t = 0; t < kValueColumns; ++t) {
+            const uint4 v = values[place<kPitch>(row, 4 * t + 2 * lane.across + lane.half)];
+            FA_UNROLL
+            for (int i = 0; i < kBlocks; ++i)
+              multiply_by_rows(output[i][2 * t], w[i][2 * k], w[i][2 * k + 1], v.x, v.y);
+            FA_UNROLL
+            for (int i = 0; i < kBlocks; ++i) {
+              multiply_by_rows(output[i][2 * t + 1], w[i][2 * k], w[i][2 * k + 1], v.z, v.w);
+            }
+          }
+        }
+      }
+    }
+    if (number + 1 < num_tiles) loader.store(keys, coming);
+    here = next;
+    next = finder.offset(after_next);
+    __syncthreads();
+  };
+#pragma unroll 1
+  for (int number = 0; number < masked; ++number) step(number, tile_begin(number + 2), Masked());
+  int begin_after_next = tile_begin(masked + 2);
+#pragma unroll 1
+  for (int number = masked; number < num_tiles; ++number, begin_after_next += kTile) {
+    step(number, begin_after_next, Unmasked());
+  }
+
+  // Rows are the warp's own, so its part of the queries' tile takes the output.
+  Half* const staged = reinterpret_cast<Half*>(queries);
+  FA_UNROLL
+  for (int i = 0; i < kBlocks; ++i) {
+    FA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float total = sum[i][r];
+      total += of_lane_xor(total, 2);
+      total += of_lane_xor(total, 8);
+      const int own_row = result_row + 16 * i + 2 * r, row = first_row + own_row;
+      const bool real = row < num_rows;
+      float share = total > 0.0f ? 1.0f / total : 0.0f;
+      const float log_of_sum = total > 0.0f ? reference[i][r] * factor * kLn2 + __logf(total) : -infinity();
+      float lse = log_of_sum;
+      if (p.sinks != nullptr && real) {
+        const float sink = p.sinks[kv_head * group + row - divide(row, p.group) * group];
+        const float larger = fmaxf(log_of_sum, sink);
+        lse = larger + __logf(__expf(log_of_sum - larger) + __expf(sink - larger));
+        share *= __expf(log_of_sum - lse);
+      }
+      if (p.lse != nullptr && lane.bit1 == 0 && lane.across == 0 && real) {
+        p.lse[row_of(row, p.lse_token_stride, p.lse_head_stride)] = lse;
+      }
+      __syncwarp();
+      FA_UNROLL
+      for (int t = 0; t < 2 * kValueColumns; ++t) {
+        FA_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          const int chunk = 4 * (t >> 1) + 2 * lane.across + e;
+          const u32 both = pack(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
+          *reinterpret_cast<u32*>(staged + place<kPitch>(own_row, chunk) * 8 + 4 * (t & 1) + 2 * lane.bit1) = both;
+        }
+      }
+    }
+  }
+  __syncwarp();
+  for (int i = lane.index; i < kWarpRows * kPitch; i += 32) {
+    const int own_row = kWarpRows * warp + i / kPitch, chunk = i % kPitch, row = first_row + own_row;
+    if (row < num_rows && chunk < kChunks) {
+      reinterpret_cast<uint4*>(static_cast<Half*>(p.out) +
+                               row_of(row, p.out_token_stride, p.out_head_stride))[chunk] =
+          queries[place<kPitch>(own_row, chunk)];
+    }
+  }
+}
+
+}  // namespace fastattention

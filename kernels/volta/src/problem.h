@@ -1,0 +1,55 @@
+// What the kernels are asked to compute: plain data, laid out alike for the launcher and for the device.
+#ifndef FASTATTENTION_VOLTA_PROBLEM_H
+#define FASTATTENTION_VOLTA_PROBLEM_H
+
+namespace fastattention {
+
+// n / divisor for 0 <= n < 2^31 is (n * multiplier) >> (31 + shift), with 2^shift >= divisor and the multiplier rounded
+// up.
+struct Divisor {
+  unsigned divisor, multiplier, shift;
+};
+
+// All tensors are fp16 but for lse. Strides are in elements, those of key and value alike, and multiples of 8.
+struct Prefill {
+  const void* query;  // [num_tokens, num_heads, head_size]
+  const void* key;    // [num_blocks, page_size, num_kv_heads, head_size]; without a block table [kv_tokens, ...]
+  const void* value;
+  void* out;                   // like query
+  float* lse;                  // [num_tokens, num_heads], or null
+  const int* query_start_loc;  // [num_seqs + 1]
+  const int* seq_lens;         // [num_seqs]
+  const int* block_table;      // [num_seqs, block_table_stride], or null
+  const int* kv_start_loc;     // [num_seqs], where there is no block table
+  const float* alibi_slopes;   // [num_heads], or null
+  const float* sinks;          // [num_heads], or null
+  long long query_token_stride, query_head_stride;
+  long long kv_block_stride, kv_token_stride, kv_head_stride;
+  long long out_token_stride, out_head_stride;
+  long long lse_token_stride, lse_head_stride;
+  Divisor page, group;  // tokens of a page, query heads per KV head
+  int block_table_stride;
+  int window_left, window_right;  // keys that a token sees before and behind itself; -1: all. Causal is 0 behind
+  float scale;                    // above 0; with log2(e) in it
+  float softcap;                  // 0: none; with log2(e) in it
+};
+
+// One to eight packed rows of each sequence and KV head: query tokens times query heads per KV head.
+struct Decode {
+  Prefill problem;
+  float* partial_out;  // [num_seqs, num_kv_heads, most_parts, 8, head_size], normalised
+  float* partial_lse;  // [num_seqs, num_kv_heads, most_parts, 8], in base 2
+  int most_parts;
+};
+
+// Keys of one part of a sequence. It depends on the sequence alone, and so do results, whatever the batch.
+#ifdef __CUDACC__
+__device__
+#endif
+    inline int part_length(int kv_len) {
+  return kv_len <= 4096 ? 128 : kv_len <= 16384 ? 256 : kv_len <= 65536 ? 512 : 1024;
+}
+
+}  // namespace fastattention
+
+#endif

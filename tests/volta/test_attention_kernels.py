@@ -1,0 +1,77 @@
+"""The V100's attention kernels against float64, every head size and feature, run as machine code on the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention.volta_kernels import HEAD_SIZES, Divisor, most_parts, part_length
+from tests.attention.oracle import Case
+from tests.volta import attention
+
+FP16 = torch.float16
+USUAL = (64, 128, 256)
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "not causal": {"causal": False},
+    "window": {"window": (70, -1)},
+    "window both ways": {"window": (50, 20), "causal": False},
+    "soft cap": {"softcap": 2.0},
+    "ALiBi": {"alibi": "shared"},
+    "sinks": {"sinks": 0.0},
+    "all of it": {"window": (90, -1), "softcap": 3.0, "alibi": "shared", "sinks": 1.0},
+    "one page": {"page_size": 784},
+    "pages of 32 tokens, K and V apart": {"page_size": 32, "layout": "NHD"},
+    "no pages": {"page_size": 0},
+}
+
+
+def cases(kind: str) -> list[Any]:
+    """All features at one head size, a few at every one; those that take long only in the longer tests."""
+    found = []
+    for head_size in HEAD_SIZES:
+        for name, changes in FEATURES.items():
+            if head_size == 64 or name in ("causal", "all of it"):
+                marks = [] if head_size in USUAL and (head_size == 64 or name == "causal") else [pytest.mark.more]
+                found.append(pytest.param(head_size, changes, marks=marks, id=f"{kind}-{head_size}-{name}"))
+    return found
+
+
+@pytest.mark.parametrize(("head_size", "changes"), cases("prefill"))
+def test_prefill(head_size: int, changes: dict[str, Any]) -> None:
+    """A prompt, a chunk behind a context, a few tokens, one; fewer keys than queries see nothing at first."""
+    shape = {"num_heads": 6, "num_kv_heads": 2, "padding": 2}
+    problem = Case((70, 40, 3, 1), (70, 200, 33, 1), head_size=head_size, dtype=FP16, **(shape | changes)).build()
+    attention.check(problem, attention.prefill(problem))
+
+
+@pytest.mark.parametrize(("head_size", "changes"), cases("decode"))
+def test_decode(head_size: int, changes: dict[str, Any]) -> None:
+    shape = {"num_heads": 8, "num_kv_heads": 2, "padding": 1}
+    problem = Case((2, 1, 1), (300, 1, 129), head_size=head_size, dtype=FP16, **(shape | changes)).build()
+    attention.check(problem, attention.decode(problem))
+
+
+def test_rows_that_see_nothing() -> None:
+    """More queries than keys: the first rows are zero, their log-sum-exp is -inf."""
+    problem = Case((40,), (25,), head_size=64, dtype=FP16).build()
+    attention.check(problem, attention.prefill(problem))
+
+
+@given(st.integers(1, 1 << 30), st.integers(0, (1 << 31) - 1))
+def test_division(divisor: int, number: int) -> None:
+    assert Divisor.by(divisor)(number) == number // divisor
+    for near in (number // divisor * divisor - 1, number // divisor * divisor):
+        if near >= 0:
+            assert Divisor.by(divisor)(near) == near // divisor
+
+
+@given(st.integers(1, 1 << 20))
+def test_no_sequence_has_more_parts_than_there_is_room_for(longest: int) -> None:
+    for length in (1, longest // 2 or 1, min(longest, 4096), min(longest, 16384), min(longest, 65536), longest):
+        assert -(-length // part_length(length)) <= most_parts(longest)
