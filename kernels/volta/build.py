@@ -1,0 +1,60 @@
+"""Compile all variants of the attention kernels: a cubin for sm_70 and PTX for newer GPUs of each.
+
+    python -m kernels.volta.build FOLDER
+
+Prints registers, spills and shared memory of each; exits with 1 where a kernel spills more than it may.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fastattention_vllm.attention.volta_kernels import COMPILER_OPTIONS, VARIANTS, Variant
+from kernels.volta.nvrtc import compile_cuda
+
+SOURCES = Path(__file__).resolve().parent / "src"
+MOST_SPILLED = {"decode_d192": 8, "decode_d256": 124}
+"""Bytes; 0 for all others."""
+
+
+def build(variant: Variant, folder: Path) -> str:
+    """The compiler's report."""
+    source = (SOURCES / variant.source).read_text()
+    log = ""
+    for architecture, suffix in (("sm_70", "cubin"), ("compute_70", "ptx")):
+        options = [*COMPILER_OPTIONS, *(["--ptxas-options=-v"] if suffix == "cubin" else [])]
+        compiled = compile_cuda(
+            source,
+            architecture=architecture,
+            name=variant.source,
+            defines=variant.defines,
+            include=[SOURCES],
+            options=options,
+        )
+        (folder / f"{variant.name}.{suffix}").write_bytes(compiled.binary)
+        log += compiled.log
+    return log
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        logs = list(pool.map(lambda variant: build(variant, folder), VARIANTS))
+    failed = False
+    for variant, log in zip(VARIANTS, logs, strict=True):
+        registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
+        spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+        allowed = MOST_SPILLED.get(variant.name, 0)
+        failed |= spilled > allowed
+        note = f", more than {allowed}" if spilled > allowed else ""
+        print(f"{variant.name:<24} {registers:>3} registers {spilled:>4} bytes spilled{note} "
+              f"{variant.shared_bytes:>6} bytes shared")  # fmt: skip
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
