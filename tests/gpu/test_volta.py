@@ -1,0 +1,82 @@
+"""The V100's kernels on a real GPU: its own machine code on a V100, elsewhere the PTX, which the driver compiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention import volta
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta_kernels import HEAD_SIZES
+from tests.attention import oracle
+from tests.attention.oracle import Case
+from tests.volta.attention import LSE_TOLERANCE, TOLERANCE
+from tests.volta.test_attention_kernels import FEATURES
+
+FP16 = torch.float16
+
+
+def on_gpu(problem: AttentionProblem) -> AttentionProblem:
+    """Keys and values stay views of one tensor."""
+    key, value = problem.key, problem.value
+    if key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+        whole = torch.empty(0, dtype=key.dtype).set_(key.untyped_storage()).cuda()
+        key, value = (
+            torch.as_strided(whole, view.shape, view.stride(), view.storage_offset()) for view in (key, value)
+        )
+    else:
+        key, value = key.cuda(), value.cuda()
+    moved = {
+        name: tensor.cuda()
+        for name in ("block_table", "kv_start_loc")
+        if (tensor := getattr(problem, name)) is not None
+    }
+    wide = torch.empty(0, dtype=FP16).set_(problem.query.untyped_storage()).cuda()
+    query = torch.as_strided(wide, problem.query.shape, problem.query.stride(), problem.query.storage_offset())
+    return replace(problem, query=query, key=key, value=value, **moved)
+
+
+def check(problem: AttentionProblem) -> None:
+    expected, expected_lse = oracle.attention(problem)
+    out, lse = volta.run(on_gpu(problem), return_lse=True)
+    real = int(problem.query_start_loc[-1])
+    assert lse is not None
+    assert float((out[:real].cpu().double() - expected[:real]).abs().max()) < TOLERANCE
+    torch.testing.assert_close(lse[:real].cpu().double(), expected_lse[:real], rtol=0, atol=LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_every_feature_at_every_head_size(kind: str, changes: dict[str, Any], head_size: int) -> None:
+    if kind == "prefill":
+        case = Case((170, 40, 3, 1), (170, 900, 33, 1), 6, 2, head_size, dtype=FP16, **changes)
+    else:
+        case = Case((2, 1, 1), (3000, 1, 129), 8, 2, head_size, dtype=FP16, **changes)
+    check(case.build())
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_drawn_problems(data: st.DataObject) -> None:
+    kv_heads = data.draw(st.sampled_from([1, 2, 3]))
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2000)), min_size=1, max_size=4))
+    case = Case(
+        tuple(new for new, _ in lengths),
+        tuple(new + before for new, before in lengths),
+        kv_heads * data.draw(st.sampled_from([1, 2, 4, 7])),
+        kv_heads,
+        data.draw(st.sampled_from(HEAD_SIZES)),
+        data.draw(st.sampled_from([0, 16, 32, 784])),
+        FP16,
+        causal=data.draw(st.booleans()),
+        window=(data.draw(st.sampled_from([-1, 0, 5, 100])), -1),
+        softcap=data.draw(st.sampled_from([0.0, 3.0])),
+        seed=data.draw(st.integers(0, 100)),
+    )
+    check(case.build())
