@@ -35,10 +35,14 @@ class Variant:
     @property
     def name(self) -> str:
         stem = self.source.removesuffix(".cu")
+        if not self.head_size:
+            return stem
         return f"{stem}_d{self.head_size}{'_adjusted' if self.adjusted else ''}"
 
     @property
     def defines(self) -> dict[str, str | int]:
+        if not self.head_size:
+            return {}
         if self.source == "decode.cu":
             return {"HEAD_SIZE": self.head_size}
         return {
@@ -62,6 +66,8 @@ class Variant:
 
     @property
     def shared_bytes(self) -> int:
+        if not self.head_size:
+            return 0
         row = 16 * self.pitch
         if self.source == "decode.cu":
             columns = -(-self.head_size // 16) * 16
@@ -89,7 +95,11 @@ def decode(head_size: int) -> Variant:
     return Variant("decode.cu", ("fa_volta_decode", "fa_volta_combine"), head_size, 4, 32, 2)
 
 
+WRITE_KV = Variant("write_kv.cu", ("fa_volta_write_kv",), 0, 4, 0, 8)
+"""Of every head size."""
+
 VARIANTS = (
+    WRITE_KV,
     *(prefill(head_size, adjusted=adjusted) for head_size in HEAD_SIZES for adjusted in (False, True)),
     *map(decode, HEAD_SIZES),
 )
@@ -137,6 +147,17 @@ class Decode(ctypes.Structure):
     """``fastattention::Decode``."""
 
     _fields_ = [("problem", Prefill), ("partial_out", c_uint64), ("partial_lse", c_uint64), ("most_parts", c_int32)]
+
+
+class WriteKv(ctypes.Structure):
+    """``fastattention::WriteKv``."""
+
+    _fields_ = [
+        *((name, c_uint64) for name in ("key", "value", "key_cache", "value_cache", "slot_mapping")),
+        *((name, c_int64) for name in ("token_stride", "head_stride")),
+        *((name, c_int64) for name in ("block_stride", "page_token_stride", "page_head_stride")),
+        *((name, c_int32) for name in ("page_size", "num_kv_heads", "head_size")),
+    ]
 
 
 def part_length(kv_len: int) -> int:

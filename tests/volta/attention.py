@@ -11,7 +11,7 @@ import torch
 
 from fastattention_vllm.attention import volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Divisor, Prefill, Variant
+from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Divisor, Prefill, Variant, WriteKv
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
 from tests.attention import oracle
@@ -63,6 +63,14 @@ def parameters(problem: AttentionProblem, at: dict[str, int]) -> Prefill:
     )
 
 
+def address_of(tensor: torch.Tensor, simulation: Simulation, mapped: dict[int, int]) -> int:
+    """Where the simulated GPU sees ``tensor``. Views of one storage stay views: keys and values share their pages."""
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() not in mapped:
+        mapped[storage.data_ptr()] = simulation.map(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+    return mapped[storage.data_ptr()] + tensor.storage_offset() * tensor.element_size()
+
+
 class Memory:
     """Arrays of a problem, mapped into simulations."""
 
@@ -84,12 +92,7 @@ class Memory:
             if tensor is None:
                 at[name] = 0
                 continue
-            # Views of one storage stay views: keys and values lie in the same pages.
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in mapped:
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                mapped[storage.data_ptr()] = simulation.map(whole.numpy())
-            at[name] = mapped[storage.data_ptr()] + tensor.storage_offset() * tensor.element_size()
+            at[name] = address_of(tensor, simulation, mapped)
         return at
 
 
@@ -131,6 +134,34 @@ def decode(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         simulation.launch(grid, (threads, 1, 1), bytes(whole), shared)
         execute_all(simulation, grid)
     return torch.from_numpy(memory.out), torch.from_numpy(memory.lse)
+
+
+def write_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    simulation = Simulation(cubin(volta_kernels.WRITE_KV), volta_kernels.WRITE_KV.kernels[0])
+    mapped: dict[int, int] = {}
+    at = {
+        name: address_of(tensor, simulation, mapped)
+        for name, tensor in (
+            *(("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache)),
+            ("slot_mapping", slots),
+        )
+    }
+    parameters = WriteKv(
+        **at,
+        token_stride=key.stride(0),
+        head_stride=key.stride(1),
+        block_stride=key_cache.stride(0),
+        page_token_stride=key_cache.stride(1),
+        page_head_stride=key_cache.stride(2),
+        page_size=key_cache.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=key.shape[2],
+    )
+    grid = (len(slots), 1, 1)
+    simulation.launch(grid, (volta_kernels.WRITE_KV.threads, 1, 1), bytes(parameters))
+    execute_all(simulation, grid)
 
 
 def execute_all(simulation: Simulation, grid: tuple[int, int, int]) -> None:

@@ -63,6 +63,33 @@ def test_rows_that_see_nothing() -> None:
     attention.check(problem, attention.prefill(problem))
 
 
+@pytest.mark.parametrize("head_size", [64, 80, 256])
+def test_new_keys_and_values_go_to_their_slots(head_size: int) -> None:
+    """Both layouts of vLLM; negative slots are left out, and nothing else is touched."""
+    random = torch.Generator().manual_seed(0)
+    slots = torch.tensor([37, 0, -1, 63, 16], dtype=torch.int64)
+    for layout in ("HND", "NHD"):
+        wide = torch.randn(6, 9, head_size, generator=random).half()
+        key, value = wide[:, 2:5], wide[:, 5:8]
+        if layout == "HND":
+            cache = torch.full((4, 3, 16, 2 * head_size), 7.0, dtype=FP16)
+            key_cache, value_cache = cache.transpose(1, 2).split(head_size, dim=-1)
+        else:
+            cache = torch.full((4, 2, 16, 3, head_size), 7.0, dtype=FP16)
+            key_cache, value_cache = cache.unbind(1)
+        expected = cache.clone()
+        expected_key, expected_value = (
+            torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())
+            for view in (key_cache, value_cache)
+        )
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected_key[slot // 16, slot % 16] = key[token]
+                expected_value[slot // 16, slot % 16] = value[token]
+        attention.write_kv(key, value, key_cache, value_cache, slots)
+        assert torch.equal(cache, expected)
+
+
 @given(st.integers(1, 1 << 30), st.integers(0, (1 << 31) - 1))
 def test_division(divisor: int, number: int) -> None:
     assert Divisor.by(divisor)(number) == number // divisor

@@ -391,8 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   for (int i = lane.index; i < kWarpRows * kPitch; i += 32) {
     const int own_row = kWarpRows * warp + i / kPitch, chunk = i % kPitch, row = first_row + own_row;
     if (row < num_rows && chunk < kChunks) {
-      reinterpret_cast<uint4*>(static_cast<Half*>(p.out) +
-                               row_of(row, p.out_token_stride, p.out_head_stride))[chunk] =
+      reinterpret_cast<uint4*>(static_cast<Half*>(p.out) + row_of(row, p.out_token_stride, p.out_head_stride))[chunk] =
           queries[place<kPitch>(own_row, chunk)];
     }
   }

@@ -42,6 +42,18 @@ struct Decode {
   int most_parts;
 };
 
+// New keys and values on their way into pages, all fp16. Strides as above, those of key and value alike.
+struct WriteKv {
+  const void* key;  // [>= num_tokens, num_kv_heads, head_size]
+  const void* value;
+  void* key_cache;  // [num_blocks, page_size, num_kv_heads, head_size]
+  void* value_cache;
+  const long long* slot_mapping;  // [num_tokens]: block * page_size + row; negative: the token is left out
+  long long token_stride, head_stride;
+  long long block_stride, page_token_stride, page_head_stride;
+  int page_size, num_kv_heads, head_size;
+};
+
 // Keys of one part of a sequence. It depends on the sequence alone, and so do results, whatever the batch.
 #ifdef __CUDACC__
 __device__

@@ -1,0 +1,24 @@
+// New keys and values into their pages: a block of threads for each token.
+#include "device.cuh"
+
+namespace fastattention {
+
+extern "C" __global__ void fa_volta_write_kv(const WriteKv w) {
+  const long long token = blockIdx.x, slot = w.slot_mapping[token];
+  if (slot < 0) return;
+  const long long block = slot / w.page_size, row = slot - block * w.page_size;
+  const int chunks = w.head_size / 8;
+  for (int i = threadIdx.x; i < w.num_kv_heads * chunks; i += blockDim.x) {
+    const int head = i / chunks, chunk = i - head * chunks;
+    const long long from = token * w.token_stride + head * w.head_stride + chunk * 8;
+    const long long to = block * w.block_stride + row * w.page_token_stride + head * w.page_head_stride + chunk * 8;
+    const auto copy = [&](const void* source, void* target) {
+      *reinterpret_cast<uint4*>(static_cast<Half*>(target) + to) =
+          *reinterpret_cast<const uint4*>(static_cast<const Half*>(source) + from);
+    };
+    copy(w.key, w.key_cache);
+    copy(w.value, w.value_cache);
+  }
+}
+
+}  // namespace fastattention
