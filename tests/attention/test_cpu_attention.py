@@ -103,6 +103,14 @@ def test_masks_in_bf16(mask: str, shape: str) -> None:
     check(Case(**SHAPES[shape], num_heads=8, dtype=BF16, **MASKS[mask]))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("group", [3, 8])
+def test_masks_in_fp16(group: int, mask: str, shape: str) -> None:
+    """AMX takes fp16 from 7 rows on: one decoding token of 8 heads, or three of 3."""
+    check(Case(**SHAPES[shape], num_heads=2 * group, dtype=F16, **MASKS[mask]))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_over_several_row_blocks(mask: str) -> None:
     """A block has 256 rows. The tokens end where a step of columns does, so that no panel needs a mask at the end."""
@@ -111,10 +119,11 @@ def test_masks_over_several_row_blocks(mask: str) -> None:
 
 @pytest.mark.parametrize("mask", ["non-causal", "window left", "alibi", "all of it"])
 @pytest.mark.parametrize(("q_len", "kv_heads", "group"), [(700, 64, 1), (600, 128, 1), (200, 128, 6)])
-def test_masks_over_large_row_blocks(mask: str, q_len: int, kv_heads: int, group: int) -> None:
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_masks_over_large_row_blocks(dtype: torch.dtype, mask: str, q_len: int, kv_heads: int, group: int) -> None:
     """AMX takes blocks of 512 rows and more where a sequence has many of them; panels of 32 begin amid a group of 6."""
     lens = ((q_len, 3), (q_len + 40, 200))
-    check(Case(*lens, kv_heads * group, kv_heads, head_size=32, dtype=BF16, **MASKS[mask]))  # type: ignore[arg-type]
+    check(Case(*lens, kv_heads * group, kv_heads, head_size=32, dtype=dtype, **MASKS[mask]))  # type: ignore[arg-type]
 
 
 # Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 2, 4
@@ -128,16 +137,26 @@ def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -
     check(Case((rows,) * 3, kv_lens, 2, 2, head_size, page_size, dtype=BF16))
 
 
+# The same in fp16: AMX begins at 7 rows and packs from 49 on, or from 33 where the head size is no multiple of 32.
+@pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
+@pytest.mark.parametrize("rows", [1, 6, 7, 8, 9, 16, 17, 32, 33, 48, 49, 100, 270])
+@pytest.mark.parametrize("head_size", [8, 32, 72, 80, 96, 128, 256])
+def test_fp16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
+    kv_lens = (rows, rows + 33, rows + 256 - rows % 2)
+    check(Case((rows,) * 3, kv_lens, 2, 2, head_size, page_size, dtype=F16))
+
+
 @pytest.mark.parametrize("head_size", [64, 80])
 @pytest.mark.parametrize("group", range(1, 17))
-def test_a_few_tokens_in_bf16_for_every_group(group: int, head_size: int) -> None:
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_a_few_tokens_for_every_group(dtype: torch.dtype, group: int, head_size: int) -> None:
     q_lens = tuple(range(1, 9))
     kv_lens = tuple(q_len + (0, 150, 15, 31, 128, 2, 77, 300)[q_len - 1] for q_len in q_lens)
-    check(Case(q_lens, kv_lens, 2 * group, 2, head_size, dtype=BF16, page_size=16 + group % 2))
+    check(Case(q_lens, kv_lens, 2 * group, 2, head_size, dtype=dtype, page_size=16 + group % 2))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scales_that_are_not_positive(shape: str, dtype: torch.dtype, scale: float) -> None:
     check(Case(**SHAPES[shape], dtype=dtype, scale=scale))
@@ -157,24 +176,43 @@ def test_nothing_behind_the_last_token_counts(isa: str, dtype: torch.dtype, rows
 
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
 @pytest.mark.parametrize("broken", [math.inf, math.nan])
-def test_what_is_no_number_stays_within_its_pair_of_dimensions(isa: str, broken: float, rows: int) -> None:
-    """AMX for few rows multiplies neighbouring dimensions by 0: there, and only there, infinity comes out as NaN."""
-    problem = Case((rows,), (300,), 1, 1, page_size=0, dtype=BF16, causal=False).build()
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_what_is_no_number_stays_within_its_pair_of_dimensions(
+    isa: str, dtype: torch.dtype, broken: float, rows: int
+) -> None:
+    """AMX for few rows multiplies neighbouring dimensions by 0: there, and only there, infinity comes out as NaN. In
+    fp16 it comes out as NaN where it is, for it has no second part."""
+    problem = Case((rows,), (300,), 1, 1, page_size=0, dtype=dtype, causal=False).build()
     problem.value[int(problem.kv_start_loc[0]) + 77, 0, 5] = broken  # type: ignore[index]
     out, _ = cpu.run(problem)
     assert not out[..., 5].isfinite().any()
-    assert out[..., :4].isfinite().all()
+    assert out[..., : 5 if dtype == F16 else 4].isfinite().all()
     assert out[..., 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("q_len", [1, 8, 16, 40])
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_what_is_no_number_in_an_fp16_key_reaches_whoever_sees_it(isa: str, broken: float, q_len: int) -> None:
+    problem = Case((q_len,), (300,), 2, 2, page_size=0, dtype=F16).build()
+    problem.query[:, 0, 3] = 1.0
+    position = 300 - q_len // 2 - 1
+    problem.key[int(problem.kv_start_loc[0]) + position, 0, 3] = broken  # type: ignore[index]
+    out, _ = cpu.run(problem)
+    sees = torch.arange(q_len) + 300 - q_len >= position
+    assert out[sees, 0].isnan().all()
+    assert out[~sees].isfinite().all()
+    assert out[:, 1].isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
 @pytest.mark.parametrize("head_size", [8, 24, 40, 72, 80, 96, 128])
-def test_rows_are_not_read_past_their_end(isa: str, head_size: int, rows: int) -> None:
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_rows_are_not_read_past_their_end(isa: str, dtype: torch.dtype, head_size: int, rows: int) -> None:
     """NaN on both sides of every row of K and V: zero times what follows would be NaN."""
-    problem = Case((rows,), (140,), 1, 1, head_size, page_size=0, dtype=BF16, causal=False).build()
+    problem = Case((rows,), (140,), 1, 1, head_size, page_size=0, dtype=dtype, causal=False).build()
     apart = []
     for cache in (problem.key, problem.value):
-        wide = torch.full((*cache.shape[:2], head_size + 128), math.nan, dtype=BF16)
+        wide = torch.full((*cache.shape[:2], head_size + 128), math.nan, dtype=dtype)
         wide[:, :, 64:-64] = cache
         apart.append(wide[:, :, 64:-64])
     expected = oracle.attention(problem)
@@ -342,6 +380,34 @@ def test_a_bf16_cache_is_widened_exactly(isa: str, head_size: int, q_len: int) -
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("q_len", [1, 7, 8, 16, 20, 60])
+@pytest.mark.parametrize("head_size", [32, 80, 128])
+def test_every_fp16_number_counts_exactly(isa: str, head_size: int, q_len: int) -> None:
+    """All of them as values, in keys and in queries: AMX takes each as the sum of two, and neither part may be lost."""
+    count = -(-65536 // head_size)
+    codes = torch.randperm(65536, generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    rows = codes.repeat(2)[: count * head_size].view(F16).view(count, 1, head_size)
+    problem = Case((q_len,) * count, (1,) * count, 1, 1, head_size, 0, F16, causal=False, scale=4096.0).build()
+    problem = replace(problem, kv_start_loc=torch.arange(count, dtype=torch.int32))
+    nothing = torch.zeros_like(rows)
+    out, _ = cpu.run(replace(problem, key=nothing, value=rows))
+    expected = rows.repeat_interleave(q_len, 0)
+    assert torch.equal(out[expected.isfinite()], expected[expected.isfinite()])
+    assert not out[~expected.isfinite()].isfinite().any()
+
+    finite = rows.masked_fill(~rows.isfinite(), 0.0)
+    for dim in (0, 20, head_size - 1):
+        one = torch.zeros_like(rows)
+        one[:, 0, dim] = 1.0
+        for query, key in ((one, finite), (finite, one)):
+            asked = replace(problem, query=query.repeat_interleave(q_len, 0), key=key, value=nothing)
+            _, lse = cpu.run(asked, return_lse=True)
+            # To base 2 and back: a unit in the last place, of the weight 1 too. The least number makes 2^-12, and
+            # neighbours lie 2^13 units apart.
+            score = 4096.0 * finite[:, :, dim].float().repeat_interleave(q_len, 0)
+            torch.testing.assert_close(lse, score, rtol=2**-22, atol=2**-22)
+
+
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("q_len", [1, 20])
 def test_scales_of_an_fp8_cache_are_factors_of_keys_and_values(isa: str, kv_dtype: torch.dtype, q_len: int) -> None:
@@ -361,12 +427,13 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
     case = Case((q_len, 1), (5000, 2100), 2 * num_kv_heads, num_kv_heads, head_size=40, page_size=page_size)
     check(case)
     check(replace(case, dtype=F16, window=(1777, -1)))
+    check(replace(case, dtype=F16, head_size=64))
     check(replace(case, dtype=BF16))
     check(replace(case, dtype=BF16, head_size=64, window=(1777, -1)))
     check(replace(case, sinks=9.0))  # about as much weight as all 5000 tokens: once more or less would show
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("kv_len", [1000, 2500])
 def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch.dtype) -> None:
     """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within a split (1000 tokens
@@ -382,7 +449,7 @@ def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch
         oracle.assert_matches(problem, out, lse, oracle.attention(problem), slack=5)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("position", [0, 5, 20, 40, 60, 127, 250])
 def test_one_score_far_above_the_others(isa: str, position: int, dtype: torch.dtype) -> None:
     """In whatever vector of the tile: relative to a lower score its weight would overflow."""
@@ -485,7 +552,7 @@ def cases(draw: st.DrawFn) -> Case:
         )
     )
     fresh = draw(st.booleans())  # vLLM's case: every query token is also in the cache
-    # Often bf16 for all, as models are: that is where the kernels differ most.
+    # Often bf16 or fp16 for all, as models are: that is where the kernels differ most.
     kv_dtype = draw(st.sampled_from([None] * 5 + [F32, F16, BF16, E4M3, E5M2]))
     scales = st.sampled_from([1.0, 0.02, 0.7, 5.0]) if kv_dtype in (E4M3, E5M2) else st.just(1.0)
     return Case(
@@ -495,7 +562,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_kv_heads=num_kv_heads,
         head_size=8 * draw(st.integers(1, 32) | st.sampled_from([8, 12, 16])),
         page_size=draw(st.sampled_from([0, 1, 3, 8, 16, 32, 100, 784])),
-        dtype=draw(st.sampled_from([F32, F16, BF16, BF16])),
+        dtype=draw(st.sampled_from([F32, F16, F16, BF16, BF16])),
         kv_dtype=kv_dtype,
         key_scale=draw(scales),
         value_scale=draw(scales),

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("restore_threads")
 CASE = Case((1, 200, 20, 1), (9000, 500, 4000, 30), num_heads=8, num_kv_heads=2, dtype=torch.bfloat16, sinks=5.0)
 # Row blocks grow with the rows of their own sequence alone. Where a window begins depends on them, so bits would too.
 MANY_ROWS = Case((200, 400), (1000, 1500), 128, 64, head_size=16, dtype=torch.bfloat16, window=(300, -1))
+FP16 = replace(CASE, num_heads=16, dtype=torch.float16)
 
 
 def run(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,8 +38,9 @@ def assert_same_bits(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor
     assert torch.equal(a[1], b[1])
 
 
-def test_any_number_of_threads_gives_the_same_bits(isa: str) -> None:
-    problem = CASE.build()
+@pytest.mark.parametrize("case", [CASE, FP16], ids=["bf16", "fp16"])
+def test_any_number_of_threads_gives_the_same_bits(isa: str, case: Case) -> None:
+    problem = case.build()
     cpu.set_num_threads(1)
     expected = run(problem)
     for count in (2, 3, 5, 16):
@@ -48,7 +50,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa: str) -> None:
             assert_same_bits(run(problem), expected)
 
 
-@pytest.mark.parametrize("case", [CASE, MANY_ROWS], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("case", [CASE, MANY_ROWS, FP16], ids=["few rows", "many rows", "fp16"])
 def test_the_rest_of_the_batch_does_not_change_a_sequence(isa: str, case: Case) -> None:
     problem = case.build()
     out, lse = run(problem)

@@ -79,6 +79,28 @@ inline float score_factor(const fa_attention_problem& problem, const BFloat16*) 
   return problem.scale * problem.key_scale * kLog2E;
 }
 
+#if defined(FA_AMX)
+// ... or fp16 as two parts of bf16, unscaled for the same reason.
+inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, SplitNumber* query) {
+  const Half* base = static_cast<const Half*>(problem.query);
+  __builtin_memset(
+      query, 0,
+      sizeof(SplitNumber) * round_up(item.num_tokens * (problem.num_heads / problem.num_kv_heads), kPadding) * stride);
+  for_each_row(problem, item, [&](int64_t token, int64_t head, int row) {
+    const Half* from = base + token * problem.query_token_stride + head * problem.query_head_stride;
+    SplitNumber* to = query + static_cast<size_t>(row) * stride;
+    for (int d = 0; d < problem.head_size; d += kSplitStep) {
+      const SplitPairs pairs = load_split(from + d, problem.head_size - d);
+      _mm512_storeu_si512(to + d, pairs.upper);
+      _mm512_storeu_si512(to + d + kWidth, pairs.lower);
+    }
+  });
+}
+inline float score_factor(const fa_attention_problem& problem, const SplitNumber*) {
+  return score_factor(problem, static_cast<const BFloat16*>(nullptr));
+}
+#endif
+
 // Normalises a row once everything it sees is summed up: the one place, and the one time, that its sink is counted.
 void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head, const float* output, float reference,
                 float sum) {
@@ -219,9 +241,11 @@ template <class T>
 void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* memory) {
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
 #if defined(FA_AVX512_BF16)
-  // Only where bf16 holds the operands exactly; and scaled scores must be ordered as the products are.
+  // Only where bf16 holds the operands exactly, one or two of it; and scaled scores must be ordered as the products
+  // are.
+  const bool ordered = problem.scale > 0.0f;
   if constexpr (kExactInBf16<T>) {
-    if (problem.dtype == FA_BF16 && problem.scale > 0.0f && num_rows > kTuning.max_direct_rows_bf16) {
+    if (problem.dtype == FA_BF16 && ordered && num_rows > kTuning.max_direct_rows_bf16) {
 #if defined(FA_AMX)
       if (num_rows <= kTuning.max_amx_direct_rows && AmxDirectPanels<T>::can_run(problem)) {
         return attend_with<T, AmxDirectPanels<T>>(problem, item, following, memory);
@@ -230,6 +254,19 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
 #else
       return attend_with<T, PackedPanels<T, Bf16Unit>>(problem, item, following, memory);
 #endif
+    }
+  }
+#endif
+#if defined(FA_AMX)
+  if constexpr (kIsSumOfTwoBf16<T>) {
+    if (problem.dtype == FA_F16 && ordered) {
+      const bool even = AmxSplitPanels<T>::can_run(problem);
+      if (even && num_rows > kTuning.max_fma_rows_split && num_rows <= kTuning.max_amx_split_rows) {
+        return attend_with<T, AmxSplitPanels<T>>(problem, item, following, memory);
+      }
+      if (num_rows > (even ? kTuning.max_amx_split_rows : kTuning.max_fma_rows_split_packed)) {
+        return attend_with<T, AmxPanels<T>>(problem, item, following, memory);
+      }
     }
   }
 #endif

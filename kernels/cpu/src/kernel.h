@@ -52,8 +52,9 @@ static inline size_t partial_floats(int rows, int head_size) { return static_cas
 
 struct KernelTable {
   const char* name;
-  // With bf16 operands: query rows times head size up to which larger items are better, 0: kRowBlock rows are enough.
-  int64_t bf16_row_block_elements;
+  // With bf16 or fp16 operands: query rows times head size up to which larger items are better, 0: kRowBlock rows are
+  // enough.
+  int64_t row_block_elements;
   size_t (*scratch_bytes)(int rows, int head_size);
   // following: what this thread computes next, if that is known; its first K and V are fetched at the end of this item.
   void (*attend)(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* scratch);

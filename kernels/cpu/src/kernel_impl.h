@@ -13,8 +13,10 @@
 #include "unit_bf16.h"
 #endif
 #if defined(FA_AMX)
+#include "unit_split.h"
 #include "panel_amx.h"
 #include "panel_amx_direct.h"
+#include "panel_amx_split.h"
 #endif
 #include "panel_direct.h"
 #if defined(FA_BF16_PAIRS)

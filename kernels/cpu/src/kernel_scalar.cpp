@@ -12,6 +12,6 @@ constexpr Tuning kTuning = kTuningScalar;
 namespace fastattention {
 
 extern const KernelTable kScalar;
-const KernelTable kScalar = {"scalar", kTuning.bf16_row_block_elements, scratch_bytes, attend, merge, write_kv};
+const KernelTable kScalar = {"scalar", kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv};
 
 }  // namespace fastattention

@@ -10,12 +10,17 @@ inline void memory_barrier() { asm volatile("" ::: "memory"); }
 // right one. All are as large as tiles get: 16 rows of 64 bytes.
 class AmxTiles {
  public:
-  AmxTiles() {
+  AmxTiles() { configure(16); }
+  // Tiles 2 to 5 with fewer rows: a product takes a cycle for each row of the left operand.
+  void configure(int rows) {
+    const uint8_t r = static_cast<uint8_t>(rows);
     struct alignas(64) Configuration {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } configuration;
+      uint8_t rows[16];
+    } configuration = {};
+    const uint8_t all_rows[8] = {16, 16, r, r, r, r, 16, 16};
+    __builtin_memcpy(configuration.rows, all_rows, sizeof(all_rows));
     memory_barrier();
     _tile_loadconfig(&configuration);
   }
@@ -40,9 +45,11 @@ inline void fetch(const void* first) {
 
 // c[16 or 32 rows][32 columns] += a[rows][32 * steps] * b[32 * steps][32 columns], or = without Accumulate.
 // Strides in elements; b is one packed strip. TwoHalves: 32 rows. next_c: what to add to next, null if not known.
-template <bool Accumulate, bool TwoHalves, bool TwoColumns>
-inline void amx_multiply(const BFloat16* a, int a_stride, const BFloat16* b, int b_width, int steps, float* c,
+// Where numbers have several parts, each of a's meets each of b's.
+template <class Element, bool Accumulate, bool TwoHalves, bool TwoColumns>
+inline void amx_multiply(const Element* a, int a_stride, const Element* b, int b_width, int steps, float* c,
                          int c_stride, const float* next_c = nullptr) {
+  constexpr int kParts = sizeof(Element) / sizeof(BFloat16);
   constexpr int kLinesPerProduct = 2 * kTileRows / ((TwoHalves ? 2 : 1) * (TwoColumns ? 2 : 1));
   memory_barrier();
   float* lower = c + kTileRows * c_stride;
@@ -58,26 +65,32 @@ inline void amx_multiply(const BFloat16* a, int a_stride, const BFloat16* b, int
     if constexpr (TwoHalves) _tile_zero(2);
     if constexpr (TwoHalves && TwoColumns) _tile_zero(3);
   }
-  const size_t a_bytes = a_stride * sizeof(BFloat16);
+  const size_t a_bytes = a_stride * sizeof(Element);
   const size_t b_bytes = b_width * 2 * sizeof(BFloat16);
   for (int k = 0; k < steps; ++k, a += kTileDepth, b += kTileDepth * b_width) {
-    const char* ahead = reinterpret_cast<const char*>(b + kFetchAhead);
-    _tile_loadd(4, a, a_bytes);
-    _tile_loadd(6, b, b_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    fetch<kLinesPerProduct>(ahead);
-    if constexpr (TwoColumns) {
-      _tile_loadd(7, b + 2 * 16, b_bytes);
-      _tile_dpbf16ps(1, 4, 7);
-      fetch<kLinesPerProduct>(ahead + kLinesPerProduct * kLine);
-    }
-    if constexpr (TwoHalves) {
-      _tile_loadd(5, a + kTileRows * a_stride, a_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      fetch<kLinesPerProduct>(ahead + 2 * kLinesPerProduct * kLine);
+    FA_UNROLL
+    for (int i = 0; i < kParts * kParts; ++i) {
+      const BFloat16* left = reinterpret_cast<const BFloat16*>(a) + i % kParts * kTileDepth;
+      const BFloat16* right = reinterpret_cast<const BFloat16*>(b) + i / kParts * kTileDepth * b_width;
+      const bool new_right = i % kParts == 0;
+      const char* ahead = reinterpret_cast<const char*>(right + kFetchAhead);
+      _tile_loadd(4, left, a_bytes);
+      if (new_right) _tile_loadd(6, right, b_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      if (new_right) fetch<kLinesPerProduct>(ahead);
       if constexpr (TwoColumns) {
-        _tile_dpbf16ps(3, 5, 7);
-        fetch<kLinesPerProduct>(ahead + 3 * kLinesPerProduct * kLine);
+        if (new_right) _tile_loadd(7, right + 2 * 16, b_bytes);
+        _tile_dpbf16ps(1, 4, 7);
+        if (new_right) fetch<kLinesPerProduct>(ahead + kLinesPerProduct * kLine);
+      }
+      if constexpr (TwoHalves) {
+        _tile_loadd(5, left + kTileRows * a_stride * kParts, a_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        if (new_right) fetch<kLinesPerProduct>(ahead + 2 * kLinesPerProduct * kLine);
+        if constexpr (TwoColumns) {
+          _tile_dpbf16ps(3, 5, 7);
+          if (new_right) fetch<kLinesPerProduct>(ahead + 3 * kLinesPerProduct * kLine);
+        }
       }
     }
     if constexpr (Accumulate) {
@@ -103,10 +116,21 @@ inline void rescale_rows(float* output, int rows, int stride, const float* resca
   }
 }
 
+// What a cache is packed to.
+template <class T>
+struct AmxOperand {
+  using Unit = Bf16Unit;
+};
+template <>
+struct AmxOperand<Half> {
+  using Unit = SplitUnit;
+};
+
 template <class T>
 struct AmxPanels {
-  using Element = BFloat16;
-  using Weight = BFloat16;
+  using Unit = typename AmxOperand<T>::Unit;
+  using Element = typename Unit::Element;
+  using Weight = Element;
   static constexpr int kRows = 2 * kTileRows;
   static_assert(kRows <= kPadding && kColumnStep % kTileDepth == 0 && kStrip == 32, "whole tiles everywhere");
   const Scratch& scratch;
@@ -122,25 +146,26 @@ struct AmxPanels {
     const int stride = output_stride(head_size);
     const int panels = (num_rows + kRows - 1) / kRows;
     const int strips = (rows.count + kStrip - 1) / kStrip + (stride + kStrip - 1) / kStrip;
-    upcoming =
-        Prefetch<T>(next, head_size, (rows.count / kWidth) * (stride / kWidth) + rows.count / 2 + panels * strips);
+    upcoming = Prefetch<T>(next, head_size,
+                           (rows.count / kWidth) * (stride / kWidth) + rows.count / Unit::kDepth + panels * strips);
     // A tile product spans kTileDepth tokens: V is filled up with zeros.
-    pack_tile<Bf16Unit>(rows, head_size, query_stride(head_size), round_up(rows.count, kTileDepth), stride, scratch,
-                        upcoming);
+    pack_tile<Unit>(rows, head_size, query_stride(head_size), round_up(rows.count, kTileDepth), stride, scratch,
+                    upcoming);
   }
 
   void scores(int first_row, int rows, int begin, int end, float* scores) {
     const int depth = query_stride(head_size);
-    const BFloat16* query = static_cast<const BFloat16*>(scratch.query) + static_cast<size_t>(first_row) * depth;
+    const Element* query = static_cast<const Element*>(scratch.query) + static_cast<size_t>(first_row) * depth;
     for (int column = begin; column < end; column += kStrip) {
-      const BFloat16* strip = static_cast<const BFloat16*>(scratch.keys) + static_cast<size_t>(column) * depth;
+      const Element* strip = static_cast<const Element*>(scratch.keys) + static_cast<size_t>(column) * depth;
       upcoming.advance();
-      const auto multiply = rows > kTileRows ? amx_multiply<false, true, true> : amx_multiply<false, false, true>;
+      const auto multiply =
+          rows > kTileRows ? amx_multiply<Element, false, true, true> : amx_multiply<Element, false, false, true>;
       multiply(query, depth, strip, kStrip, depth / kTileDepth, scores + column, kKvTile, nullptr);
     }
   }
 
-  void add_values(int first_row, int rows, const BFloat16* weights, int begin, int end, const float* rescale) {
+  void add_values(int first_row, int rows, const Weight* weights, int begin, int end, const float* rescale) {
     const int stride = output_stride(head_size);
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
     rescale_rows(output, rows, stride, rescale);
@@ -151,11 +176,12 @@ struct AmxPanels {
     for (int column = 0; column < stride; column += kStrip) {
       const bool whole = stride - column >= kStrip;
       const int width = whole ? kStrip : stride - column;
-      const BFloat16* strip = static_cast<const BFloat16*>(scratch.values) + static_cast<size_t>(column) * kKvTile +
-                              static_cast<size_t>(begin) * width;
+      const Element* strip = static_cast<const Element*>(scratch.values) + static_cast<size_t>(column) * kKvTile +
+                             static_cast<size_t>(begin) * width;
       upcoming.advance();
-      const auto multiply = two_halves ? (whole ? amx_multiply<true, true, true> : amx_multiply<true, true, false>)
-                                       : (whole ? amx_multiply<true, false, true> : amx_multiply<true, false, false>);
+      const auto multiply =
+          two_halves ? (whole ? amx_multiply<Element, true, true, true> : amx_multiply<Element, true, true, false>)
+                     : (whole ? amx_multiply<Element, true, false, true> : amx_multiply<Element, true, false, false>);
       const float* next = output + (column + kStrip < stride ? column + kStrip : kRows * stride);
       multiply(weights + begin, kKvTile, strip, width, steps, output + column, stride, next);
     }

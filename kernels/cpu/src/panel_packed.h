@@ -6,6 +6,12 @@
 namespace fastattention {
 namespace {
 
+// Weights that keep (almost) the precision of fp32.
+template <class Weight>
+constexpr bool kFullWeights = false;
+template <>
+constexpr bool kFullWeights<float> = true;
+
 struct FmaUnit {
   using Element = float;
   static constexpr int kDepth = 1;

@@ -9,7 +9,9 @@ constexpr int kDirectRows = kTuning.direct_rows;
 constexpr int kDirectAccumulators = kTuning.direct_accumulators;
 constexpr int kDirectTile = kTuning.direct_tile;
 constexpr int kAmxDirectTile = kTuning.amx_direct_tile;
-static_assert(kDirectTile <= kKvTile && kAmxDirectTile <= kKvTile, "memory is for tiles of kKvTile");
+constexpr int kAmxSplitTile = kTuning.amx_split_tile;
+static_assert(kDirectTile <= kKvTile && kAmxDirectTile <= kKvTile && 2 * kAmxSplitTile <= kKvTile,
+              "memory is for tiles of kKvTile");
 static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth, "direct panels halve their rows");
 
 // Packed operands are strips of kStrip columns, each [depth / kDepth][columns][kDepth]: a register tile reads its strip
@@ -18,7 +20,8 @@ constexpr int kStrip = kPanelVectors * kWidth;
 static_assert(kKvTile % kStrip == 0, "tiles are whole strips");
 // Scores are computed, and made weights, for whole groups of this many KV tokens.
 constexpr int kColumnStep = kStrip;
-static_assert(kDirectTile % kColumnStep == 0 && kAmxDirectTile % kColumnStep == 0, "tiles are whole groups");
+static_assert(kDirectTile % kColumnStep == 0 && kAmxDirectTile % kColumnStep == 0 && kAmxSplitTile % kColumnStep == 0,
+              "tiles are whole groups");
 
 // Rows and dimensions are padded to this: an AMX tile pair has 32 rows, and one of its products spans 32 dimensions.
 constexpr int kPadding = 32;

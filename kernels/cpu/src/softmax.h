@@ -26,11 +26,6 @@ inline Visibility visibility(const fa_attention_problem& problem, int seq) {
 // weights up to 2^8 cost no precision, and after a row's first tiles its sums are hardly ever rescaled.
 constexpr float kRescaleAbove = 8.0f;
 
-template <class T>
-constexpr bool kIsFloat = false;
-template <>
-constexpr bool kIsFloat<float> = true;
-
 inline void store_weights(float* p, Vec first, Vec second) {
   store(p, first);
   store(p + kWidth, second);
@@ -57,7 +52,7 @@ template <class Weight>
 inline float softmax_row(const float* scores, int begin, int end, float factor, Weight* weights, float& reference,
                          float* sums) {
   // The weights' precision, not fp32's, is what the exponential has to meet.
-  constexpr int kDegree = kIsFloat<Weight> ? 5 : 3;
+  constexpr int kDegree = kFullWeights<Weight> ? 5 : 3;
   Vec highest = splat(-kInfinity), next = highest;
   for (int column = begin; column < end; column += 2 * kWidth) {
     highest = max(highest, load(scores + column));

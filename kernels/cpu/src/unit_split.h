@@ -1,0 +1,100 @@
+// fp16 on bf16 matrix units: a number of fp16 is the sum of two of bf16, exactly. Widened to fp32 it has 10 bits of
+// significand behind the leading one; the upper 16 bits of the word are a bf16 with the first 7 of them, and what is
+// left has 3 at most. Neither is ever subnormal in bf16, which AMX would take for zero: the least bit of an fp16 is
+// 2^-24. So all four products of parts are exact in fp32, and together they are the product of the numbers.
+namespace fastattention {
+namespace {
+
+// What stands for one number. 32 numbers, of a row or of a column, are 16 pairs of their upper parts and behind those
+// 16 pairs of their lower ones; number i is paired with number i + 16, which takes no shuffling.
+struct SplitNumber {
+  BFloat16 parts[2];
+};
+constexpr int kSplitStep = 2 * kWidth;
+
+template <class T>
+constexpr bool kIsSumOfTwoBf16 = false;
+template <>
+constexpr bool kIsSumOfTwoBf16<Half> = true;
+
+struct SplitPairs {
+  __m512i upper, lower;
+};
+inline __m512i upper_half(Vec a) { return _mm512_and_si512(bits(a), _mm512_set1_epi32(static_cast<int>(0xffff0000))); }
+inline __m512i pairs_of(__m512i first, __m512i second) { return _mm512_or_si512(_mm512_srli_epi32(first, 16), second); }
+inline SplitPairs split_pairs(Vec a, Vec b) {
+  const __m512i first = upper_half(a), second = upper_half(b);
+  return {pairs_of(first, second), pairs_of(bits(sub(a, bits(first))), bits(sub(b, bits(second))))};
+}
+
+// A weight has more bits than two parts hold: both are rounded, so the sum is off by 2^-18 of the weight at most. As in
+// odd_pair of panel_amx_direct.h, a NaN does not carry.
+template <>
+constexpr bool kFullWeights<SplitNumber> = true;
+inline void store_weights(SplitNumber* p, Vec first, Vec second) {
+  const auto rounded = [](Vec a) { return upper_half(bits(_mm512_add_epi32(bits(a), _mm512_set1_epi32(0x8000)))); };
+  const __m512i first_upper = rounded(first), second_upper = rounded(second);
+  _mm512_storeu_si512(p, pairs_of(first_upper, second_upper));
+  _mm512_storeu_si512(p + kWidth,
+                      pairs_of(rounded(sub(first, bits(first_upper))), rounded(sub(second, bits(second_upper)))));
+}
+
+// Up to 16 elements; those from count on read as zero and are not touched.
+inline Vec load_some(const Half* p, int count) {
+  const __mmask16 mask = count >= kWidth ? 0xffff : count <= 0 ? 0 : (1u << count) - 1;
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+}
+inline SplitPairs load_split(const Half* p, int count) {
+  return split_pairs(load_some(p, count), load_some(p + kWidth, count - kWidth));
+}
+
+// A Unit as far as packing goes. A strip holds, for each 32 of the summed dimension, 16 rows of upper and 16 of lower
+// pairs.
+struct SplitUnit {
+  using Element = SplitNumber;
+  static constexpr int kDepth = 1;
+
+  template <class T>
+  static void pack_keys(const KvRows<T>& rows, int column, int head_size, SplitNumber* strip, int width,
+                        Prefetch<T>& upcoming) {
+    for (int d = 0; d < head_size; d += kSplitStep) {
+      upcoming.advance();
+      upcoming.advance();
+      Vec upper[kWidth], lower[kWidth];
+      FA_UNROLL
+      for (int i = 0; i < kWidth; ++i) {
+        const SplitPairs pairs = load_split(rows.key[column + i] + d, head_size - d);
+        upper[i] = bits(pairs.upper);
+        lower[i] = bits(pairs.lower);
+      }
+      SplitNumber* to = strip + d * width;
+      const auto store_rows = [&](Vec(&block)[kWidth], SplitNumber* first) {
+        transpose(block);
+        FA_UNROLL
+        for (int i = 0; i < kWidth; ++i) store(reinterpret_cast<float*>(first + i * width), block[i]);
+      };
+      store_rows(upper, to);
+      store_rows(lower, to + kWidth * width);
+    }
+  }
+  // Tokens token and token + 16; past the end of the tile they are zero.
+  template <class T>
+  static void pack_values(const KvRows<T>& rows, int token, int head_size, int stride, SplitNumber* values) {
+    if (token % kSplitStep >= kWidth) return;  // went with the token 16 before
+    for (int d = 0; d < head_size; d += kWidth) {
+      const auto part = [&](int t) {
+        return t < rows.count ? load_some(rows.value[t] + d, head_size - d) : splat(0.0f);
+      };
+      const SplitPairs pairs = split_pairs(part(token), part(token + kWidth));
+      const int strip = d / kStrip * kStrip;
+      const int width = stride - strip < kStrip ? stride - strip : kStrip;
+      SplitNumber* to = values + strip * kKvTile + token * width + (d - strip);
+      _mm512_storeu_si512(to, pairs.upper);
+      _mm512_storeu_si512(to + kWidth * width, pairs.lower);
+    }
+  }
+};
+static_assert(kColumnStep % kSplitStep == 0 && sizeof(SplitNumber) == sizeof(float), "in the place of fp32");
+
+}  // namespace
+}  // namespace fastattention
