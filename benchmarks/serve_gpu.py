@@ -90,7 +90,9 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         for number in range(options.rounds):
             for concurrency in options.concurrency:
                 for server in servers if number % 2 == 0 else servers[::-1]:
-                    results.setdefault((concurrency, server.name), []).append(ask(server, concurrency, folder, options))
+                    found = ask(server, concurrency, folder, options)
+                    results.setdefault((concurrency, server.name), []).append(found)
+                    print(f"{server.name}, {concurrency} at a time: {found['median_tpot_ms']:.3f} ms a token", flush=True)
     finally:
         for server in servers:
             server.stop()

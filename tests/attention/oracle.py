@@ -22,10 +22,13 @@ OUTPUT_TOLERANCE = {
 LSE_TOLERANCE = (1e-6, 4e-6)
 
 # Kernels on bf16 matrix units round the weights to bf16 (by 2^-8 of each at most), as FlashAttention-2 does, and take a
-# shorter exponential (8.6e-5). That is the whole difference: their queries, keys, values and sums are as exact. So many
-# rows (query tokens times query heads per KV head) they leave to fp32:
+# shorter exponential (8.6e-5). For fp16 a weight is the sum of two bf16: the first is off by 2^-8 of it at most, and half
+# a unit in the last place of that is 2^-17. (FlashAttention-2 rounds weights to fp16, by 2^-11.) That is the whole
+# difference: their queries, keys, values and sums are as exact. So many rows (query tokens times query heads per KV
+# head) they leave to fp32:
 BF16_ISAS = {"amx": 2, "avx512_bf16": 4}
-WEIGHT_ROUNDING = 2**-8 + 8.6e-5
+SPLIT_ISAS = {"amx": 6}
+WEIGHT_ROUNDING = {torch.bfloat16: 2**-8 + 8.6e-5, torch.float16: 2**-17}
 
 
 def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,19 +83,22 @@ def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: in
     return torch.stack(rows) if rows else cache[:0, 0]
 
 
-def weights_are_bf16(problem: AttentionProblem) -> torch.Tensor:
-    """``[num_tokens]`` bool: for which tokens the instruction set in use may take its bf16 matrix units.
+def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
+    """``[num_tokens]`` float64: by what part of each a token's weights may be off, with the instruction set in use.
 
     Few rows are attended to in fp32: those of a short sequence always, those of a long one's last block sometimes.
     """
     isa = cpu.isa()
-    is_bf16 = problem.query.dtype == problem.key.dtype == torch.bfloat16 and problem.scale > 0
-    if not is_bf16 or isa not in BF16_ISAS:
-        return torch.zeros(len(problem.query), dtype=torch.bool)
+    rounding = torch.zeros(len(problem.query), dtype=torch.float64)
+    dtype = problem.query.dtype
+    few = {torch.bfloat16: BF16_ISAS, torch.float16: SPLIT_ISAS}.get(dtype, {}).get(isa)
+    if few is None or problem.key.dtype != dtype or problem.scale <= 0:
+        return rounding
     group = problem.query.shape[1] // problem.key.shape[-2]
-    rows = torch.diff(problem.query_start_loc) * group
-    many = torch.repeat_interleave(rows > BF16_ISAS[isa], torch.diff(problem.query_start_loc))
-    return torch.cat([many, torch.zeros(len(problem.query) - len(many), dtype=torch.bool)])
+    tokens = torch.diff(problem.query_start_loc)
+    many = torch.repeat_interleave(tokens * group > few, tokens)
+    rounding[: len(many)][many] = WEIGHT_ROUNDING[dtype]
+    return rounding
 
 
 def assert_matches(
@@ -109,11 +115,13 @@ def assert_matches(
     scale = slack * max(1.0, float(expected[0][:real].abs().max())) if real else 1.0
     difference = (out[:real].double() - expected[0][:real]).abs()
     allowed = rtol * expected[0][:real].abs() + atol * scale
-    rounded = weights_are_bf16(problem)[:real]
-    if rounded.any():
+    rounding = weight_rounding(problem)[:real]
+    rounded = (rounding > 0) & (problem.query.dtype == torch.bfloat16)
+    if rounding.any():
         size = attention(replace(problem, value=problem.value.abs()))[0][:real]  # sum of weight * |value|
         # Infinities come out as they are; a weight below bf16's least is lost.
-        allowed = torch.where(rounded[:, None, None], allowed + WEIGHT_ROUNDING * size + 1e-30, allowed)
+        more = rounding[:, None, None]
+        allowed = torch.where(more > 0, allowed + more * size + 1e-30, allowed)
     close = (difference <= allowed) | (out[:real].double() == expected[0][:real])
     worst = float((difference - allowed)[~close].max()) if not close.all() else 0.0
     assert close.all(), f"{int((~close).sum())} of {close.numel()} outputs are off, by {worst:.3g} more than allowed"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import torch
 from fastattention_vllm.attention import cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from tests.attention.oracle import Case
-from tests.attention.test_cpu_threads import CASE, assert_same_bits, run
+from tests.attention.test_cpu_threads import CASE, alive_in_child, assert_same_bits, run
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 SMALL = Case((1,), (5,), head_size=16)
@@ -118,15 +116,5 @@ def test_a_child_forked_in_between_starts_anew() -> None:
     problem = CASE.build()
     expected = run(problem)
     with started(problem) as result:
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(30)
-            status = 1
-            try:
-                assert_same_bits(run(problem), expected)
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert alive_in_child(problem, expected)
     assert_same_bits(result, expected)

@@ -148,7 +148,7 @@ def test_every_thread_of_the_pool_is_woken(threads: int) -> None:
     assert cpu.measure_wake() == 0
 
 
-def _alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
+def alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Forks; the child computes and resizes its pool. A child that hangs is killed by its alarm."""
     pid = os.fork()
     if pid == 0:
@@ -170,7 +170,7 @@ def test_a_forked_child_computes_with_a_pool_of_its_own() -> None:
     cpu.set_num_threads(4)
     problem = CASE.build()
     expected = run(problem)
-    assert _alive_in_child(problem, expected)
+    assert alive_in_child(problem, expected)
     assert_same_bits(run(problem), expected)
 
 
@@ -189,7 +189,7 @@ def test_fork_while_another_thread_computes() -> None:
     worker.start()
     try:
         for _ in range(10):
-            assert _alive_in_child(problem, expected)
+            assert alive_in_child(problem, expected)
     finally:
         stop.set()
         worker.join()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ from tests.reference_models import random_prompts, save_random
 
 LAYERS = 4
 LENGTHS = (1, 17, 130, 300, 900, 1500)
-STEP = 2**-7
-"""Of the log-probability: a bf16 step of a logit between 1 and 2."""
+ALLOWED = 2**-5
+"""What log-probabilities may differ by: 32 steps of an fp16 logit between 1 and 2."""
 GPU: dict[str, Any] = {
-    "dtype": "bfloat16",
+    "dtype": "float16",
     "max_model_len": 2048,
     "max_num_batched_tokens": 256,
     "gpu_memory_utilization": 0.3,
@@ -46,11 +48,11 @@ def answers(model: Path, **changes: Any) -> list[Steps]:
 
 
 def check(found: list[Steps], expected: list[Steps]) -> None:
-    """Log-probabilities agree up to where bf16 tips a choice between two tokens that are as good."""
+    """Log-probabilities agree up to where rounding tips a choice between two tokens that are as good."""
     compared = 0
     for ours, theirs in zip(found, expected, strict=True):
         for (token, logprob), (wanted, like) in zip(ours, theirs, strict=True):
-            assert logprob == pytest.approx(like, abs=4 * STEP)
+            assert logprob == pytest.approx(like, abs=ALLOWED)
             compared += 1
             if token != wanted:
                 break
@@ -58,8 +60,14 @@ def check(found: list[Steps], expected: list[Steps]) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[Steps]:
-    return answers(model, attention_backend="FLASH_ATTN")
+def expected(model: Path) -> Callable[[bool], list[Steps]]:
+    """By whether the model is compiled: that rounds elsewhere, and a random model makes much of it."""
+
+    @functools.cache
+    def of_flash_attn(eager: bool) -> list[Steps]:
+        return answers(model, attention_backend="FLASH_ATTN", enforce_eager=eager)
+
+    return of_flash_attn
 
 
 @pytest.mark.parametrize("host_layers", [0, 2, LAYERS - 1])
@@ -74,10 +82,11 @@ def expected(model: Path) -> list[Steps]:
     ids=["eager", "graphs", "prefix-caching", "no-async"],
 )
 def test_answers_are_those_of_vllms_backend(
-    host_layers: int, changes: dict[str, Any], model: Path, expected: list[Steps]
+    host_layers: int, changes: dict[str, Any], model: Path, expected: Callable[[bool], list[Steps]]
 ) -> None:
     section = {"host_kv_layers": host_layers, "stream_fraction": 0.5 if host_layers == 2 else "auto"}
-    check(answers(model, additional_config={"fastattention": section}, **changes), expected)
+    found = answers(model, additional_config={"fastattention": section}, **changes)
+    check(found, expected(changes.get("enforce_eager", True)))
 
 
 def test_speculation(model: Path) -> None:
@@ -92,7 +101,7 @@ def test_speculation(model: Path) -> None:
             outputs = generate(llm, prompts, max_tokens=24)
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     agreeing = sum(a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))
-    assert agreeing >= 40, "of 48; bf16 may tip a choice, and everything behind it"
+    assert agreeing >= 40, "of 48; rounding may tip a choice, and everything behind it"
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(model: Path) -> None:
@@ -107,6 +116,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(model: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(model: Path, expected: list[Steps]) -> None:
+def test_two_gpus(model: Path, expected: Callable[[bool], list[Steps]]) -> None:
     section = {"host_kv_layers": 2}
-    check(answers(model, additional_config={"fastattention": section}, tensor_parallel_size=2), expected)
+    check(answers(model, additional_config={"fastattention": section}, tensor_parallel_size=2), expected(True))

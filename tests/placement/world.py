@@ -44,7 +44,7 @@ class Model:
             "scale": self.head_size**-0.5,
             "window": (-1 if self.window is None else self.window, -1),
             "softcap": self.softcap,
-            "sinks": heads / 2 - 1 if self.has_sinks else None,
+            "sinks": (heads / 2 - 1).to(parts["query"].device) if self.has_sinks else None,
             "alibi_slopes": 2.0 ** -(heads + 1) if self.has_alibi else None,
         }
         return AttentionProblem(**(own | parts))

@@ -27,7 +27,7 @@ inline SplitPairs split_pairs(Vec a, Vec b) {
   return {pairs_of(first, second), pairs_of(bits(sub(a, bits(first))), bits(sub(b, bits(second))))};
 }
 
-// A weight has more bits than two parts hold: both are rounded, so the sum is off by 2^-18 of the weight at most. As in
+// A weight has more bits than two parts hold: both are rounded, so the sum is off by 2^-17 of the weight at most. As in
 // odd_pair of panel_amx_direct.h, a NaN does not carry.
 template <>
 constexpr bool kFullWeights<SplitNumber> = true;
