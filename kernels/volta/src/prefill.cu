@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const int result_row = kWarpRows * warp + 8 * lane.half + 4 * lane.down + lane.bit0;
 
   const float factor = kAdjusted ? 1.0f : p.scale;  // of scores on their way into the exponent
-  const auto step = [&](int number, int begin_after_next, auto with_mask) {
+  const auto step = [&](int number, int begin, int begin_after_next, auto with_mask) {
     loader.load(coming, value_base, here);
     constexpr bool kMasked = decltype(with_mask)::value;
     const RowFinder::Row after_next = finder.look_up(begin_after_next);
@@ -217,44 +217,54 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     if (number + 1 < num_tiles) loader.load(coming, key_base, next);
 
     if constexpr (kAdjusted) {
+      const float into_cap = __fdividef(p.scale, p.softcap);  // one division for all scores; not used without a cap
       FA_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
         FA_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          const int row = first_row + result_row + 16 * i + 2 * r, token = divide(row, p.group);
-          const float slope =
-              p.alibi_slopes != nullptr ? p.alibi_slopes[kv_head * group + row - token * group] * kLog2E : 0.0f;
-          // Of the first column's key to the row's own token.
-          const float distance =
-              static_cast<float>(tile_begin(number) + 8 * lane.across + 2 * lane.bit1 - token - offset);
+        for (int j = 0; j < kKeyColumns; ++j) {
           FA_UNROLL
-          for (int j = 0; j < kKeyColumns; ++j) {
+          for (int e = 0; e < 8; ++e) {
+            float& score = scores[i][j][e];
+            score = p.softcap > 0.0f ? p.softcap * tanh(score * into_cap) : score * p.scale;
+          }
+        }
+      }
+      if (p.alibi_slopes != nullptr) {
+        FA_UNROLL
+        for (int i = 0; i < kBlocks; ++i) {
+          FA_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            const int row = first_row + result_row + 16 * i + 2 * r, token = divide(row, p.group);
+            const float slope = p.alibi_slopes[kv_head * group + row - token * group] * kLog2E;
+            // Of the first column's key to the row's own token.
+            const float distance = static_cast<float>(begin + 8 * lane.across + 2 * lane.bit1 - token - offset);
             FA_UNROLL
-            for (int e = 0; e < 4; ++e) {
-              float& score = scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r];
-              score *= p.scale;
-              if (p.softcap > 0.0f) score = p.softcap * tanh(score / p.softcap);
-              score += slope * (distance + static_cast<float>(16 * j + (e & 1) + 4 * (e >> 1)));
+            for (int j = 0; j < kKeyColumns; ++j) {
+              FA_UNROLL
+              for (int e = 0; e < 4; ++e) {
+                const int column = 16 * j + (e & 1) + 4 * (e >> 1);
+                scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r] += slope * (distance + static_cast<float>(column));
+              }
             }
           }
         }
       }
     }
     if constexpr (kMasked) {
-      const int first_key = tile_begin(number) + 8 * lane.across + 2 * lane.bit1;
+      const int first_key = begin + 8 * lane.across + 2 * lane.bit1;
       FA_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
         FA_UNROLL
         for (int r = 0; r < 2; ++r) {
           const int position = divide(first_row + result_row + 16 * i + 2 * r, p.group) + offset;
-          const int begin = begin_of(position) - first_key, end = end_of(position) - first_key;
+          const int from = begin_of(position) - first_key, to = end_of(position) - first_key;
           FA_UNROLL
           for (int j = 0; j < kKeyColumns; ++j) {
             FA_UNROLL
             for (int e = 0; e < 4; ++e) {
               const int column = 16 * j + (e & 1) + 4 * (e >> 1);
               float& score = scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r];
-              if (column < begin || column >= end) score = -infinity();
+              if (column < from || column >= to) score = -infinity();
             }
           }
         }
@@ -345,11 +355,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     __syncthreads();
   };
 #pragma unroll 1
-  for (int number = 0; number < masked; ++number) step(number, tile_begin(number + 2), Masked());
+  for (int number = 0; number < masked; ++number) step(number, tile_begin(number), tile_begin(number + 2), Masked());
   int begin_after_next = tile_begin(masked + 2);
 #pragma unroll 1
   for (int number = masked; number < num_tiles; ++number, begin_after_next += kTile) {
-    step(number, begin_after_next, Unmasked());
+    step(number, begin_after_next - 2 * kTile, begin_after_next, Unmasked());
   }
 
   // Rows are the warp's own, so its part of the queries' tile takes the output.
