@@ -11,7 +11,9 @@ BIN = Path(sys.executable).parent
 
 
 def main() -> int:
-    sources = sorted(str(p) for p in (ROOT / "kernels").rglob("*") if p.suffix in {".h", ".hpp", ".inc", ".cpp"})
+    sources = sorted(
+        str(p) for p in (ROOT / "kernels").rglob("*") if p.suffix in {".h", ".hpp", ".inc", ".cpp", ".cu", ".cuh"}
+    )
     commands = [
         [str(BIN / "ruff"), "check", "."],
         [str(BIN / "ruff"), "format", "--check", "."],
