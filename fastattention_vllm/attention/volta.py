@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +23,16 @@ IMAGES = Path(__file__).resolve().parents[1] / "lib" / "volta"
 LOG2E = math.log2(math.e)
 MOST_OFFSET = 1 << 32
 """Chunks of 16 bytes that the kernels can count in a cache."""
+NUMBERS = {
+    "query_start_loc": torch.int32,
+    "seq_lens": torch.int32,
+    "block_table": torch.int32,
+    "kv_start_loc": torch.int32,
+    "alibi_slopes": torch.float32,
+    "sinks": torch.float32,
+}
+TENSORS = ("query", "key", "value", *NUMBERS)
+"""What the kernels read; those that a problem lacks have the address 0."""
 
 
 def can_run(problem: AttentionProblem) -> str | None:
@@ -31,8 +43,10 @@ def can_run(problem: AttentionProblem) -> str | None:
             return f"{name} is on {tensor.device}, the Volta kernels need it on a GPU."
         if tensor.dtype != torch.float16:
             return f"{name} has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
-        if tensor.stride(-1) != 1 or any(stride % CHUNK for stride in tensor.stride()[:-1]) or tensor.data_ptr() % 16:
+        if tensor.stride(-1) != 1 or any(stride % CHUNK for stride in tensor.stride()[:-1]):
             return f"{name} has strides {tensor.stride()}, all but the last must be multiples of {CHUNK}, the last 1."
+        if tensor.data_ptr() % 16:
+            return f"{name} begins at an address that is no multiple of 16 bytes, which the Volta kernels need."
     if query.shape[-1] not in HEAD_SIZES:
         return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
     if key.stride() != value.stride():
@@ -66,14 +80,15 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     if seqs == 0:
         return out, lse if return_lse else None
     most_rows = heads // kv_heads * int(torch.diff(problem.query_start_loc).max())
-    kept, parameters = _parameters(problem, out, lse)
+    moved = _on(query.device, problem)
+    argument = parameters(moved, out, lse)
     stream = torch.cuda.current_stream(query.device).cuda_stream
     if most_rows <= DECODE_ROWS:
         variant = volta_kernels.decode(head_size)
         parts = volta_kernels.most_parts(int(problem.seq_lens.max()))
         partial_out = torch.empty(seqs, kv_heads, parts, DECODE_ROWS, head_size, device=query.device)
         partial_lse = torch.empty(seqs, kv_heads, parts, DECODE_ROWS, device=query.device)
-        whole = Decode(parameters, partial_out.data_ptr(), partial_lse.data_ptr(), parts)
+        whole = Decode(argument, partial_out.data_ptr(), partial_lse.data_ptr(), parts)
         attend, combine = (_kernel(variant, name) for name in variant.kernels)
         attend.launch((parts, kv_heads, seqs), (variant.threads, 1, 1), variant.shared_bytes, whole, stream)
         combine.launch((most_rows, kv_heads, seqs), (head_size, 1, 1), 0, whole, stream)
@@ -82,53 +97,50 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
         variant = volta_kernels.prefill(head_size, adjusted=adjusted)
         grid = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         kernel = _kernel(variant, variant.kernels[0])
-        kernel.launch(grid, (variant.threads, 1, 1), variant.shared_bytes, parameters, stream)
-    del kept  # torch's allocator keeps them until the stream has passed
+        kernel.launch(grid, (variant.threads, 1, 1), variant.shared_bytes, argument, stream)
+    del moved  # torch's allocator keeps them until the stream has passed
     return out, lse if return_lse else None
 
 
-def _parameters(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> tuple[list[torch.Tensor], Prefill]:
-    """The kernel's argument, and what must live until it is launched."""
-    device, query, key = out.device, problem.query, problem.key
-    on_device = {
-        name: tensor.to(device=device, dtype=dtype).contiguous()
-        for name, tensor, dtype in (
-            ("query_start_loc", problem.query_start_loc, torch.int32),
-            ("seq_lens", problem.seq_lens, torch.int32),
-            ("block_table", problem.block_table, torch.int32),
-            ("kv_start_loc", problem.kv_start_loc, torch.int32),
-            ("alibi_slopes", problem.alibi_slopes, torch.float32),
-            ("sinks", problem.sinks, torch.float32),
-        )
-        if tensor is not None
-    }
-    table = on_device.get("block_table")
-    paged = table is not None
-    parameters = Prefill(
-        query=query.data_ptr(),
-        key=key.data_ptr(),
-        value=problem.value.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        **{name: tensor.data_ptr() for name, tensor in on_device.items()},
+def parameters(
+    problem: AttentionProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
+) -> Prefill:
+    """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
+    query, key, table = problem.query, problem.key, problem.block_table
+    return Prefill(
+        out=address_of(out),
+        lse=address_of(lse),
+        **{name: 0 if (tensor := getattr(problem, name)) is None else address_of(tensor) for name in TENSORS},
         query_token_stride=query.stride(0),
         query_head_stride=query.stride(1),
-        kv_block_stride=key.stride(0) if paged else 0,
+        kv_block_stride=0 if table is None else key.stride(0),
         kv_token_stride=key.stride(-3),
         kv_head_stride=key.stride(-2),
         out_token_stride=out.stride(0),
         out_head_stride=out.stride(1),
         lse_token_stride=lse.stride(0),
         lse_head_stride=lse.stride(1),
-        page=Divisor.by(key.shape[1] if paged else 1),
+        page=Divisor.by(1 if table is None else key.shape[1]),
         group=Divisor.by(query.shape[1] // key.shape[-2]),
-        block_table_stride=table.stride(0) if table is not None else 0,
+        block_table_stride=0 if table is None else table.stride(0),
         window_left=problem.window[0],
         window_right=0 if problem.causal else problem.window[1],
         scale=problem.scale * LOG2E,
         softcap=problem.softcap * LOG2E,
     )
-    return list(on_device.values()), parameters
+
+
+def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
+    """``problem`` with all that the kernels read on ``device``, in the dtypes that they read."""
+    moved = {
+        name: tensor.to(device=device, dtype=dtype).contiguous()
+        for name, dtype in NUMBERS.items()
+        if (tensor := getattr(problem, name)) is not None
+    }
+    return replace(problem, **moved)
 
 
 @functools.cache

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 
 import numpy
 import torch
 
-from fastattention_vllm.attention import volta_kernels
+from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Divisor, Prefill, Variant, WriteKv
+from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Prefill, Variant, WriteKv
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
 from tests.attention import oracle
@@ -35,34 +34,6 @@ def cubin(variant: Variant) -> Cubin:
     return Cubin(compiled.binary)
 
 
-def parameters(problem: AttentionProblem, at: dict[str, int]) -> Prefill:
-    """``at``: addresses of the tensors."""
-    paged = problem.block_table is not None
-    key, query = problem.key, problem.query
-    heads, kv_heads = query.shape[1], key.shape[-2]
-    block_stride = key.stride(0) if paged else 0
-    token_stride, head_stride = key.stride()[-3], key.stride()[-2]
-    return Prefill(
-        **at,
-        query_token_stride=query.stride(0),
-        query_head_stride=query.stride(1),
-        kv_block_stride=block_stride,
-        kv_token_stride=token_stride,
-        kv_head_stride=head_stride,
-        out_token_stride=heads * query.shape[2],
-        out_head_stride=query.shape[2],
-        lse_token_stride=heads,
-        lse_head_stride=1,
-        page=Divisor.by(key.shape[1] if paged else 1),
-        group=Divisor.by(heads // kv_heads),
-        block_table_stride=problem.block_table.stride(0) if problem.block_table is not None else 0,
-        window_left=problem.window[0],
-        window_right=0 if problem.causal else problem.window[1],
-        scale=problem.scale * math.log2(math.e),
-        softcap=problem.softcap * math.log2(math.e),
-    )
-
-
 def address_of(tensor: torch.Tensor, simulation: Simulation, mapped: dict[int, int]) -> int:
     """Where the simulated GPU sees ``tensor``. Views of one storage stay views: keys and values share their pages."""
     storage = tensor.untyped_storage()
@@ -71,29 +42,19 @@ def address_of(tensor: torch.Tensor, simulation: Simulation, mapped: dict[int, i
     return mapped[storage.data_ptr()] + tensor.storage_offset() * tensor.element_size()
 
 
-class Memory:
-    """Arrays of a problem, mapped into simulations."""
+class Outputs:
+    """Of a problem, with a number that no kernel writes where it should not."""
 
     def __init__(self, problem: AttentionProblem) -> None:
-        self.problem = problem
         tokens, heads, head_size = problem.query.shape
-        self.out = numpy.full((tokens, heads, head_size), 7, numpy.float16)
-        self.lse = numpy.full((tokens, heads), 7, numpy.float32)
+        self.problem = problem
+        self.out = torch.full((tokens, heads, head_size), 7, dtype=torch.float16)
+        self.lse = torch.full((tokens, heads), 7, dtype=torch.float32)
 
-    def map(self, simulation: Simulation) -> dict[str, int]:
-        problem = self.problem
-        at = {"out": simulation.map(self.out), "lse": simulation.map(self.lse)}
+    def parameters(self, simulation: Simulation) -> Prefill:
+        """As they are launched on a GPU, with all tensors mapped into ``simulation``."""
         mapped: dict[int, int] = {}
-        for name in (
-            *("query", "key", "value", "query_start_loc", "seq_lens"),
-            *("block_table", "kv_start_loc", "alibi_slopes", "sinks"),
-        ):
-            tensor: torch.Tensor | None = getattr(problem, name)
-            if tensor is None:
-                at[name] = 0
-                continue
-            at[name] = address_of(tensor, simulation, mapped)
-        return at
+        return volta.parameters(self.problem, self.out, self.lse, lambda tensor: address_of(tensor, simulation, mapped))
 
 
 def variant_of(problem: AttentionProblem) -> Variant:
@@ -101,39 +62,57 @@ def variant_of(problem: AttentionProblem) -> Variant:
     return volta_kernels.prefill(problem.query.shape[2], adjusted=adjusted)
 
 
-def prefill(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    variant, memory = variant_of(problem), Memory(problem)
+def launch_prefill(
+    problem: AttentionProblem, outputs: Outputs | None = None
+) -> tuple[Simulation, tuple[int, int, int]]:
+    """Ready to run, and its grid."""
+    variant, outputs = variant_of(problem), outputs or Outputs(problem)
     simulation = Simulation(cubin(variant), variant.kernels[0])
     kv_heads = problem.key.shape[-2]
     group = problem.query.shape[1] // kv_heads
     most_rows = group * int(torch.diff(problem.query_start_loc).max())
     grid = volta_kernels.prefill_grid(variant, most_rows, kv_heads, len(problem.seq_lens))
-    simulation.launch(
-        grid, (variant.threads, 1, 1), bytes(parameters(problem, memory.map(simulation))), variant.shared_bytes
-    )
-    execute_all(simulation, grid)
-    return torch.from_numpy(memory.out), torch.from_numpy(memory.lse)
+    simulation.launch(grid, (variant.threads, 1, 1), bytes(outputs.parameters(simulation)), variant.shared_bytes)
+    return simulation, grid
+
+
+def prefill(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = Outputs(problem)
+    execute_all(*launch_prefill(problem, outputs))
+    return outputs.out, outputs.lse
+
+
+class Parts:
+    """What the decode kernel leaves for the one that sums."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        seqs, kv_heads, head_size = len(problem.seq_lens), problem.key.shape[-2], problem.query.shape[2]
+        self.count = volta_kernels.most_parts(int(problem.seq_lens.max()))
+        self.out = numpy.full((seqs, kv_heads, self.count, DECODE_ROWS, head_size), numpy.nan, numpy.float32)
+        self.lse = numpy.full((seqs, kv_heads, self.count, DECODE_ROWS), numpy.nan, numpy.float32)
+
+
+def launch_decode(
+    problem: AttentionProblem, kernel: int = 0, outputs: Outputs | None = None, parts: Parts | None = None
+) -> tuple[Simulation, tuple[int, int, int]]:
+    """Ready to run, and its grid. ``kernel``: 0 attends to parts, 1 sums them."""
+    head_size, kv_heads, seqs = problem.query.shape[2], problem.key.shape[-2], len(problem.seq_lens)
+    variant, outputs, parts = volta_kernels.decode(head_size), outputs or Outputs(problem), parts or Parts(problem)
+    rows = problem.query.shape[1] // kv_heads * int(torch.diff(problem.query_start_loc).max())
+    simulation = Simulation(cubin(variant), variant.kernels[kernel])
+    argument = outputs.parameters(simulation)
+    whole = Decode(argument, simulation.map(parts.out), simulation.map(parts.lse), parts.count)
+    grid = (rows if kernel else parts.count, kv_heads, seqs)
+    threads, shared = (head_size, 0) if kernel else (variant.threads, variant.shared_bytes)
+    simulation.launch(grid, (threads, 1, 1), bytes(whole), shared)
+    return simulation, grid
 
 
 def decode(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    head_size, kv_heads = problem.query.shape[2], problem.key.shape[-2]
-    variant, memory = volta_kernels.decode(head_size), Memory(problem)
-    seqs, parts = len(problem.seq_lens), volta_kernels.most_parts(int(problem.seq_lens.max()))
-    partial_out = numpy.full((seqs, kv_heads, parts, DECODE_ROWS, head_size), numpy.nan, numpy.float32)
-    partial_lse = numpy.full((seqs, kv_heads, parts, DECODE_ROWS), numpy.nan, numpy.float32)
-    group = problem.query.shape[1] // kv_heads
-    rows = group * int(torch.diff(problem.query_start_loc).max())
-    for kernel, grid, threads, shared in (
-        (variant.kernels[0], (parts, kv_heads, seqs), variant.threads, variant.shared_bytes),
-        (variant.kernels[1], (rows, kv_heads, seqs), head_size, 0),
-    ):
-        simulation = Simulation(cubin(variant), kernel)
-        whole = Decode(
-            parameters(problem, memory.map(simulation)), simulation.map(partial_out), simulation.map(partial_lse), parts
-        )
-        simulation.launch(grid, (threads, 1, 1), bytes(whole), shared)
-        execute_all(simulation, grid)
-    return torch.from_numpy(memory.out), torch.from_numpy(memory.lse)
+    outputs, parts = Outputs(problem), Parts(problem)
+    for kernel in (0, 1):
+        execute_all(*launch_decode(problem, kernel, outputs, parts))
+    return outputs.out, outputs.lse
 
 
 def write_kv(
