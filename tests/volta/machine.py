@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy
 import numpy.typing
+import pytest
 
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation, SimulationError, Trace, default_timing, pack_parameters
 from kernels.volta.sim.library import SmTimeFields, library
 
 Array = numpy.typing.NDArray[Any]
+
+
+def more(*values: Any) -> Any:
+    """A case that `make test-more` runs: each kernel takes a quarter of a second, and a like one is in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.more)
 
 
 @functools.lru_cache(maxsize=256)

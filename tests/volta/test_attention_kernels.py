@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention.volta_kernels import HEAD_SIZES, Divisor, most_parts, part_length
 from tests.attention.oracle import Case
 from tests.volta import attention
+from tests.volta.machine import more
 
 FP16 = torch.float16
-USUAL = (64, 128, 256)
+SOON = {
+    "prefill": ("causal", "window", "soft cap", "ALiBi", "sinks", "all of it", "no pages"),
+    "decode": ("causal", "all of it", "no pages"),
+}
+"""Features that `make test` tries, at head size 64; `make test-more` tries the others: each head size is compiled."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -32,12 +37,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def cases(kind: str) -> list[Any]:
-    """All features at one head size, a few at every one; those that take long only in the longer tests."""
+    """All features at one head size, a few at every one."""
     found = []
     for head_size in HEAD_SIZES:
         for name, changes in FEATURES.items():
             if head_size == 64 or name in ("causal", "all of it"):
-                marks = [] if head_size in USUAL and (head_size == 64 or name == "causal") else [pytest.mark.more]
+                marks = [] if head_size == 64 and name in SOON[kind] else [pytest.mark.more]
                 found.append(pytest.param(head_size, changes, marks=marks, id=f"{kind}-{head_size}-{name}"))
     return found
 
@@ -63,7 +68,20 @@ def test_rows_that_see_nothing() -> None:
     attention.check(problem, attention.prefill(problem))
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 256])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("head_size", [size if size == 64 else more(size) for size in HEAD_SIZES])
+def test_tiles_are_read_and_written_without_bank_conflicts(kind: str, head_size: int) -> None:
+    """Tiles of queries, keys and values. Sums on their way out are not looked at: they pass once, 4 bytes at a time."""
+    launch = attention.launch_prefill if kind == "prefill" else attention.launch_decode
+    simulation = launch(Case((2,), (300,), 4, 1, head_size, dtype=FP16).build())[0]
+    trace = simulation.trace(0)
+    wide = [i for i, facts in enumerate(simulation.instructions) if facts.access.startswith("shared")]
+    wide = [i for i in wide if simulation.instructions[i].width == 16]
+    assert sum(int(trace.executions[i]) for i in wide) > 100
+    assert all(trace.transactions[i] <= 4 * trace.executions[i] for i in wide)
+
+
+@pytest.mark.parametrize("head_size", [64, more(80), more(256)])
 def test_new_keys_and_values_go_to_their_slots(head_size: int) -> None:
     """Both layouts of vLLM; negative slots are left out, and nothing else is touched."""
     random = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from kernels.volta.sim import Simulation, SimulationError, pack_parameters
-from tests.volta.machine import cubin, run
+from tests.volta.machine import cubin, more, run
 
 COPY = """extern "C" __global__ void copy(const {type}* from, {type}* to, int stride, int n) {{
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -16,7 +16,7 @@ COPY = """extern "C" __global__ void copy(const {type}* from, {type}* to, int st
 
 @pytest.mark.parametrize(
     ("kind", "width", "sectors"),
-    [("signed char", 1, 1), ("unsigned short", 2, 2), ("int", 4, 4), ("uint2", 8, 8), ("uint4", 16, 16)],
+    [more("signed char", 1, 1), more("unsigned short", 2, 2), ("int", 4, 4), more("uint2", 8, 8), ("uint4", 16, 16)],
 )
 def test_a_copy_of_any_width(kind: str, width: int, sectors: int) -> None:
     data = numpy.random.default_rng(0).integers(0, 256, 200 * width, dtype=numpy.uint8)
@@ -66,17 +66,17 @@ def shared_kernel(kind: str, index: str) -> str:
     ("kind", "index", "wavefronts"),
     [
         ("unsigned", "lane", 1),
-        ("unsigned", "7", 1),  # everyone gets the same word
-        ("unsigned", "lane * 33", 1),
-        ("unsigned", "lane * 2", 2),
+        more("unsigned", "7", 1),  # everyone gets the same word
+        more("unsigned", "lane * 33", 1),
+        more("unsigned", "lane * 2", 2),
         ("unsigned", "lane * 32", 32),
-        ("unsigned", "(lane & 1) * 32 + (lane >> 1)", 1 + 1),
-        ("uint2", "lane", 2),
-        ("uint2", "lane * 2", 4),
-        ("uint2", "(lane & 15) * 16", 2 * 16),
-        ("uint4", "lane", 4),
-        ("uint4", "lane * 8", 4 * 8),
-        ("uint4", "lane >> 3", 4),
+        more("unsigned", "(lane & 1) * 32 + (lane >> 1)", 1 + 1),
+        more("uint2", "lane", 2),
+        more("uint2", "lane * 2", 4),
+        more("uint2", "(lane & 15) * 16", 2 * 16),
+        more("uint4", "lane", 4),
+        more("uint4", "lane * 8", 4 * 8),
+        more("uint4", "lane >> 3", 4),
         ("uint4", "(lane >> 3) * 8 + ((lane & 7) ^ (lane >> 3))", 4),
     ],
 )

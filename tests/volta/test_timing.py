@@ -12,7 +12,7 @@ import pytest
 from kernels.volta.sim import V100, Occupancy, SimulationError, default_timing, static_bound
 from kernels.volta.sim.library import library
 from kernels.volta.sim.simulation import FIRST_ADDRESS
-from tests.volta.machine import Array, Listing, Run, control, run
+from tests.volta.machine import Array, Listing, Run, control, more, run
 
 ROUNDS = 128
 
@@ -126,7 +126,7 @@ class TestThroughputs:
         each = per_round(body, warps=16, setup="float f = x;", finish="__float_as_uint(f)")
         assert 16 * 32 / each == pytest.approx(16, rel=0.02)
 
-    @pytest.mark.parametrize(("stride", "wavefronts"), [(1, 1), (2, 2), (4, 4), (8, 8), (32, 32)])
+    @pytest.mark.parametrize(("stride", "wavefronts"), [(1, 1), more(2, 2), more(4, 4), (8, 8), more(32, 32)])
     def test_shared_memory(self, stride: int, wavefronts: int) -> None:
         """One wavefront of 128 bytes per cycle for the whole SM; bank conflicts multiply them."""
         load = "{.reg .u32 t; ld.volatile.shared.u32 t, [%1]; add.u32 %0, %0, t;}"

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from kernels.volta.sim import Simulation, SimulationError, pack_parameters
-from tests.volta.machine import Array, Listing, cubin, run
+from tests.volta.machine import Array, Listing, cubin, more, run
 
 
 def lanes(expression: str, values: Array) -> Array:
@@ -25,15 +25,15 @@ V = numpy.random.default_rng(0).integers(0, 2**32, 32, dtype=numpy.uint32)
 LANE = numpy.arange(32)
 
 
-@pytest.mark.parametrize("width", [32, 8])
+@pytest.mark.parametrize("width", [32, more(8)])
 @pytest.mark.parametrize(
     ("call", "source"),
     [
         ("__shfl_sync(~0u, v, 5, {w})", lambda lane, w: lane // w * w + 5 % w),
         ("__shfl_up_sync(~0u, v, 3, {w})", lambda lane, w: numpy.where(lane % w >= 3, lane - 3, lane)),
-        ("__shfl_down_sync(~0u, v, 3, {w})", lambda lane, w: numpy.where(lane % w + 3 < w, lane + 3, lane)),
+        more("__shfl_down_sync(~0u, v, 3, {w})", lambda lane, w: numpy.where(lane % w + 3 < w, lane + 3, lane)),
         ("__shfl_xor_sync(~0u, v, 6, {w})", lambda lane, w: lane ^ 6),
-        ("__shfl_sync(~0u, v, lane * 7, {w})", lambda lane, w: lane // w * w + lane * 7 % w),
+        more("__shfl_sync(~0u, v, lane * 7, {w})", lambda lane, w: lane // w * w + lane * 7 % w),
     ],
 )
 def test_shuffles(call: str, source: object, width: int) -> None:
@@ -48,7 +48,9 @@ def test_votes() -> None:
     assert set(lanes("d = __ballot_sync(0x0000ffff, v & 1);", V)[:16]) == {odd & 0xFFFF}
 
 
-@pytest.mark.parametrize("register", "lanemask_eq lanemask_lt lanemask_le lanemask_gt lanemask_ge laneid".split())
+@pytest.mark.parametrize(
+    "register", ["laneid", "lanemask_lt", *map(more, "lanemask_eq lanemask_le lanemask_gt lanemask_ge".split())]
+)
 def test_special_registers(register: str) -> None:
     found = lanes(f'asm("mov.u32 %0, %%{register};" : "=r"(d));', V)
     own, below = 1 << LANE, (1 << LANE) - 1
@@ -207,11 +209,11 @@ def test_a_producer_arrives_and_goes_on() -> None:
     [
         ("atomicAdd(&cell, v)", int(V.sum(dtype=numpy.uint64)) + 5 & 0xFFFFFFFF),
         ("atomicMax(&cell, v)", int(V.max())),
-        ("atomicMin(&cell, v)", min(5, int(V.min()))),
-        ("atomicOr(&cell, v)", 5 | int(numpy.bitwise_or.reduce(V))),
-        ("atomicAnd(&cell, v)", 5 & int(numpy.bitwise_and.reduce(V))),
-        ("atomicXor(&cell, v)", 5 ^ int(numpy.bitwise_xor.reduce(V))),
-        ("atomicExch(&cell, v)", int(V[31])),
+        more("atomicMin(&cell, v)", min(5, int(V.min()))),
+        more("atomicOr(&cell, v)", 5 | int(numpy.bitwise_or.reduce(V))),
+        more("atomicAnd(&cell, v)", 5 & int(numpy.bitwise_and.reduce(V))),
+        more("atomicXor(&cell, v)", 5 ^ int(numpy.bitwise_xor.reduce(V))),
+        more("atomicExch(&cell, v)", int(V[31])),
     ],
 )
 def test_atomic_operations_on_shared_memory(operation: str, expected: int) -> None:
