@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: help serve test test-more test-gpu conformance lint docs sanitize mutate build setup setup-dev clean
+.PHONY: help serve test test-more test-gpu conformance lint docs sanitize mutate build volta setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -36,8 +36,12 @@ mutate: setup-dev ## break the code in many places and demand that the tests not
 	$(VENV)/python scripts/mutate.py tests/mutations/kernels.toml --jobs 2
 	$(VENV)/python scripts/mutate.py tests/mutations/integration.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/placement.toml
+	$(VENV)/python scripts/mutate.py tests/mutations/volta.toml
 
 build: setup      ## build the CPU kernels into .venv
+
+volta: setup-dev  ## compile the V100 kernels into the package, which wheels built after that contain: no GPU, no CUDA toolkit
+	$(VENV)/python -m kernels.volta.build fastattention_vllm/lib/volta
 
 setup:
 	@$(PYTHON) scripts/setup_env.py
@@ -45,5 +49,5 @@ setup:
 setup-dev:
 	@$(PYTHON) scripts/setup_env.py --dev
 
-clean:            ## remove .venv, build/ and the demo models
-	rm -rf .venv build models
+clean:            ## remove .venv, build/, the demo models and the compiled V100 kernels
+	rm -rf .venv build models fastattention_vllm/lib/volta
