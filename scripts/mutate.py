@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,8 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "models", "_
 # A mutant may wait forever, inside C++ too, where only ending the whole process helps.
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-o", "timeout_method=thread"]
 FAILED = 1  # pytest's status when tests ran and one failed; others mean that there was nothing to run
+# Of kernels that the tests themselves compile.
+DOES_NOT_COMPILE = re.compile(r"^E +kernels\.volta\.nvrtc\.CompileError: (.*)", re.MULTILINE)
 
 # An editable install finds the package by an import hook, which comes before PYTHONPATH and would lead out of the copy.
 WITHOUT_EDITABLE_INSTALL = """
@@ -168,6 +171,9 @@ def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
     if status != FAILED:
         print(output)
         raise DoesNotFit(f"{mutation.name!r}: pytest ended with status {status}, see above.")
+    compiler = DOES_NOT_COMPILE.search(output)
+    if compiler:
+        return "UNFIT", compiler.group(1)
     failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return "caught", failed[0].split(" - ")[0].split("::", 1)[-1] if failed else "timeout"
 
