@@ -21,6 +21,13 @@ from tests.volta.test_attention_kernels import FEATURES
 FP16 = torch.float16
 
 
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> None:
+    """Unlike the tests beside these, from the V100 on."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (7, 0):
+        pytest.skip("needs an NVIDIA GPU of compute capability 7.0 or newer")
+
+
 def on_gpu(problem: AttentionProblem) -> AttentionProblem:
     """Keys and values stay views of one tensor."""
     key, value = problem.key, problem.value
