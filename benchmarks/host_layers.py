@@ -50,6 +50,8 @@ SHAPES = {
     "small": {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_size": 128},
 }
 GIB = 1 << 30
+POWERS_OF_TWO = [1 << exponent for exponent in range(14, 20)]
+"""Tokens that are marked in the chart: what fits on the device is no round number."""
 
 
 def main() -> int:
@@ -275,6 +277,7 @@ def draw(path: Path, results: list[Path]) -> None:
 
     def dress(axes: Any) -> None:
         plots.by_context("tokens per second, one request")(axes)
+        axes.set_xticks(*zip(*((x, f"{x // 1024}K") for x in POWERS_OF_TWO), strict=True))
         axes.set_yscale("log")
 
     long = {name: sorted(line) for name, line in lines.items()}

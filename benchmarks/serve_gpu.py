@@ -92,7 +92,9 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
                 for server in servers if number % 2 == 0 else servers[::-1]:
                     found = ask(server, concurrency, folder, options)
                     results.setdefault((concurrency, server.name), []).append(found)
-                    print(f"{server.name}, {concurrency} at a time: {found['median_tpot_ms']:.3f} ms a token", flush=True)
+                    print(
+                        f"{server.name}, {concurrency} at a time: {found['median_tpot_ms']:.3f} ms a token", flush=True
+                    )
     finally:
         for server in servers:
             server.stop()

@@ -34,16 +34,30 @@ class Roof:
         return "read" if self.read >= self.arithmetic else "flops"
 
 
-def usable_kinds(dtype: str) -> list[str]:
-    """Arithmetic units of this machine that can take the products of ``dtype`` (a case's query dtype)."""
-    return [kind for kind in roof.peak_kinds() if kind == "fp32_fma" or (dtype == "bf16" and kind.startswith("bf16"))]
+FP16_PRODUCTS = 4
+"""Of bf16 for one of fp16, each number being the sum of two of bf16."""
+
+
+def usable_kinds(dtype: str) -> dict[str, int]:
+    """Arithmetic units of this machine that can take the products of ``dtype`` (a case's query dtype), and how many of
+    theirs stand for one of it."""
+    products = {"bf16": 1, "fp16": FP16_PRODUCTS}
+    found = {}
+    for kind in roof.peak_kinds():
+        if kind == "fp32_fma":
+            found[kind] = 1
+        # A bf16 dot product on vectors in four is slower than fp32 multiply-adds wherever there is one.
+        elif dtype == "bf16" or (dtype == "fp16" and kind == "bf16_amx"):
+            found[kind] = products[dtype]
+    return found
 
 
 class Peak:
     """One arithmetic unit at full speed: a call runs for about 30 ms."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, products: int = 1) -> None:
+        self._unit, self._products = kind, products
+        self.kind = kind if products == 1 else f"{kind} / {products}"
         self.flops = 0.0
         """Of one call."""
         self._iterations = 1000
@@ -51,7 +65,7 @@ class Peak:
             self._iterations = int(self._iterations * min(100.0, 1.2 * _PEAK_SECONDS / max(seconds, 1e-6)))
 
     def __call__(self) -> None:
-        self.flops = roof.peak(self.kind, self._iterations)
+        self.flops = roof.peak(self._unit, self._iterations) / self._products
 
     def rate(self) -> float:
         """FLOP/s, the best of five."""
@@ -66,7 +80,7 @@ class Peak:
 
 def fastest_peak(dtype: str) -> Peak:
     """The unit that is fastest in fact: a bf16 dot product can be slower than fp32 multiply-adds."""
-    return max((Peak(kind) for kind in usable_kinds(dtype)), key=Peak.rate)
+    return max((Peak(kind, products) for kind, products in usable_kinds(dtype).items()), key=Peak.rate)
 
 
 def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader]:

@@ -22,8 +22,8 @@ OUTPUT_TOLERANCE = {
 LSE_TOLERANCE = (1e-6, 4e-6)
 
 # Kernels on bf16 matrix units round the weights to bf16 (by 2^-8 of each at most), as FlashAttention-2 does, and take a
-# shorter exponential (8.6e-5). For fp16 a weight is the sum of two bf16: the first is off by 2^-8 of it at most, and half
-# a unit in the last place of that is 2^-17. (FlashAttention-2 rounds weights to fp16, by 2^-11.) That is the whole
+# shorter exponential (8.6e-5). For fp16 a weight is the sum of two bf16: the first is off by 2^-8 of it at most, and
+# half a unit in the last place of that is 2^-17. (FlashAttention-2 rounds weights to fp16, by 2^-11.) That is the whole
 # difference: their queries, keys, values and sums are as exact. So many rows (query tokens times query heads per KV
 # head) they leave to fp32:
 BF16_ISAS = {"amx": 2, "avx512_bf16": 4}

@@ -38,12 +38,21 @@ def test_the_roof_is_the_longer_side() -> None:
 
 def test_units_that_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roof, "peak_kinds", lambda: ["bf16_amx", "bf16_dot", "fp32_fma"])
-    assert limits.usable_kinds("bf16") == ["bf16_amx", "bf16_dot", "fp32_fma"]
-    assert limits.usable_kinds("fp16") == limits.usable_kinds("fp32") == ["fp32_fma"]
+    assert limits.usable_kinds("bf16") == {"bf16_amx": 1, "bf16_dot": 1, "fp32_fma": 1}
+    assert limits.usable_kinds("fp16") == {"bf16_amx": 4, "fp32_fma": 1}
+    assert limits.usable_kinds("fp32") == {"fp32_fma": 1}
+
+
+def test_a_unit_that_takes_four_products_for_one_has_a_quarter_of_the_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roof, "peak", lambda kind, iterations: 400.0)
+    monkeypatch.setattr(limits.Peak, "_seconds", lambda self: self() or 1.0)
+    peak = limits.Peak("bf16_amx", 4)
+    assert peak.rate() == 100.0
+    assert peak.kind == "bf16_amx / 4"
 
 
 def test_the_fastest_unit_counts_and_not_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"bf16_dot": 1.0, "fp32_fma": 2.0}
     monkeypatch.setattr(roof, "peak_kinds", lambda: list(rates))
-    monkeypatch.setattr(limits.Peak, "rate", lambda self: rates[self.kind])
+    monkeypatch.setattr(limits.Peak, "rate", lambda self: rates[self.kind.split()[0]])
     assert limits.fastest_peak("bf16").kind == "fp32_fma"
