@@ -1,0 +1,111 @@
+"""How long a row-parallel linear layer takes when its rows are cut into blocks: a model, numbers in, seconds out.
+
+Two lanes work at the same time. The matmul lane multiplies one block after the other. The all-reduce lane sums a block
+over the ranks once it is multiplied and the blocks before it are summed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that a number of rows take: straight lines through what was measured.
+
+    Fewer rows than the first point take as long as that point: less work than was ever timed is not believed to be
+    faster. More rows than the last go on at the rate of the last line.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    """(rows, seconds), by ascending rows. Seconds never fall."""
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError("times need at least one measured point.")
+        before = (0, 0.0)
+        for rows, seconds in self.points:
+            if rows <= before[0] or seconds < before[1] or seconds <= 0:
+                raise ValueError(f"{seconds} s for {rows} rows follow {before[1]} s for {before[0]}; both must rise.")
+            before = rows, seconds
+
+    @classmethod
+    def measured(cls, points: Sequence[tuple[int, float]]) -> Times:
+        """From measurements in any order. Where more rows seem faster than fewer, that is noise, and lifted."""
+        lifted: list[tuple[int, float]] = []
+        for rows, seconds in sorted(points):
+            lifted.append((rows, max(seconds, lifted[-1][1]) if lifted else seconds))
+        return cls(tuple(lifted))
+
+    @classmethod
+    def affine(cls, start: float, per_row: float, granule: int = 1, rows: int = 1 << 20) -> Times:
+        """``start + per_row * rows`` seconds, from ``granule`` rows on."""
+        return cls(((granule, start + per_row * granule), (granule + rows, start + per_row * (granule + rows))))
+
+    def __call__(self, rows: int) -> float:
+        if rows <= 0:
+            return 0.0
+        last = len(self.points) - 1
+        at = bisect_right(self.points, rows, key=lambda point: point[0]) - 1
+        if at < 0:
+            return self.points[0][1]
+        if last == 0:
+            return self.points[0][1] * rows / self.points[0][0]
+        left = min(at, last - 1)
+        (rows0, seconds0), (rows1, seconds1) = self.points[left : left + 2]
+        return seconds0 + (seconds1 - seconds0) * (rows - rows0) / (rows1 - rows0)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The two lanes of one linear layer on one group of ranks."""
+
+    matmul: Times
+    all_reduce: Times
+    matmul_slowdown: float = 1.0
+    """A matmul takes so many times as long while an all-reduce runs: it shares memory bandwidth and cores with it."""
+    all_reduce_slowdown: float = 1.0
+    """The same of the all-reduce while a matmul runs."""
+
+    def __post_init__(self) -> None:
+        if min(self.matmul_slowdown, self.all_reduce_slowdown) < 1:
+            raise ValueError(
+                f"slowdowns of {self.matmul_slowdown} and {self.all_reduce_slowdown} must be at least 1: "
+                "work beside other work is not faster."
+            )
+
+    def seconds(self, blocks: Sequence[int]) -> float:
+        """From the beginning of the first block's matmul to the end of the last one's all-reduce.
+
+        Args:
+            blocks: rows of each, in the order of their computation.
+        """
+        matmuls = [self.matmul(rows) for rows in blocks]
+        reduces = [self.all_reduce(rows) for rows in blocks]
+        clock = 0.0
+        multiplied = reduced = 0
+        while reduced < len(blocks):
+            multiplying, reducing = multiplied < len(blocks), reduced < multiplied
+            # What each lane's present block has left is kept as seconds alone in the world.
+            slow = (self.matmul_slowdown, self.all_reduce_slowdown) if multiplying and reducing else (1.0, 1.0)
+            to_multiply = matmuls[multiplied] * slow[0] if multiplying else float("inf")
+            to_reduce = reduces[reduced] * slow[1] if reducing else float("inf")
+            step = min(to_multiply, to_reduce)
+            clock += step
+            if multiplying:
+                matmuls[multiplied] = max(0.0, (to_multiply - step) / slow[0])
+            if reducing:
+                reduces[reduced] = max(0.0, (to_reduce - step) / slow[1])
+            multiplied += multiplying and to_multiply == step
+            reduced += reducing and to_reduce == step
+        return clock
+
+    def hideable(self, rows: int) -> float:
+        """Seconds that no order of blocks can save more than: the shorter lane's, were it hidden to the last."""
+        return min(self.matmul(rows), self.all_reduce(rows))
+
+    def link_bound(self, rows: int) -> bool:
+        """Whether the all-reduce takes longer than the matmul."""
+        return self.all_reduce(rows) > self.matmul(rows)
