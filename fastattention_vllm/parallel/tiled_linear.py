@@ -1,0 +1,96 @@
+"""A row-parallel linear layer and its all-reduce as one op: a block is summed while the next one is multiplied.
+
+To torch.compile it is one opaque op, ``torch.ops.fastattention.tiled_linear_all_reduce``. How many blocks a number of
+rows becomes is decided inside, where that number is known. The weight is an argument, and the group goes by its name,
+so that all layers of a model have the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastattention_vllm.parallel.collective import Collective
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What the op does on one group of ranks."""
+
+    collective: Collective
+    blocks: Callable[[int, torch.Tensor], Sequence[int]]
+    """Rows of the blocks for so many rows and this weight; fewer than two blocks mean :attr:`plain`. The same on every
+    rank, or they wait for each other forever."""
+    plain: Linear
+    """Input, weight and this rank's bias to the summed output, without tiling: what the caller would do else."""
+
+
+_tilings: dict[str, Tiling] = {}
+
+
+def register(group: str, tiling: Tiling) -> None:
+    """Let the op know ``group``; replaces what it knew."""
+    _tilings[group] = tiling
+
+
+def tiled_linear_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
+) -> torch.Tensor:
+    """The sum over the ranks of ``x @ weight.T``, plus ``bias`` once.
+
+    Args:
+        x: [rows, inputs of this rank].
+        weight: [outputs, inputs of this rank], of x's dtype.
+        bias: [outputs], the same on every rank; one of them adds it.
+        group: a name given to :func:`register`.
+
+    Returns:
+        [rows, outputs], of x's dtype, the same on every rank.
+
+    Raises:
+        CollectiveError: a rank is gone, or has not answered in time.
+    """
+    result: torch.Tensor = torch.ops.fastattention.tiled_linear_all_reduce(x, weight, bias, group)
+    return result
+
+
+def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
+    tiling = _tilings[group]
+    collective = tiling.collective
+    if collective.rank != 0:
+        # Before the sum on one rank, as vLLM has it: free inside the matmul, where after the sum it would be one more
+        # pass over the output on every rank.
+        bias = None
+    blocks = tiling.blocks(x.shape[0], weight)
+    if len(blocks) < 2:
+        return tiling.plain(x, weight, bias)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    started = []
+    begin = 0
+    for rows in blocks:
+        block = out[begin : begin + rows]
+        if bias is None:
+            torch.mm(x[begin : begin + rows], weight.t(), out=block)
+        else:
+            torch.addmm(bias, x[begin : begin + rows], weight.t(), out=block)
+        started.append(collective.start(block))
+        begin += rows
+    assert begin == x.shape[0], f"blocks of {blocks} rows for {x.shape[0]}"
+    for one in started:
+        collective.wait(one)
+    return out
+
+
+def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+_library = torch.library.Library("fastattention", "FRAGMENT")
+_library.define("tiled_linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("tiled_linear_all_reduce", _run, _key)
+_library.impl("tiled_linear_all_reduce", _shape, "Meta")

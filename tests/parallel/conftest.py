@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="package")
+def two_ranks() -> Iterator[Ranks]:
+    """Spawned once for all tests here that leave them alive."""
+    with Ranks(2) as ranks:
+        yield ranks

@@ -1,0 +1,140 @@
+"""What ranks are told to do; see ``Ranks.run``. Runs in the ranks' processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastattention_vllm.parallel import tiled_linear
+from fastattention_vllm.parallel.collective import Collective, CollectiveError
+from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.tiled_linear import Tiling
+
+COLLECTIVE: Any = None  # a Collective, set when the process has joined the world
+
+GROUP = "test"
+GRANULE = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its input."""
+
+    rows: int
+    inputs: int
+    """Of each rank."""
+    outputs: int
+    dtype: torch.dtype
+    blocks: tuple[int, ...]
+    bias: bool = True
+    exact: bool = False
+    """Small whole numbers, whose sums every dtype holds exactly in any order."""
+    late: float = 0.0
+    """Seconds that the last rank comes later than the others."""
+
+    def tensors(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Input, weight and bias; those of a rank are its own, the bias is everyone's."""
+        own = torch.Generator().manual_seed(1000 + rank)
+        common = torch.Generator().manual_seed(7)
+        x = self._numbers((self.rows, self.inputs), own)
+        weight = self._numbers((self.outputs, self.inputs), own)
+        return x, weight, self._numbers((self.outputs,), common) if self.bias else None
+
+    def _numbers(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        if self.exact:
+            return torch.randint(-1, 2, shape, generator=generator).to(self.dtype)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+
+def plain_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As vLLM's RowParallelLinear does it: one matmul, with the bias on one rank, then one all-reduce."""
+    out = torch.nn.functional.linear(x, weight, bias)
+    dist.all_reduce(out)
+    return out
+
+
+def tiled_and_plain(rank: int, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both results of this rank."""
+    x, weight, bias = case.tensors(rank)
+    before = [tensor.clone() for tensor in (x, weight, bias) if tensor is not None]
+    tiled_linear.register(GROUP, Tiling(COLLECTIVE, lambda rows, weight: case.blocks, plain_layer))
+    if rank == dist.get_world_size() - 1:
+        time.sleep(case.late)
+    tiled = tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
+    result = tiled.clone()  # what is there when the op is back, whatever comes later
+    for tensor, old in zip([t for t in (x, weight, bias) if t is not None], before, strict=True):
+        assert torch.equal(tensor, old), "an argument was changed"
+    return result, plain_layer(x, weight, bias if rank == 0 else None)
+
+
+def several(rank: int, cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [tiled_and_plain(rank, case) for case in cases]
+
+
+def all_in_flight(rank: int, case: Case, layers: int) -> torch.Tensor:
+    """``layers`` calls one after the other, each on the result of the one before; the last one's."""
+    x, weight, _ = case.tensors(rank)
+    tiled_linear.register(GROUP, Tiling(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
+    for _ in range(layers):
+        x = tiled_linear.tiled_linear_all_reduce(x, weight, None, GROUP).remainder(2)
+    return x
+
+
+def other_collective(rank: int, groups: list[list[int]]) -> tuple[int, int, float]:
+    """Rank, size and a sum in the one of ``groups`` that this rank is in."""
+    from fastattention_vllm.parallel.collective import open_collective
+
+    collective: Collective = open_collective(groups, "cpu", 30)
+    number = torch.tensor([10.0**rank])
+    collective.wait(collective.start(number))
+    return collective.rank, collective.size, number.item()
+
+
+def compiled(rank: int, rows: list[int]) -> int:
+    """Compile a layer once for any number of rows and compare it with the plain one; returns the graphs it took."""
+    case = Case(max(rows), 32, 24, torch.float32, (), exact=True)
+    x, weight, bias = case.tensors(rank)
+    tiled_linear.register(GROUP, Tiling(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return tiled_linear.tiled_linear_all_reduce(x * 1, weight, bias, GROUP) + 0
+
+    for count in rows:
+        expected = plain_layer(x[:count], weight, bias if rank == 0 else None)
+        assert torch.equal(layer(x[:count]), expected)
+    return len(graphs)
+
+
+def die_in_the_second_layer(rank: int, case: Case) -> None:
+    """The last rank ends without a word where the others wait for it."""
+    tiled_and_plain(rank, case)
+    if rank == dist.get_world_size() - 1:
+        os._exit(1)
+    x, weight, bias = case.tensors(rank)
+    tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
+
+
+def fall_silent_in_the_second_layer(rank: int, case: Case, seconds: float) -> float:
+    """The last rank stays away; the others return how long they waited before they raised."""
+    tiled_and_plain(rank, case)
+    if rank == dist.get_world_size() - 1:
+        time.sleep(seconds)
+        return 0.0
+    x, weight, bias = case.tensors(rank)
+    started = time.monotonic()
+    try:
+        tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
+    except CollectiveError:
+        return time.monotonic() - started
+    raise AssertionError("a sum without one of its ranks was returned")

@@ -1,0 +1,271 @@
+"""The tiled layer gives what the plain one gives, over gloo: where sums are exact the same bits, else to rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention_vllm.parallel import tiled_linear
+from fastattention_vllm.parallel.collective import Collective, open_collective
+from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.tiled_linear import Tiling
+from tests.parallel import tasks
+from tests.parallel.ranks import Raised, Ranks
+from tests.parallel.tasks import GROUP, Case
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ODD = 1013
+BLOCKS = {
+    "even": lambda rows: even(rows, 4, 64),
+    "small first": lambda rows: (64, rows - 64),
+    "small last": lambda rows: (rows - 1, 1),
+    "many": lambda rows: even(rows, 16, 1),
+}
+
+
+def cases(dtype: torch.dtype, numbers: tuple[int, ...] = (64, 130, ODD), **changes: Any) -> list[Case]:
+    """``numbers`` of rows, every way to cut them, with and without bias."""
+    found = []
+    for rows in numbers:
+        for cut in BLOCKS.values():
+            for bias in (True, False):
+                blocks = tuple(block for block in cut(rows) if block)
+                found.append(Case(rows, 96, 80, dtype, blocks, bias, **changes))
+    return found
+
+
+def exact_sum(case: Case, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In float64: the sum over the ranks, that of the ranks' magnitudes, and that of all terms' magnitudes."""
+    total = terms = partials = torch.zeros(case.rows, case.outputs, dtype=torch.float64)
+    for rank in range(size):
+        x, weight, bias = (None if t is None else t.double() for t in case.tensors(rank))
+        assert x is not None
+        assert weight is not None
+        part, magnitude = x @ weight.T, x.abs() @ weight.abs().T
+        if bias is not None and rank == 0:
+            part, magnitude = part + bias, magnitude + bias.abs()
+        total, terms, partials = total + part, terms + magnitude, partials + part.abs()
+    return total, partials, terms
+
+
+def rounding(case: Case, size: int) -> torch.Tensor:
+    """How far from the exact sum a result may be.
+
+    A rank's matmul sums K products (exact in fp32 from 16-bit numbers) and the bias in fp32 in an order of its choice:
+    at most (K + 1) u32 of the sum of magnitudes. It rounds the result to the dtype, and with a bias possibly before it
+    adds that, too: 2 u of the result. Then size - 1 sums in the dtype, in any order, each off by u of what has come
+    together, which the ranks' magnitudes bound. 1 % covers the products of these.
+    """
+    _, partials, terms = exact_sum(case, size)
+    u, u32 = torch.finfo(case.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
+    tiny = torch.finfo(case.dtype).tiny
+    with_bias = terms if case.bias else partials  # what is rounded before the bias may be larger than after it
+    return 1.01 * ((case.inputs + 2) * u32 * terms + u * with_bias + (1 + size - 1) * u * partials) + tiny
+
+
+def compare(ranks: Ranks, several: list[Case], size: int) -> None:
+    answers = ranks.run(tasks.several, several)
+    for index, case in enumerate(several):
+        results = [answer[index] for answer in answers]
+        total, _, _ = exact_sum(case, size)
+        limit = rounding(case, size)
+        for tiled, plain in results:
+            assert tiled.shape == (case.rows, case.outputs)
+            assert tiled.dtype == case.dtype
+            if case.exact:
+                assert torch.equal(tiled, plain), case
+                assert torch.equal(tiled.double(), total), case
+            else:
+                assert ((tiled.double() - total).abs() <= limit).all(), case
+                assert ((tiled.double() - plain.double()).abs() <= 2 * limit).all(), case
+        assert all(torch.equal(tiled, results[0][0]) for tiled, _ in results), "ranks disagree"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_numbers_are_summed_exactly(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    compare(two_ranks, cases(dtype, exact=True), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_numbers_are_summed_to_their_rounding(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    compare(two_ranks, cases(dtype), 2)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("size", [4, 8])
+def test_more_ranks(size: int) -> None:
+    with Ranks(size) as ranks:
+        for dtype in DTYPES:
+            compare(ranks, cases(dtype, (130,), exact=True), size)
+            compare(ranks, cases(dtype, (ODD,)), size)
+
+
+def test_no_rows(two_ranks: Ranks) -> None:
+    for bias in (True, False):
+        case = Case(0, 96, 80, torch.float32, even(0, 4, 64), bias)
+        for tiled, plain in two_ranks.run(tasks.tiled_and_plain, case):
+            assert tiled.shape == plain.shape == (0, 80)
+
+
+def test_one_block_is_the_plain_layer_bit_by_bit(two_ranks: Ranks) -> None:
+    several = [Case(rows, 96, 80, dtype, (rows,)) for rows in (1, 7, ODD) for dtype in DTYPES]
+    for answer in two_ranks.run(tasks.several, several):
+        for tiled, plain in answer:
+            assert torch.equal(tiled, plain)
+
+
+def test_a_late_rank_is_waited_for(two_ranks: Ranks) -> None:
+    case = Case(256, 96, 80, torch.float32, (64, 128, 64), exact=True, late=0.3)
+    compare(two_ranks, [case], 2)
+
+
+def test_layers_follow_each_other_without_mixing(two_ranks: Ranks) -> None:
+    case = Case(128, 64, 64, torch.float32, (), exact=True)
+    x, total = case.tensors(0)[0].double(), [case.tensors(rank)[1].double() for rank in range(2)]
+    own = [case.tensors(rank)[0].double() for rank in range(2)]
+    for _ in range(5):
+        x = sum(part @ weight.T for part, weight in zip(own, total, strict=True)).remainder(2)
+        own = [x, x]
+    for answer in two_ranks.run(tasks.all_in_flight, case, 5):
+        assert torch.equal(answer.double(), x)
+
+
+def test_one_graph_serves_all_numbers_of_rows(two_ranks: Ranks) -> None:
+    assert two_ranks.run(tasks.compiled, [64, 37, 100, 128]) == [1, 1]
+
+
+@pytest.mark.parametrize("groups", [[[0], [1]], [[1, 0]]])
+def test_a_rank_sums_with_those_of_its_group(two_ranks: Ranks, groups: list[list[int]]) -> None:
+    for rank, answer in enumerate(two_ranks.run(tasks.other_collective, groups)):
+        group = next(group for group in groups if rank in group)
+        assert answer == (sorted(group).index(rank), len(group), sum(10.0**member for member in group))
+
+
+def test_other_devices_have_no_collective() -> None:
+    with pytest.raises(ValueError, match="'npu'; available: cpu, cuda"):
+        open_collective([[0]], "npu", 1)
+
+
+CASE = Case(256, 32, 32, torch.float32, (64, 128, 64), exact=True)
+
+
+def test_a_rank_that_dies_raises_on_the_others() -> None:
+    with Ranks(2) as ranks:
+        ranks.start(tasks.die_in_the_second_layer, CASE)
+        failed = ranks.result(0)
+        assert isinstance(failed, Raised)
+        assert failed.kind == "CollectiveError"
+        assert "rank 0 of 2: another rank has ended or has not answered in time" in failed.message
+        with pytest.raises(EOFError):
+            ranks.result(1)
+
+
+def test_a_rank_that_falls_silent_raises_on_the_others_within_the_timeout() -> None:
+    with Ranks(2, timeout=1.0) as ranks:
+        ranks.start(tasks.fall_silent_in_the_second_layer, CASE, 20.0)
+        waited = ranks.result(0)
+        assert not isinstance(waited, Raised), waited.traceback
+        assert 0.5 < waited < 15
+
+
+class Doubling(Collective):
+    """Two ranks that hold the same numbers. A sum is there when it is waited for, not before."""
+
+    size = 2
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.started: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
+        self.waited = 0
+
+    def start(self, block: torch.Tensor) -> int:
+        assert block.is_contiguous()
+        self.started.append(block)
+        self.seen.append(block.clone())
+        return len(self.started) - 1
+
+    def wait(self, started: int) -> None:
+        assert torch.equal(self.started[started], self.seen[started]), "touched before its sum was there"
+        self.started[started].mul_(2)
+        self.waited += 1
+
+
+@pytest.fixture
+def doubling() -> Iterator[Doubling]:
+    yield Doubling()
+    tiled_linear._tilings.clear()
+
+
+def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return 2 * torch.nn.functional.linear(x, weight, bias)
+
+
+def test_all_blocks_are_on_their_way_before_the_first_is_waited_for(doubling: Doubling) -> None:
+    begun = []
+
+    class Ordered(Doubling):
+        def wait(self, started: int) -> None:
+            begun.append(len(self.started))
+            super().wait(started)
+
+    collective = Ordered()
+    x, weight, _ = CASE.tensors(0)
+    tiled_linear.register(GROUP, Tiling(collective, lambda rows, weight: CASE.blocks, plain))
+    out = tiled_linear.tiled_linear_all_reduce(x, weight, None, GROUP)
+    assert torch.equal(out, plain(x, weight, None))
+    assert begun == [3, 3, 3]
+    assert [len(block) for block in collective.started] == list(CASE.blocks)
+    assert all(block.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for block in collective.started)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("blocks", [(64, 128, 64), (256,)])
+def test_one_rank_adds_the_bias(doubling: Doubling, rank: int, blocks: tuple[int, ...]) -> None:
+    doubling.rank = rank
+    x, weight, bias = CASE.tensors(0)
+    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: blocks, plain))
+    expected = plain(x, weight, None if rank else bias)
+    assert torch.equal(tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP), expected)
+
+
+def test_blocks_are_asked_for_the_rows_and_the_weight(doubling: Doubling) -> None:
+    asked = []
+
+    def blocks(rows: int, weight: torch.Tensor) -> tuple[int, ...]:
+        asked.append((rows, tuple(weight.shape)))
+        return (rows,)
+
+    tiled_linear.register(GROUP, Tiling(doubling, blocks, plain))
+    x, weight, bias = dataclasses.replace(CASE, rows=5, outputs=48).tensors(0)
+    tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
+    assert asked == [(5, (48, 32))]
+
+
+def test_blocks_that_leave_rows_out_are_noticed(doubling: Doubling) -> None:
+    x, weight, bias = CASE.tensors(0)
+    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: (64, 64), plain))
+    with pytest.raises(AssertionError, match="for 256"):
+        tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
+
+
+def test_inputs_with_gaps_between_their_rows(doubling: Doubling) -> None:
+    x, weight, bias = CASE.tensors(0)
+    wide = torch.cat([x, x], dim=1)[:, :32]
+    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: CASE.blocks, plain))
+    assert torch.equal(tiled_linear.tiled_linear_all_reduce(wide, weight, bias, GROUP), plain(x, weight, bias))
+
+
+def test_the_op_is_what_torch_expects_of_one(doubling: Doubling) -> None:
+    """Its schema holds, and its fake has the shape, dtype and strides of the real one."""
+    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: CASE.blocks, plain))
+    op = torch.ops.fastattention.tiled_linear_all_reduce.default
+    x, weight, bias = CASE.tensors(0)
+    for given in (bias, None):
+        doubling.started.clear()
+        doubling.seen.clear()
+        torch.library.opcheck(op, (x, weight, given, GROUP), test_utils=("test_schema", "test_faketensor"))
