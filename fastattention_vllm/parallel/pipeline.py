@@ -76,6 +76,11 @@ class Pipeline:
                 "work beside other work is not faster."
             )
 
+    @property
+    def slows_down(self) -> bool:
+        """Whether a lane takes longer while the other one works."""
+        return max(self.matmul_slowdown, self.all_reduce_slowdown) > 1
+
     def seconds(self, blocks: Sequence[int]) -> float:
         """From the beginning of the first block's matmul to the end of the last one's all-reduce.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-SECONDS = 60.0
+SECONDS = 30.0
 """For a task; a hung rank fails the test instead of the run."""
 
 
