@@ -63,6 +63,9 @@ class FastAttentionFlashImpl(FlashAttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
         vllm_config = get_current_vllm_config()
+        tiling = options_of(vllm_config).tiling_all_reduce
+        if tiling != "off":
+            raise Refusal(f'tiling_all_reduce {tiling} is for CPUs so far, not yet run on a GPU; leave it "off".')
         host_layers.place(vllm_config, CudaSide(vllm_config))
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention import cpu_memory
-from fastattention_vllm.integration import cpu_linear, cpu_resources, host_layers
+from fastattention_vllm.integration import cpu_linear, cpu_resources, host_layers, row_parallel
 from fastattention_vllm.placement.host_memory import GIB
 
 logger = init_logger("vllm.fastattention")
@@ -29,7 +29,9 @@ class FastAttentionCpuWorker(CPUWorker):
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        row_parallel.install(self.vllm_config)
         super().load_model(*args, **kwargs)
+        row_parallel.adopt(self.vllm_config, self.model_runner.model)
         weights = [*self.model_runner.model.parameters(), *cpu_linear.packed_weights()]
         place("weights", weights, self._cpus(), discard=False)
 

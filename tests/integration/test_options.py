@@ -28,6 +28,8 @@ def test_a_value_is_taken() -> None:
         ({"cpu_threads": 0}, "0"),
         ({"cpu_threads": "four"}, "four"),
         ({"cpu_threads": True}, "True"),
+        ({"tiling_all_reduce": 1}, "1"),
+        ({"tiling_all_reduce": "on"}, "on"),
         ([1], "[1]"),
     ],
 )

@@ -124,6 +124,15 @@ def test_lanes_that_take_all_from_each_other_stay_whole() -> None:
     assert len(plan(8192, V100_PCIE).blocks) > 1
 
 
+def test_lanes_that_slow_each_other_down_may_turn_the_order_round() -> None:
+    """Here the all-reduce suffers and the matmul does not; Johnson's rule would put the two blocks the other way."""
+    times = Times(((64, 8.6e-5), (128, 14.2e-5)))
+    pipeline = Pipeline(times, times, 1.0, 1.5)
+    assert plan(192, pipeline, 64).blocks == min(every_cut(192, 64), key=pipeline.seconds) == (64, 128)
+    assert not pipeline.link_bound(64)
+    assert pipeline.seconds((128, 64)) > pipeline.seconds((192,))
+
+
 @given(ROWS, AFFINE)
 def test_a_plan_does_not_depend_on_the_unit_of_time(rows: int, pipeline: Pipeline) -> None:
     def scaled(times: Times) -> Times:

@@ -1,0 +1,123 @@
+"""vLLM's RowParallelLinear with the all-reduce hidden behind the matmul, where ``tiling_all_reduce`` asks for it.
+
+vLLM makes its layers through a registry in which a class of one's own takes the place of one of its own, in every
+version. Ours does what the registered one does, but for layers that :func:`adopt` has found fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+from fastattention_vllm.integration import cpu_ops
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.parallel import tiled_linear
+from fastattention_vllm.parallel.collective import open_collective
+from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.tiled_linear import Tiling
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.fastattention")
+
+NAME = "RowParallelLinear"
+TIMEOUT = 300.0
+"""Seconds that a rank waits for the others' part of a sum; vLLM itself gives up a step after as many."""
+
+
+class TiledRowParallel:
+    """Goes before a RowParallelLinear in a class of both."""
+
+    tiled_group: str | None = None
+    """The ranks' group by vLLM's name; None: this layer is left to vLLM."""
+
+    def forward(self: Any, input_: torch.Tensor) -> Any:
+        if self.tiled_group is None or input_.dim() != 2:
+            return super().forward(input_)  # type: ignore[misc]
+        bias = None if self.skip_bias_add else self.bias
+        output = tiled_linear.tiled_linear_all_reduce(input_, self.weight, bias, self.tiled_group)
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+def install(vllm_config: VllmConfig) -> None:
+    """Have the model's row-parallel layers made as ours. Before it is built; does nothing where it is not asked for."""
+    if not _asked_for(vllm_config) or issubclass(op_registry_oot.get(NAME, RowParallelLinear), TiledRowParallel):
+        return
+    registered = op_registry_oot.pop(NAME, RowParallelLinear)
+    PluggableLayer.register_oot(type(NAME, (TiledRowParallel, registered), {}), name=NAME)
+
+
+def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+    """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank of the world.
+
+    After the weights are loaded, which may change how they lie; before the first graph is traced.
+    """
+    if not _asked_for(vllm_config):
+        return
+    group = get_tp_group()
+    reasons: Counter[str] = Counter()
+    tiled = 0
+    for name, layer in model.named_modules():
+        if isinstance(layer, TiledRowParallel):
+            reason = why_not(layer, name)
+            if reason:
+                reasons[reason] += 1
+            else:
+                layer.tiled_group = group.unique_name
+                tiled += 1
+    options = options_of(vllm_config)
+    assert isinstance(options.tiling_all_reduce, int)
+    count, least = options.tiling_all_reduce, options.tiling_min_tokens
+
+    def blocks(rows: int, weight: torch.Tensor) -> tuple[int, ...]:
+        return even(rows, count) if rows >= least else (rows,)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
+        return summed
+
+    collective = open_collective(_all_tensor_parallel_groups(), "cpu", TIMEOUT)
+    tiled_linear.register(group.unique_name, Tiling(collective, blocks, plain))
+    rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
+    logger.info_once(
+        "Tiling-AllReduce: %d row-parallel layers in %d blocks from %d tokens on%s.", tiled, count, least, rest
+    )
+
+
+def why_not(layer: Any, name: str) -> str:
+    """Why a layer cannot be tiled; empty if it can. ``name`` is its path in the model."""
+    if layer.tp_size == 1 or not layer.reduce_results:
+        return "they have no all-reduce"
+    if name.endswith(".base_layer"):
+        return "LoRA"
+    if not layer.input_is_parallel:
+        return "they split their input themselves"
+    if type(layer.quant_method) is not UnquantizedLinearMethod:
+        return f"quantised ({type(layer.quant_method).__name__})"
+    if cpu_ops.has_compiled_vllm_ops() or tuple(layer.weight.shape) != (
+        layer.output_size,
+        layer.input_size_per_partition,
+    ):
+        return "their weights are packed for this CPU"
+    return ""
+
+
+def _asked_for(vllm_config: VllmConfig) -> bool:
+    return options_of(vllm_config).tiling_all_reduce != "off" and vllm_config.parallel_config.tensor_parallel_size > 1
+
+
+def _all_tensor_parallel_groups() -> list[list[int]]:
+    """Those of the whole world: all of its processes open all of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, list(get_tp_group().ranks))
+    return sorted({tuple(ranks): ranks for ranks in found}.values())
