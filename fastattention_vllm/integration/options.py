@@ -36,9 +36,10 @@ class Options(BaseModel):
     """Part of a decoding request's host KV that the GPU reads over the link while the CPU attends to the rest. "auto":
     measured at start; 0 where the CPU alone reads as fast as the memory is."""
 
-    tiling_all_reduce: Literal["off"] | Annotated[int, Field(ge=2, le=64)] = "off"
+    tiling_all_reduce: Literal["auto", "off"] | Annotated[int, Field(ge=2, le=64)] = "off"
     """Blocks of tokens into which row-parallel linear layers are cut under tensor parallelism, so that one block is
-    summed over the ranks while the next is multiplied. On CPUs so far."""
+    summed over the ranks while the next is multiplied. "auto": as measured at the first start on a machine, and none
+    where none are faster. On CPUs so far."""
 
     tiling_min_tokens: Annotated[int, Field(ge=2)] = 2048
     """Steps of fewer tokens are not cut: their sums are short messages, which gain nothing by being shorter."""

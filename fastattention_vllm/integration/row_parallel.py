@@ -7,6 +7,7 @@ version. Ours does what the registered one does, but for layers that :func:`adop
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,17 +17,20 @@ from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
-from fastattention_vllm.integration import cpu_ops
+from fastattention_vllm.integration import cpu_ops, tiling_times
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.parallel import tiled_linear
-from fastattention_vllm.parallel.collective import open_collective
-from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.collective import Collective, open_collective
+from fastattention_vllm.parallel.pipeline import Pipeline
+from fastattention_vllm.parallel.plan import Plan, even, plan
 from fastattention_vllm.parallel.tiled_linear import Tiling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.fastattention")
+
+Blocks = Callable[[int, torch.Tensor], Sequence[int]]
 
 NAME = "RowParallelLinear"
 TIMEOUT = 300.0
@@ -66,31 +70,59 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         return
     group = get_tp_group()
     reasons: Counter[str] = Counter()
-    tiled = 0
+    tiled: list[Any] = []
     for name, layer in model.named_modules():
         if isinstance(layer, TiledRowParallel):
             reason = why_not(layer, name)
             if reason:
                 reasons[reason] += 1
             else:
-                layer.tiled_group = group.unique_name
-                tiled += 1
-    options = options_of(vllm_config)
-    assert isinstance(options.tiling_all_reduce, int)
-    count, least = options.tiling_all_reduce, options.tiling_min_tokens
-
-    def blocks(rows: int, weight: torch.Tensor) -> tuple[int, ...]:
-        return even(rows, count) if rows >= least else (rows,)
+                tiled.append(layer)
+    collective = open_collective(_all_tensor_parallel_groups(), "cpu", TIMEOUT)
+    blocks, how = _blocks(vllm_config, [layer.weight for layer in tiled], collective)
 
     def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
         return summed
 
-    collective = open_collective(_all_tensor_parallel_groups(), "cpu", TIMEOUT)
     tiled_linear.register(group.unique_name, Tiling(collective, blocks, plain))
+    for layer in tiled:
+        layer.tiled_group = group.unique_name
     rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
-    logger.info_once(
-        "Tiling-AllReduce: %d row-parallel layers in %d blocks from %d tokens on%s.", tiled, count, least, rest
+    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", len(tiled), how, rest)
+
+
+def _blocks(vllm_config: VllmConfig, weights: list[torch.Tensor], collective: Collective) -> tuple[Blocks, str]:
+    """The cut of so many rows for a weight, and what the log says of it."""
+    options = options_of(vllm_config)
+    count, least = options.tiling_all_reduce, options.tiling_min_tokens
+    if isinstance(count, int):
+        return (
+            lambda rows, weight: even(rows, count) if rows >= least else (rows,),
+            f"{count} blocks from {least} tokens on",
+        )
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    pipelines: dict[torch.Size, Pipeline] = {}
+    for weight in weights if most >= least else []:
+        if weight.shape not in pipelines:
+            pipelines[weight.shape] = pipeline = tiling_times.of(weight, collective, most)
+            logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, plan(most, pipeline)))
+
+    def planned(rows: int, weight: torch.Tensor) -> tuple[int, ...]:
+        return plan(rows, pipelines[weight.shape]).blocks if rows >= least and pipelines else (rows,)
+
+    return planned, f"as many blocks as are fastest from {least} tokens on"
+
+
+def describe(shape: torch.Size, chosen: Plan) -> str:
+    """One line for the log."""
+    layer, rows = f"{shape[1]} inputs of a rank, {shape[0]} outputs", sum(chosen.blocks)
+    if len(chosen.blocks) == 1:
+        return f"{layer}: {rows} tokens stay in one block, no cut is predicted to be faster"
+    return (
+        f"{layer}: {rows} tokens in blocks of {', '.join(map(str, chosen.blocks))}, predicted "
+        f"{chosen.one_block_seconds / chosen.seconds:.2f}x as fast, {100 * chosen.hidden:.0f} % of the shorter one of "
+        "matmul and all-reduce hidden"
     )
 
 

@@ -27,7 +27,7 @@ class Times:
             raise ValueError("times need at least one measured point.")
         before = (0, 0.0)
         for rows, seconds in self.points:
-            if rows <= before[0] or seconds < before[1] or seconds <= 0:
+            if rows <= before[0] or not max(before[1], 1e-12) <= seconds < float("inf"):
                 raise ValueError(f"{seconds} s for {rows} rows follow {before[1]} s for {before[0]}; both must rise.")
             before = rows, seconds
 

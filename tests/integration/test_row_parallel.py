@@ -147,3 +147,37 @@ def test_other_layers_are_left_to_vllm(changes: dict[str, Any], reason: str) -> 
 
 def test_layers_with_adapters_are_left_to_vllm() -> None:
     assert why_not(layer(), "model.layers.0.mlp.down_proj.base_layer") == "LoRA"
+
+
+def tiling_seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """In a worker: the cuts of all lengths for all layers' shapes, and which of them were timed."""
+    from fastattention_vllm.integration.row_parallel import TiledRowParallel
+    from fastattention_vllm.parallel import tiled_linear
+
+    ((_, tiling),) = tiled_linear._tilings.items()
+    layers = [m for m in worker.model_runner.model.modules() if isinstance(m, TiledRowParallel)]
+    return [(rows, tuple(tiling.blocks(rows, m.weight))) for m in layers for rows in range(0, 513, 37)]
+
+
+@pytest.mark.more
+def test_automatic_blocks_are_measured_once_and_the_same_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    model, prompts = save_random(opt(), tmp_path / "model"), random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    settings = {"max_num_batched_tokens": 512, "tensor_parallel_size": 2, "additional_config": section("auto")}
+    cuts = []
+    for start in range(2):
+        with engine(model, **settings) as llm:
+            check(generate(llm, prompts), expected)
+            first, second = llm.collective_rpc(tiling_seen)
+        assert first == second
+        cuts.append(first)
+        assert all(sum(blocks) == rows for rows, blocks in first)
+        assert all(len(blocks) == 1 for rows, blocks in first if rows < LEAST)
+        log = capfd.readouterr().out
+        assert ("measuring a layer" in log) == (start == 0)
+        assert log.count("512 tokens") >= 2, "of both shapes"
+    assert cuts[0] == cuts[1]
+    assert len(list((tmp_path / "cache" / "fastattention").iterdir())) == 1

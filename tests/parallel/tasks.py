@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastattention_vllm.parallel import tiled_linear
+from fastattention_vllm.parallel import calibrate, tiled_linear
 from fastattention_vllm.parallel.collective import Collective, CollectiveError
+from fastattention_vllm.parallel.pipeline import Pipeline
 from fastattention_vllm.parallel.plan import even
 from fastattention_vllm.parallel.tiled_linear import Tiling
 
@@ -138,3 +139,23 @@ def fall_silent_in_the_second_layer(rank: int, case: Case, seconds: float) -> fl
     except CollectiveError:
         return time.monotonic() - started
     raise AssertionError("a sum without one of its ranks was returned")
+
+
+KEPT_BACK = 0.02
+"""Seconds."""
+
+
+def measured(rank: int, outputs: int, inputs: int, most_rows: int) -> Pipeline:
+    """A calibration in which the last rank's matmuls take longer by ``KEPT_BACK``."""
+    original = torch.mm
+
+    def slow(*arguments: Any, **named: Any) -> torch.Tensor:
+        time.sleep(KEPT_BACK)
+        return original(*arguments, **named)
+
+    if rank == dist.get_world_size() - 1:
+        torch.mm = slow  # type: ignore[assignment]
+    try:
+        return calibrate.measure(COLLECTIVE, torch.zeros(outputs, inputs), most_rows)
+    finally:
+        torch.mm = original  # type: ignore[assignment]

@@ -40,7 +40,12 @@ def test_noise_is_lifted() -> None:
     assert Times.measured([(300, 2.0), (100, 1.0), (200, 3.0)]).points == ((100, 1.0), (200, 3.0), (300, 3.0))
 
 
-@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((5, 1.0), (5, 2.0)), ((5, 2.0), (6, 1.0)), ((5, 0.0),)])
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((0, 1.0),), ((5, 1.0), (5, 2.0)), ((5, 2.0), (6, 1.0)), ((5, 0.0),), ((5, NAN),)]
+)
 def test_points_that_cannot_be_are_refused(points: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(ValueError, match=r"must rise|at least one"):
         Times(points)

@@ -1,0 +1,67 @@
+"""The times of a layer's matmul and all-reduce on this machine: from vLLM's cache folder, or measured and put there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import torch
+import vllm.envs as envs
+from vllm.logger import init_logger
+
+from fastattention_vllm.parallel import calibrate, calibration_file
+from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.pipeline import Pipeline
+
+logger = init_logger("vllm.fastattention")
+
+
+def of(weight: torch.Tensor, collective: Collective, most_rows: int) -> Pipeline:
+    """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
+
+    Args:
+        weight: [outputs, inputs of this rank].
+        most_rows: tokens of the longest step.
+    """
+    path, key = file(), key_of(weight, collective.size, most_rows)
+    known = calibration_file.read(path, key)
+    if _all_alike(known, weight.device, collective) and known is not None:
+        return known
+    logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs of a rank and %d outputs.", *weight.shape[::-1])
+    measured = calibrate.measure(collective, weight, most_rows)
+    try:
+        calibration_file.write(path, key, measured)
+    except OSError as error:
+        logger.warning_once("Tiling-AllReduce: what was measured is not kept for the next start: %s.", error)
+    return measured
+
+
+def file() -> Path:
+    return Path(envs.VLLM_CACHE_ROOT) / "fastattention" / "tiling.json"
+
+
+def key_of(weight: torch.Tensor, ranks: int, most_rows: int) -> str:
+    """All that times depend on, in words."""
+    if weight.device.type == "cpu":
+        device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
+        device += f", {torch.get_num_threads()} threads"
+    else:
+        device = torch.cuda.get_device_name(weight.device)
+    outputs, inputs = weight.shape
+    dtype = str(weight.dtype).removeprefix("torch.")
+    calibrated = calibrate.row_counts(most_rows)[-1]
+    return (
+        f"{inputs} to {outputs} {dtype}, {ranks} ranks, {calibrated} tokens, {device} of {platform.node()}, "
+        f"torch {torch.__version__}"
+    )
+
+
+def _all_alike(pipeline: Pipeline | None, device: torch.device, collective: Collective) -> bool:
+    """Whether all ranks have the same one: those on other machines have files of their own, and files get lost."""
+    digest = hashlib.sha256(repr(pipeline).encode()).digest()
+    digests = torch.zeros(collective.size, dtype=torch.float64, device=device)
+    digests[collective.rank] = int.from_bytes(digest[:6], "big")  # 48 bits, which float64 holds exactly
+    collective.wait(collective.start(digests))
+    return bool((digests == digests[0]).all())
