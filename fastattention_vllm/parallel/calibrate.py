@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
-from fastattention_vllm.parallel.plan import GRANULE
+from fastattention_vllm.parallel.plan import GRANULE, plan
+from fastattention_vllm.parallel.tiled_linear import multiply_and_sum
 
-ROUNDS = 4
-"""Of which the fastest counts: what else the machine does comes and goes."""
+ROUNDS = 5
+"""Of which the middle one counts: a sum waits for the slowest rank, and some rank is always the slowest."""
+MOST_SLOWDOWN = 8.0
 
 
 def measure(collective: Collective, weight: torch.Tensor, most_rows: int) -> Pipeline:
-    """Time layers of ``weight`` ([outputs, inputs]) for up to ``most_rows`` rows; takes some ten times the longest one.
+    """Time layers of ``weight`` ([outputs, inputs]) for up to ``most_rows`` rows; takes some 30 times the longest one.
 
     Every rank of the group calls this with a weight of the same shape and gets the same answer: the ranks' mean.
 
@@ -26,28 +30,26 @@ def measure(collective: Collective, weight: torch.Tensor, most_rows: int) -> Pip
     numbers = row_counts(most_rows)
     x = weight.new_empty(numbers[-1], weight.shape[1]).uniform_(-1, 1)  # zeros would let a GPU run cool and fast
     out = weight.new_zeros(numbers[-1], weight.shape[0])
-    other = torch.zeros_like(out)
 
     def multiply(rows: int) -> None:
         torch.mm(x[:rows], weight.t(), out=out[:rows])
 
     def reduce(rows: int) -> None:
-        collective.wait(collective.start(other[:rows]))
+        collective.wait(collective.start(out[:rows]))
 
-    def both(rows: int) -> None:
-        started = collective.start(other[:rows])
-        multiply(rows)
-        collective.wait(started)
+    def seconds(*works: Callable[[], object]) -> list[float]:
+        return _agreed(_seconds(works, collective, weight), collective, weight.device)
 
-    together = _seconds(both, numbers[-1], collective, weight)
-    seconds = [_seconds(lane, rows, collective, weight) for lane in (multiply, reduce) for rows in numbers]
-    agreed = torch.tensor([together, *seconds], dtype=torch.float64, device=weight.device)
-    collective.wait(collective.start(agreed))
-    together, *seconds = (agreed / collective.size).tolist()
-    matmuls, reduces = seconds[: len(numbers)], seconds[len(numbers) :]
-    slow = slowdown(matmuls[-1], reduces[-1], together)
-    matmul = Times.measured(list(zip(numbers, matmuls, strict=True)))
-    all_reduce = Times.measured(list(zip(numbers, reduces, strict=True)))
+    alone = [seconds(functools.partial(multiply, rows), functools.partial(reduce, rows)) for rows in numbers]
+    matmul = Times.measured([(rows, times[0]) for rows, times in zip(numbers, alone, strict=True)])
+    all_reduce = Times.measured([(rows, times[1]) for rows, times in zip(numbers, alone, strict=True)])
+    # What the lanes take from each other shows in the cut that would be best if they took nothing.
+    whole, cut = (numbers[-1],), plan(numbers[-1], Pipeline(matmul, all_reduce)).blocks
+    if len(cut) == 1:
+        return Pipeline(matmul, all_reduce)
+    tried = [functools.partial(multiply_and_sum, x, weight, None, out, blocks, collective) for blocks in (whole, cut)]
+    whole_seconds, cut_seconds = seconds(*tried)
+    slow = slowdown(matmul, all_reduce, cut, cut_seconds / whole_seconds)
     return Pipeline(matmul, all_reduce, slow, slow)
 
 
@@ -59,27 +61,45 @@ def row_counts(most: int) -> list[int]:
     return numbers
 
 
-def slowdown(one: float, other: float, together: float) -> float:
-    """How many times as long two works take beside each other, if that is the same for both; at least 1.
+def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: float) -> float:
+    """How many times as long both lanes take beside each other, 1 to ``MOST_SLOWDOWN``.
 
-    They take the times ``one`` and ``other`` alone, and ``together`` from their common start to the end of both: the
-    shorter one all the while beside the longer one, whose rest then goes on alone.
+    Args:
+        blocks: rows of a cut that was tried.
+        part: its time, where that of the same rows in one block is 1. Both are compared with what the model says of
+            both, so that what it leaves out of both (cold caches) is left out.
     """
-    shorter, longer = sorted((one, other))
-    return max(1.0, 1 + (together - longer) / shorter)
+    low, high = 1.0, MOST_SLOWDOWN
+    whole = matmul(sum(blocks)) + all_reduce(sum(blocks))
+    for _ in range(30):
+        middle = (low + high) / 2
+        if Pipeline(matmul, all_reduce, middle, middle).seconds(blocks) > part * whole:
+            high = middle
+        else:
+            low = middle
+    return low
 
 
-def _seconds(work: Callable[[int], None], rows: int, collective: Collective, like: torch.Tensor) -> float:
-    """The fastest of a few; all ranks begin together."""
-    best = float("inf")
+def _agreed(seconds: Sequence[float], collective: Collective, device: torch.device) -> list[float]:
+    """The ranks' means."""
+    total = torch.tensor(seconds, dtype=torch.float64, device=device)
+    collective.wait(collective.start(total))
+    means: list[float] = (total / collective.size).tolist()
+    return means
+
+
+def _seconds(works: Sequence[Callable[[], object]], collective: Collective, like: torch.Tensor) -> list[float]:
+    """The middle one of a few times for each, in turns; all ranks begin together."""
+    found: list[list[float]] = [[] for _ in works]
     for _ in range(ROUNDS):
-        collective.wait(collective.start(like.new_zeros(1)))
-        _finish(like.device)
-        started = time.perf_counter()
-        work(rows)
-        _finish(like.device)
-        best = min(best, time.perf_counter() - started)
-    return best
+        for work, times in zip(works, found, strict=True):
+            collective.wait(collective.start(like.new_zeros(1)))
+            _finish(like.device)
+            started = time.perf_counter()
+            work()
+            _finish(like.device)
+            times.append(time.perf_counter() - started)
+    return [statistics.median(times) for times in found]
 
 
 def _finish(device: torch.device) -> None:

@@ -69,6 +69,19 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
     if len(blocks) < 2:
         return tiling.plain(x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
+    multiply_and_sum(x, weight, bias, out, blocks, collective)
+    return out
+
+
+def multiply_and_sum(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    blocks: Sequence[int],
+    collective: Collective,
+) -> None:
+    """Into ``out`` the sum over the ranks of ``x @ weight.T + bias``, in blocks of so many rows."""
     started = []
     begin = 0
     for rows in blocks:
@@ -82,7 +95,6 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
     assert begin == x.shape[0], f"blocks of {blocks} rows for {x.shape[0]}"
     for one in started:
         collective.wait(one)
-    return out
 
 
 def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention_vllm.parallel import calibration_file
-from fastattention_vllm.parallel.calibrate import row_counts, slowdown
+from fastattention_vllm.parallel.calibrate import MOST_SLOWDOWN, row_counts, slowdown
 from fastattention_vllm.parallel.pipeline import Pipeline
-from fastattention_vllm.parallel.plan import GRANULE
+from fastattention_vllm.parallel.plan import GRANULE, even, plan
 from tests.parallel import tasks
-from tests.parallel.models import SECONDS, SLOWED_PIPELINES
+from tests.parallel.models import AFFINE, SLOWED_PIPELINES
 from tests.parallel.ranks import Ranks
 
 
@@ -36,17 +36,24 @@ def test_rows_are_doubled_until_the_longest_step_is_covered(most: int) -> None:
     assert len(numbers) == 1 or numbers[-2] < most
 
 
-@given(SECONDS, SECONDS, st.floats(1, 3))
-def test_a_slowdown_is_found_again(one: float, other: float, slow: float) -> None:
-    shorter, longer = sorted((one, other))
-    # If even the longer one is slowed down to its end, the shorter one is not beside it all the time.
-    together = slow * shorter + max(0.0, longer - shorter)
-    assert slowdown(one, other, together) == pytest.approx(slow)
-    assert slowdown(other, one, together) == pytest.approx(slow)
+@given(AFFINE, st.floats(1, MOST_SLOWDOWN), st.integers(2, 6))
+def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) -> None:
+    """By the time that a cut takes with it; exactly this slowdown, or one that makes no difference to the time."""
+    blocks = even(4096, count)
+    slowed = Pipeline(pipeline.matmul, pipeline.all_reduce, slow, slow)
+    part = slowed.seconds(blocks) / pipeline.seconds((4096,))
+    found = slowdown(pipeline.matmul, pipeline.all_reduce, blocks, part)
+    again = Pipeline(pipeline.matmul, pipeline.all_reduce, found, found)
+    assert again.seconds(blocks) == pytest.approx(slowed.seconds(blocks), rel=1e-6)
 
 
-def test_works_that_seem_to_help_each_other_have_no_slowdown() -> None:
-    assert slowdown(1.0, 2.0, 1.5) == 1.0
+@given(AFFINE)
+def test_a_cut_that_was_tried_and_lost_is_not_planned(pipeline: Pipeline) -> None:
+    """However fast the two lanes are alone."""
+    blocks = plan(8192, pipeline).blocks
+    slow = slowdown(pipeline.matmul, pipeline.all_reduce, blocks, 1.0)
+    after = plan(8192, Pipeline(pipeline.matmul, pipeline.all_reduce, slow, slow))
+    assert len(blocks) == 1 or after.blocks != blocks
 
 
 @given(SLOWED_PIPELINES, SLOWED_PIPELINES)
