@@ -27,7 +27,7 @@ BLOCKS = {
 }
 
 
-def cases(dtype: torch.dtype, numbers: tuple[int, ...] = (64, 130, ODD), **changes: Any) -> list[Case]:
+def cases(dtype: torch.dtype, numbers: tuple[int, ...] = (130, ODD), **changes: Any) -> list[Case]:
     """``numbers`` of rows, every way to cut them, with and without bias."""
     found = []
     for rows in numbers:
