@@ -6,7 +6,6 @@ import http.client
 import itertools
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -125,7 +124,7 @@ class Server:
     def stop(self) -> None:
         family = self._children()
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()  # SIGINT is ignored where a shell has started all this in the background
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:

@@ -119,7 +119,7 @@ def test_masks_over_several_row_blocks(mask: str) -> None:
 
 @pytest.mark.parametrize("mask", ["non-causal", "window left", "alibi", "all of it"])
 @pytest.mark.parametrize(("q_len", "kv_heads", "group"), [(700, 64, 1), (600, 128, 1), (200, 128, 6)])
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(F16, marks=pytest.mark.more), BF16], ids=str)
 def test_masks_over_large_row_blocks(dtype: torch.dtype, mask: str, q_len: int, kv_heads: int, group: int) -> None:
     """AMX takes blocks of 512 rows and more where a sequence has many of them; panels of 32 begin amid a group of 6."""
     lens = ((q_len, 3), (q_len + 40, 200))
@@ -380,7 +380,7 @@ def test_a_bf16_cache_is_widened_exactly(isa: str, head_size: int, q_len: int) -
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("q_len", [1, 7, 8, 16, 20, 60])
+@pytest.mark.parametrize("q_len", [1, 7, 8, 16, 20, pytest.param(60, marks=pytest.mark.more)])
 @pytest.mark.parametrize("head_size", [32, 80, 128])
 def test_every_fp16_number_counts_exactly(isa: str, head_size: int, q_len: int) -> None:
     """All of them as values, in keys and in queries: AMX takes each as the sum of two, and neither part may be lost."""

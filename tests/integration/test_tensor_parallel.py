@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random(llama(4, 2, 64), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("executor", ["mp", "ray"])
+@pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=pytest.mark.more)])
 def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
     prompts = random_prompts(LENGTHS)
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
@@ -33,6 +33,7 @@ def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
         ray.shutdown()
 
 
+@pytest.mark.more
 def test_two_ranks_find_the_needle(tmp_path: Path) -> None:
     """Every head of every layer is needed for the answer, so both ranks have done their part."""
     path = build_demo_model(tmp_path / "demo", DemoModelSpec(num_heads=4, num_kv_heads=2, dtype="bfloat16"))

@@ -127,7 +127,7 @@ MODELS = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     data=st.data(),
     model=MODELS,

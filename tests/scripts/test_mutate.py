@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fastattention_vllm.attention import cpu
 from scripts import mutate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,16 @@ def write(path: Path, **change: str) -> Path:
 def test_every_entry_fits_the_code(path: Path) -> None:
     names = [mutation.name for mutation in mutate.read(path)]
     assert len(names) == len(set(names))
+
+
+def test_every_test_that_is_named_exists() -> None:
+    """But for those of instruction sets that this machine lacks."""
+    usable = ("", *cpu.usable_isas())
+    mutations = [mutation for path in mutate.LISTS.glob("*.toml") for mutation in mutate.read(path)]
+    named = {test for mutation in mutations if mutation.isa in usable for test in mutation.tests}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(named)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

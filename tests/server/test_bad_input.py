@@ -149,6 +149,7 @@ def test_missing_kernels(model: Path, tmp_path: Path) -> None:
     assert "absent.so" in line
 
 
+@pytest.mark.more
 def test_compiling_without_a_compiler(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, CXX="no-such-compiler"))
     assert "no-such-compiler" in line
