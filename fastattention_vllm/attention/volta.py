@@ -9,14 +9,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fastattention_vllm.attention import volta_driver, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import CHUNK, DECODE_ROWS, HEAD_SIZES, Decode, Divisor, Prefill, Variant
+from fastattention_vllm.attention.volta_kernels import (
+    CHUNK,
+    DECODE_ROWS,
+    HEAD_SIZES,
+    Decode,
+    Divisor,
+    Prefill,
+    Variant,
+    WriteKv,
+)
 
 IMAGES = Path(__file__).resolve().parents[1] / "lib" / "volta"
 """``NAME.cubin`` for sm_70 and ``NAME.ptx`` for newer GPUs, of each variant."""
@@ -73,46 +82,143 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     if reason is not None:
         raise ValueError(reason)
     query = problem.query
-    tokens, heads, head_size = query.shape
-    out = torch.zeros(tokens, heads, head_size, dtype=query.dtype, device=query.device)
+    tokens, heads, _ = query.shape
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
-    kv_heads, seqs = problem.key.shape[-2], len(problem.seq_lens)
-    if seqs == 0:
-        return out, lse if return_lse else None
-    most_rows = heads // kv_heads * int(torch.diff(problem.query_start_loc).max())
-    moved = _on(query.device, problem)
-    argument = parameters(moved, out, lse)
-    stream = torch.cuda.current_stream(query.device).cuda_stream
+    if len(problem.seq_lens):
+        most = int(torch.diff(problem.query_start_loc).max())
+        attend(_on(query.device, problem), Extent(most, int(problem.seq_lens.max())), out, lse)
+    return out, lse if return_lse else None
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How large grids are: bounds of what only the GPU knows exactly. A CUDA graph is captured with those of all its
+    replays."""
+
+    most_tokens: int
+    """Query tokens of any sequence."""
+    longest: int
+    """KV tokens of any sequence."""
+
+
+def attend(problem: AttentionProblem, extent: Extent, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """Compute ``problem``, all of whose tensors are on the GPU already, on torch's current stream. Waits for nothing.
+
+    ``query_start_loc`` need not begin with 0: a part of a batch goes by the whole batch's query and ``out``.
+
+    Args:
+        problem: one that :func:`can_run`; its numbers int32, its slopes and sinks fp32, all contiguous but for the rows
+            of the block table.
+        out: ``[num_tokens, num_heads, head_size]`` fp16, the last dimension contiguous.
+        lse: ``[num_tokens, num_heads]`` fp32.
+    """
+    query, kv_heads, seqs = problem.query, problem.num_kv_heads, problem.num_seqs
+    head_size, device = problem.head_size, problem.query.device
+    most_rows = problem.num_heads // kv_heads * extent.most_tokens
+    argument = parameters(problem, out, lse)
+    stream = torch.cuda.current_stream(device).cuda_stream
     if most_rows <= DECODE_ROWS:
         variant = volta_kernels.decode(head_size)
-        parts = volta_kernels.most_parts(int(problem.seq_lens.max()))
+        parts = volta_kernels.most_parts(extent.longest)
         partial_out = torch.empty(seqs, kv_heads, parts, DECODE_ROWS, head_size, device=query.device)
         partial_lse = torch.empty(seqs, kv_heads, parts, DECODE_ROWS, device=query.device)
         whole = Decode(argument, partial_out.data_ptr(), partial_lse.data_ptr(), parts)
-        attend, combine = (_kernel(variant, name) for name in variant.kernels)
-        attend.launch((parts, kv_heads, seqs), (variant.threads, 1, 1), variant.shared_bytes, whole, stream)
+        attention, combine = (_kernel(variant, name) for name in variant.kernels)
+        attention.launch((parts, kv_heads, seqs), (variant.threads, 1, 1), variant.shared_bytes, whole, stream)
         combine.launch((most_rows, kv_heads, seqs), (head_size, 1, 1), 0, whole, stream)
     else:
-        adjusted = problem.softcap > 0 or problem.alibi_slopes is not None
-        variant = volta_kernels.prefill(head_size, adjusted=adjusted)
+        variant = volta_kernels.prefill(head_size, adjusted=_is_adjusted(problem))
         grid = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         kernel = _kernel(variant, variant.kernels[0])
         kernel.launch(grid, (variant.threads, 1, 1), variant.shared_bytes, argument, stream)
-    del moved  # torch's allocator keeps them until the stream has passed
-    return out, lse if return_lse else None
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Scatter ``key`` and ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into pages that the GPU can address.
+
+    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``; all fp16, strides of keys and
+    values alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
+    """
+    assert key_scale == value_scale == 1.0
+    assert key.stride() == value.stride()
+    assert key_cache.stride() == value_cache.stride()
+    if not len(slot_mapping):
+        return
+    variant = volta_kernels.WRITE_KV
+    kernel = _kernel(variant, variant.kernels[0])
+    stream = torch.cuda.current_stream(key.device).cuda_stream
+    argument = write_parameters(key, value, key_cache, value_cache, slot_mapping)
+    kernel.launch((len(slot_mapping), 1, 1), (variant.threads, 1, 1), 0, argument, stream)
+
+
+def load(head_size: int, *, adjusted: bool) -> None:
+    """Load what layers of ``head_size`` launch: not possible while a CUDA graph is captured. ``adjusted``: with soft
+    cap or ALiBi.
+
+    Raises:
+        RuntimeError: the kernels are not built.
+        DriverError: the GPU refuses.
+    """
+    variants = (
+        volta_kernels.WRITE_KV,
+        volta_kernels.decode(head_size),
+        volta_kernels.prefill(head_size, adjusted=adjusted),
+    )
+    for variant in variants:
+        for name in variant.kernels:
+            _kernel(variant, name)
+
+
+def _is_adjusted(problem: AttentionProblem) -> bool:
+    return problem.softcap > 0 or problem.alibi_slopes is not None
+
+
+def write_parameters(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
+) -> WriteKv:
+    """The argument of :func:`write_kv`'s kernel; ``address_of`` as in :func:`parameters`."""
+    return WriteKv(
+        key=address_of(key),
+        value=address_of(value),
+        key_cache=address_of(key_cache),
+        value_cache=address_of(value_cache),
+        slot_mapping=address_of(slot_mapping),
+        token_stride=key.stride(0),
+        head_stride=key.stride(1),
+        block_stride=key_cache.stride(0),
+        page_token_stride=key_cache.stride(1),
+        page_head_stride=key_cache.stride(2),
+        page_size=key_cache.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=key.shape[2],
+    )
 
 
 def parameters(
     problem: AttentionProblem,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
 ) -> Prefill:
     """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
     query, key, table = problem.query, problem.key, problem.block_table
     return Prefill(
         out=address_of(out),
-        lse=address_of(lse),
+        lse=0 if lse is None else address_of(lse),
         **{name: 0 if (tensor := getattr(problem, name)) is None else address_of(tensor) for name in TENSORS},
         query_token_stride=query.stride(0),
         query_head_stride=query.stride(1),
@@ -121,8 +227,8 @@ def parameters(
         kv_head_stride=key.stride(-2),
         out_token_stride=out.stride(0),
         out_head_stride=out.stride(1),
-        lse_token_stride=lse.stride(0),
-        lse_head_stride=lse.stride(1),
+        lse_token_stride=0 if lse is None else lse.stride(0),
+        lse_head_stride=0 if lse is None else lse.stride(1),
         page=Divisor.by(1 if table is None else key.shape[1]),
         group=Divisor.by(query.shape[1] // key.shape[-2]),
         block_table_stride=0 if table is None else table.stride(0),

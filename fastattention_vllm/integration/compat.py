@@ -33,7 +33,7 @@ with Hugging Face by hand. The versions between these were not run."""
 
 BACKEND_NAME = "FASTATTENTION"
 BACKEND_PATH = "fastattention_vllm.integration.backend.FastAttentionBackend"
-FLASH_BACKEND_PATH = "fastattention_vllm.integration.backend_flash.FastAttentionFlashBackend"
+CUDA_BACKEND_PATH = "fastattention_vllm.integration.backend_cuda.FastAttentionCudaBackend"
 
 
 def check_vllm_version() -> None:
@@ -78,7 +78,7 @@ def backend_path() -> str:
 
     with contextlib.suppress(Exception):  # a probe that fails has found nothing; vLLM takes it the same way
         if builtin_platform_plugins["cuda"]() is not None:
-            return FLASH_BACKEND_PATH
+            return CUDA_BACKEND_PATH
     return BACKEND_PATH
 
 

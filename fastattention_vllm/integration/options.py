@@ -44,6 +44,10 @@ class Options(BaseModel):
     tiling_min_tokens: Annotated[int, Field(ge=2)] = 2048
     """Steps of fewer tokens are not cut: their sums are short messages, which gain nothing by being shorter."""
 
+    volta_kernels: Literal["auto", "ptx"] = "auto"
+    """"auto": the V100's kernels on GPUs below compute capability 8.0. "ptx": on any newer one too, compiled by its
+    driver; for tests, for they are slow there."""
+
 
 def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:
     """Put the decision in the place of the question.

@@ -10,7 +10,7 @@ import torch
 
 from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Prefill, Variant, WriteKv
+from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Prefill, Variant
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
 from tests.attention import oracle
@@ -120,23 +120,8 @@ def write_kv(
 ) -> None:
     simulation = Simulation(cubin(volta_kernels.WRITE_KV), volta_kernels.WRITE_KV.kernels[0])
     mapped: dict[int, int] = {}
-    at = {
-        name: address_of(tensor, simulation, mapped)
-        for name, tensor in (
-            *(("key", key), ("value", value), ("key_cache", key_cache), ("value_cache", value_cache)),
-            ("slot_mapping", slots),
-        )
-    }
-    parameters = WriteKv(
-        **at,
-        token_stride=key.stride(0),
-        head_stride=key.stride(1),
-        block_stride=key_cache.stride(0),
-        page_token_stride=key_cache.stride(1),
-        page_head_stride=key_cache.stride(2),
-        page_size=key_cache.shape[1],
-        num_kv_heads=key.shape[1],
-        head_size=key.shape[2],
+    parameters = volta.write_parameters(
+        key, value, key_cache, value_cache, slots, lambda tensor: address_of(tensor, simulation, mapped)
     )
     grid = (len(slots), 1, 1)
     simulation.launch(grid, (volta_kernels.WRITE_KV.threads, 1, 1), bytes(parameters))

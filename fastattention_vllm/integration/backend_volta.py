@@ -1,0 +1,220 @@
+"""The attention backend on NVIDIA GPUs older than compute capability 8.0, by the kernels for the V100.
+
+``volta_kernels: ptx`` runs it on a newer GPU, for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from fastattention_vllm.attention import volta
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES
+from fastattention_vllm.integration import compat, host_layers
+from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
+from fastattention_vllm.integration.backend_flash import CudaSide, HostFlashMetadataBuilder
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement.cooperative import Device
+
+logger = init_logger("vllm.fastattention")
+
+
+class FastAttentionVoltaBackend(FastAttentionBackend):
+    """``--attention-backend fastattention`` on such a GPU."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16"]
+
+    @staticmethod
+    def get_impl_cls() -> type[FastAttentionImpl]:
+        return FastAttentionVoltaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return VoltaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability >= (7, 0))
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in HEAD_SIZES
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some requests of a step, one behind the other. All tensors are on the GPU; see ``AttentionProblem``."""
+
+    extent: volta.Extent
+    query_start_loc: torch.Tensor
+    """int32 ``[requests + 1]``, places in the whole step's query."""
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VoltaMetadata:
+    """One step's batch: decoding requests, which have a kernel of their own, and others."""
+
+    parts: tuple[Part, ...]
+    causal: bool
+    slot_mapping: torch.Tensor
+
+
+class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """Copies what the kernels read into buffers that stay where they are: a captured graph knows their addresses."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        # Query tokens of a request that the decode kernel takes. One at least, that vLLM puts such requests first:
+        # with more query heads per KV head than it has rows they go to the prefill kernel all the same.
+        self._init_reorder_batch_threshold(max(1, DECODE_ROWS // group))
+        self.max_model_len = model.max_model_len
+        seqs = vllm_config.scheduler_config.max_num_seqs
+        self.query_start_loc = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
+        self.block_table: torch.Tensor | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> VoltaMetadata:
+        return self._build(common_attn_metadata, int(common_attn_metadata.max_seq_len))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMetadata:
+        return self._build(common_attn_metadata, self.max_model_len)
+
+    def _build(self, common: CommonAttentionMetadata, longest: int) -> VoltaMetadata:
+        if isinstance(common.causal, torch.Tensor):
+            raise Refusal("this model asks for causality per request, which fastattention does not support.")
+        seqs = common.num_reqs
+        starts, lengths = self.query_start_loc[: seqs + 1], self.seq_lens[:seqs]
+        table = self._table(common.block_table_tensor)[:seqs]
+        starts.copy_(common.query_start_loc[: seqs + 1])
+        lengths.copy_(common.seq_lens[:seqs])
+        table.copy_(common.block_table_tensor[:seqs])
+        assert self.reorder_batch_threshold is not None
+        decodes = split_decodes_and_prefills(common, self.reorder_batch_threshold)[0]
+        tokens = common.query_start_loc_cpu[1 : seqs + 1] - common.query_start_loc_cpu[:seqs]
+        parts = tuple(
+            Part(
+                volta.Extent(max(1, int(tokens[begin:end].max())), longest),
+                starts[begin : end + 1],
+                lengths[begin:end],
+                table[begin:end],
+            )
+            for begin, end in ((0, decodes), (decodes, seqs))
+            if begin < end
+        )
+        return VoltaMetadata(parts, bool(common.causal), common.slot_mapping)
+
+    def _table(self, given: torch.Tensor) -> torch.Tensor:
+        """Made with the first one that is given: its width is the most blocks that a request can have."""
+        if self.block_table is None:
+            self.block_table = torch.zeros(len(self.seq_lens), given.shape[1], dtype=torch.int32, device=given.device)
+        return self.block_table
+
+
+class HostLayerVoltaBackend(FastAttentionVoltaBackend):
+    """Of host layers: another backend class gets metadata of its own."""
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return HostFlashMetadataBuilder
+
+
+class VoltaSide(CudaSide):
+    """One such GPU beside the host."""
+
+    host_backend = HostLayerVoltaBackend
+
+    def kernels(self) -> Device:
+        return volta
+
+
+class FastAttentionVoltaImpl(FastAttentionImpl):
+    """One attention layer; becomes a host layer where the plan says so."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        adjusted = self.softcap > 0 or self.alibi_slopes is not None
+        volta.load(self.head_size, adjusted=adjusted)
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes.to("cuda")
+        logger.info_once(
+            "Attention kernels: fastattention Volta, %s.",
+            "machine code of sm_70"
+            if torch.cuda.get_device_capability() == (7, 0)
+            else "compiled from PTX by the driver",
+        )
+        vllm_config = get_current_vllm_config()
+        host_layers.place(vllm_config, VoltaSide(vllm_config))
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if not self.is_encoder:
+            volta.write_kv(key, value, *compat.split_kv_cache(kv_cache, self.head_size), slot_mapping)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As on CPUs."""
+        if attn_metadata is None:  # vLLM's profiling and warm-up runs
+            return output.fill_(0)
+        metadata: VoltaMetadata = attn_metadata
+        if not self.is_encoder:
+            key, value = compat.split_kv_cache(kv_cache, self.head_size)
+        for part in metadata.parts:
+            where = {"kv_start_loc": part.query_start_loc} if self.is_encoder else {"block_table": part.block_table}
+            problem: AttentionProblem = self.problem(
+                layer,
+                query=query,
+                key=key,
+                value=value,
+                query_start_loc=part.query_start_loc,
+                seq_lens=part.seq_lens,
+                causal=metadata.causal,
+                **where,
+            )
+            volta.attend(problem, part.extent, output)
+        return output
+
+    def why_not_on_host(self) -> str | None:
+        return None if self.alibi_slopes is None else "ALiBi position bias"

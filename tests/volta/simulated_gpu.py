@@ -1,0 +1,72 @@
+"""Kernel launches that run on the simulated V100, in this process's own memory: the launcher's code, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+from fastattention_vllm.attention import volta
+from fastattention_vllm.attention.volta_kernels import Variant
+from kernels.volta.sim import Simulation
+from tests.volta.attention import cubin, execute_all
+
+
+@dataclass
+class SimulatedKernel:
+    """In the place of ``volta_driver.Kernel``."""
+
+    variant: Variant
+    name: str
+    grids: list[tuple[str, tuple[int, int, int]]]
+    """Of all launches so far, shared by all kernels."""
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        parameters: ctypes.Structure,
+        stream: int,
+    ) -> None:
+        self.grids.append((self.name, grid))
+        simulation = Simulation(cubin(self.variant), self.name)
+        for begin, end in sorted({mapping_of(address) for address in addresses(parameters)}):
+            memory = (ctypes.c_uint8 * (end - begin)).from_address(begin)
+            simulation.map(numpy.frombuffer(memory, dtype=numpy.uint8), begin)
+        simulation.launch(grid, block, bytes(parameters), shared_bytes)
+        execute_all(simulation, grid)
+
+
+def addresses(parameters: ctypes.Structure) -> list[int]:
+    """All fields of 64 unsigned bits, in structures within too."""
+    found = []
+    for name, kind in parameters._fields_:  # type: ignore[misc]
+        value = getattr(parameters, name)
+        if isinstance(value, ctypes.Structure):
+            found += addresses(value)
+        elif kind is ctypes.c_uint64 and value:
+            found.append(value)
+    return found
+
+
+def mapping_of(address: int) -> tuple[int, int]:
+    """The stretch of this process's memory that it lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return begin, end
+    raise AssertionError(f"{address:#x} is no memory of this process")
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int]]]:
+    """From now on launches are simulated; returns the list that their grids go to."""
+    grids: list[tuple[str, tuple[int, int, int]]] = []
+    monkeypatch.setattr(volta, "_kernel", lambda variant, name: SimulatedKernel(variant, name, grids))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+    return grids

@@ -1,0 +1,148 @@
+"""The backend of old GPUs between vLLM's metadata and the simulated V100: no GPU, but vLLM's own classes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration import backend_volta
+from tests.attention import oracle
+from tests.attention.oracle import Case
+from tests.volta import simulated_gpu
+from tests.volta.attention import TOLERANCE
+
+HEADS, KV_HEADS, SIZE, PAGE = 8, 2, 64, 16
+WIDTH = 40
+"""Of vLLM's block table, whatever the step's requests."""
+CPU = torch.device("cpu")
+
+
+def config(**changes: Any) -> Any:
+    parts: dict[str, Any] = {
+        "model_config": SimpleNamespace(
+            get_num_attention_heads=lambda parallel: HEADS,
+            get_num_kv_heads=lambda parallel: KV_HEADS,
+            max_model_len=600,
+        ),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "scheduler_config": SimpleNamespace(max_num_seqs=6),
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**(parts | changes))
+
+
+def builder() -> backend_volta.VoltaMetadataBuilder:
+    return backend_volta.VoltaMetadataBuilder(SimpleNamespace(block_size=PAGE), ["layer"], config(), CPU)
+
+
+def case(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **changes: Any) -> AttentionProblem:
+    return Case(q_lens, kv_lens, HEADS, KV_HEADS, SIZE, PAGE, torch.float16, **changes).build()
+
+
+def slots(problem: AttentionProblem) -> torch.Tensor:
+    """Where the new tokens' keys and values belong."""
+    assert problem.block_table is not None
+    found = []
+    for seq, kv_len in enumerate(problem.seq_lens.tolist()):
+        begin, end = problem.query_start_loc[seq : seq + 2].tolist()
+        for position in range(kv_len - (end - begin), kv_len):
+            found.append(int(problem.block_table[seq, position // PAGE]) * PAGE + position % PAGE)
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def common(problem: AttentionProblem) -> CommonAttentionMetadata:
+    assert problem.block_table is not None
+    tokens = torch.diff(problem.query_start_loc)
+    return CommonAttentionMetadata(
+        query_start_loc=problem.query_start_loc,
+        query_start_loc_cpu=problem.query_start_loc,
+        seq_lens=problem.seq_lens,
+        num_reqs=problem.num_seqs,
+        num_actual_tokens=int(problem.query_start_loc[-1]),
+        max_query_len=int(tokens.max()),
+        max_seq_len=int(problem.seq_lens.max()),
+        block_table_tensor=torch.nn.functional.pad(
+            problem.block_table.clamp(min=0), (0, WIDTH - problem.block_table.shape[1])
+        ),
+        slot_mapping=slots(problem),
+    )
+
+
+def attend(problem: AttentionProblem, metadata: Any, impl: Any) -> torch.Tensor:
+    """Through the layer: the new keys and values are not in the cache yet."""
+    cache = problem.key._base
+    assert cache is not None
+    cache = cache.clone()
+    where = slots(problem)
+    pages, rows = where // PAGE, where % PAGE
+    new = [part[pages, rows].clone() for part in (problem.key, problem.value)]
+    key_value = torch.stack(new, 1)
+    cache[pages, :, rows] = float("nan")
+    impl.do_kv_cache_update(None, key_value[:, 0], key_value[:, 1], cache, where)
+    out = torch.full((len(problem.query), HEADS, SIZE), 7.0, dtype=torch.float16)
+    impl.forward(None, problem.query, key_value[:, 0], key_value[:, 1], cache, metadata, out)
+    return out
+
+
+def layer(**changes: Any) -> Any:
+    return backend_volta.FastAttentionVoltaImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, **changes)
+
+
+def check(problem: AttentionProblem, found: torch.Tensor) -> None:
+    real = int(problem.query_start_loc[-1])
+    expected, _ = oracle.attention(problem)
+    assert float((found[:real].double() - expected[:real]).abs().max()) < TOLERANCE
+    assert (found[real:] == 7).all(), "padding was touched"
+
+
+def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of up to 2 tokens, with 4 query heads per KV head, decode; the others are in a launch of their own."""
+    grids = simulated_gpu.use(monkeypatch)
+    problem = case((1, 2, 1, 20, 5), (200, 33, 1, 20, 70), padding=3)
+    metadata = builder().build(0, common(problem))
+    check(problem, attend(problem, metadata, layer()))
+    assert [(name, grid[2]) for name, grid in grids] == [
+        ("fa_volta_write_kv", 1),
+        ("fa_volta_decode", 3),
+        ("fa_volta_combine", 3),
+        ("fa_volta_prefill", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"sliding_window": 40}, {"window": (39, -1)}),
+        ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+        ({"sinks": torch.linspace(-1, 1, HEADS)}, {"sinks": torch.linspace(-1, 1, HEADS)}),
+    ],
+    ids=["window", "soft cap", "sinks"],
+)
+def test_a_layers_own_features(changes: dict[str, Any], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated_gpu.use(monkeypatch)
+    problem = replace(case((1, 9), (100, 50)), **asked)
+    check(problem, attend(problem, builder().build(0, common(problem)), layer(**changes)))
+
+
+def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata of the capture, and of a later step's build() only its buffers: the replay reads the later step."""
+    grids = simulated_gpu.use(monkeypatch)
+    capturing = builder()
+    captured = capturing.build_for_cudagraph_capture(common(case((1, 1, 1), (1, 1, 1))))
+    assert captured.parts[0].extent.longest == 600
+    problem = case((1, 1, 1), (300, 17, 599), seed=3)
+    capturing.build(0, common(problem))
+    check(problem, attend(problem, captured, layer()))
+    assert ("fa_volta_decode", (5, KV_HEADS, 3)) in grids
+
+
+def test_the_profiling_run_attends_to_nothing() -> None:
+    out = torch.full((3, HEADS, SIZE), 7.0)
+    empty = torch.empty(0)
+    assert (layer().forward(None, empty, empty, empty, empty, None, out) == 0).all()
