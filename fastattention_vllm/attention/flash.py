@@ -60,7 +60,7 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
         softcap=problem.softcap,
         s_aux=None if problem.sinks is None else problem.sinks.to(torch.bfloat16),  # the only dtype it takes
         return_softmax_lse=True,
-        fa_version=_version(problem.head_size),
+        fa_version=version(problem.head_size),
         **keys,
     )
     return out, lse.transpose(0, 1) if return_lse else None
@@ -94,12 +94,12 @@ def _int32(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
 
 
 @functools.cache
-def _version(head_size: int) -> int:
+def version(head_size: int) -> int:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    version = get_flash_attn_version(head_size=head_size)
-    assert version is not None
-    return int(version)
+    found = get_flash_attn_version(head_size=head_size)
+    assert found is not None
+    return int(found)
 
 
 @functools.cache

@@ -145,11 +145,10 @@ def write_kv(
 ) -> None:
     """Scatter ``key`` and ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into pages that the GPU can address.
 
-    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``; all fp16, strides of keys and
-    values alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
+    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``; all fp16, strides of the
+    caches alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
     """
     assert key_scale == value_scale == 1.0
-    assert key.stride() == value.stride()
     assert key_cache.stride() == value_cache.stride()
     if not len(slot_mapping):
         return
@@ -197,8 +196,10 @@ def write_parameters(
         key_cache=address_of(key_cache),
         value_cache=address_of(value_cache),
         slot_mapping=address_of(slot_mapping),
-        token_stride=key.stride(0),
-        head_stride=key.stride(1),
+        key_token_stride=key.stride(0),
+        key_head_stride=key.stride(1),
+        value_token_stride=value.stride(0),
+        value_head_stride=value.stride(1),
         block_stride=key_cache.stride(0),
         page_token_stride=key_cache.stride(1),
         page_head_stride=key_cache.stride(2),

@@ -154,7 +154,8 @@ class WriteKv(ctypes.Structure):
 
     _fields_ = [
         *((name, c_uint64) for name in ("key", "value", "key_cache", "value_cache", "slot_mapping")),
-        *((name, c_int64) for name in ("token_stride", "head_stride")),
+        *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, c_int64) for name in ("block_stride", "page_token_stride", "page_head_stride")),
         *((name, c_int32) for name in ("page_size", "num_kv_heads", "head_size")),
     ]

@@ -24,9 +24,9 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES
 from fastattention_vllm.integration import compat, host_layers
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
-from fastattention_vllm.integration.backend_flash import CudaSide, HostFlashMetadataBuilder
+from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
+from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement.cooperative import Device
 
 logger = init_logger("vllm.fastattention")
 
@@ -48,6 +48,10 @@ class FastAttentionVoltaBackend(FastAttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return preferred_block_size(super().get_preferred_block_size(default_block_size))
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -143,16 +147,7 @@ class HostLayerVoltaBackend(FastAttentionVoltaBackend):
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
-        return HostFlashMetadataBuilder
-
-
-class VoltaSide(CudaSide):
-    """One such GPU beside the host."""
-
-    host_backend = HostLayerVoltaBackend
-
-    def kernels(self) -> Device:
-        return volta
+        return CudaHostMetadataBuilder
 
 
 class FastAttentionVoltaImpl(FastAttentionImpl):
@@ -163,14 +158,14 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         volta.load(self.head_size, adjusted=adjusted)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to("cuda")
-        logger.info_once(
-            "Attention kernels: fastattention Volta, %s.",
-            "machine code of sm_70"
-            if torch.cuda.get_device_capability() == (7, 0)
-            else "compiled from PTX by the driver",
-        )
         vllm_config = get_current_vllm_config()
-        host_layers.place(vllm_config, VoltaSide(vllm_config))
+        tiling = options_of(vllm_config).tiling_all_reduce
+        if tiling != "off":
+            raise Refusal(f'tiling_all_reduce {tiling} is for CPUs so far, not yet run on a GPU; leave it "off".')
+        own = torch.cuda.get_device_capability() == (7, 0)
+        named = "fastattention Volta, " + ("machine code of sm_70" if own else "compiled from PTX by the driver")
+        logger.info_once("Attention kernels: %s.", named)
+        host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerVoltaBackend, volta, named))
 
     def do_kv_cache_update(
         self,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.placement import calibrate, cooperative, host_memory, link
@@ -29,10 +30,9 @@ MODELS = st.builds(
 )
 
 
-def world_of(model: Model, share: float, seed: int) -> World:
-    from fastattention_vllm.attention import flash
-
-    lane = Lane(link.CudaLink(torch.device("cuda:0")), flash, share=Share(share))
+def world_of(model: Model, share: float, seed: int, kernels: str = "flash") -> World:
+    device = importlib.import_module(f"fastattention_vllm.attention.{kernels}")
+    lane = Lane(link.CudaLink(torch.device("cuda:0")), device, share=Share(share))
     return World(model, 3, 400, lane, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
 
 
@@ -62,6 +62,7 @@ def some_steps(world: World, numbers: random.Random) -> None:
 
 @settings(max_examples=60)
 @given(
+    kernels=st.sampled_from(["flash", "volta"]),
     model=MODELS.filter(lambda model: model.num_heads % model.num_kv_heads == 0),
     share=st.sampled_from([0.0, 0.4, 1.0]),
     blocks_per_part=st.sampled_from([1, 3, 40]),
@@ -69,15 +70,16 @@ def some_steps(world: World, numbers: random.Random) -> None:
     seed=st.integers(0, 1000),
 )
 def test_steps_equal_attention_over_the_whole_history(
-    model: Model, share: float, blocks_per_part: int, few_runs: int, seed: int
+    kernels: str, model: Model, share: float, blocks_per_part: int, few_runs: int, seed: int
 ) -> None:
     """Parts of any size, brought up by the copy engine (few runs of blocks) or by a gathering kernel (many)."""
+    assume(kernels == "flash" or model.dtype == torch.float16)
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block)
         patch.setattr(cooperative, "LEAST_SHARE", 1)
         patch.setattr(link, "FEW_RUNS", few_runs)
-        some_steps(world_of(model, share, seed), random.Random(seed))
+        some_steps(world_of(model, share, seed, kernels), random.Random(seed))
 
 
 def test_sinks() -> None:

@@ -88,7 +88,7 @@ def test_new_keys_and_values_go_to_their_slots(head_size: int) -> None:
     slots = torch.tensor([37, 0, -1, 63, 16], dtype=torch.int64)
     for layout in ("HND", "NHD"):
         wide = torch.randn(6, 9, head_size, generator=random).half()
-        key, value = wide[:, 2:5], wide[:, 5:8]
+        key, value = wide[:, 2:5], wide[:, 5:8].clone()  # compiled models bring them with strides of their own
         if layout == "HND":
             cache = torch.full((4, 3, 16, 2 * head_size), 7.0, dtype=FP16)
             key_cache, value_cache = cache.transpose(1, 2).split(head_size, dim=-1)

@@ -49,7 +49,7 @@ struct WriteKv {
   void* key_cache;  // [num_blocks, page_size, num_kv_heads, head_size]
   void* value_cache;
   const long long* slot_mapping;  // [num_tokens]: block * page_size + row; negative: the token is left out
-  long long token_stride, head_stride;
+  long long key_token_stride, key_head_stride, value_token_stride, value_head_stride;
   long long block_stride, page_token_stride, page_head_stride;
   int page_size, num_kv_heads, head_size;
 };

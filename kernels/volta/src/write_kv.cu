@@ -10,14 +10,13 @@ extern "C" __global__ void fa_volta_write_kv(const WriteKv w) {
   const int chunks = w.head_size / 8;
   for (int i = threadIdx.x; i < w.num_kv_heads * chunks; i += blockDim.x) {
     const int head = i / chunks, chunk = i - head * chunks;
-    const long long from = token * w.token_stride + head * w.head_stride + chunk * 8;
     const long long to = block * w.block_stride + row * w.page_token_stride + head * w.page_head_stride + chunk * 8;
-    const auto copy = [&](const void* source, void* target) {
-      *reinterpret_cast<uint4*>(static_cast<Half*>(target) + to) =
-          *reinterpret_cast<const uint4*>(static_cast<const Half*>(source) + from);
+    const auto copy = [&](const void* source, long long token_stride, long long head_stride, void* target) {
+      const Half* const from = static_cast<const Half*>(source) + token * token_stride + head * head_stride;
+      *reinterpret_cast<uint4*>(static_cast<Half*>(target) + to) = reinterpret_cast<const uint4*>(from)[chunk];
     };
-    copy(w.key, w.key_cache);
-    copy(w.value, w.value_cache);
+    copy(w.key, w.key_token_stride, w.key_head_stride, w.key_cache);
+    copy(w.value, w.value_token_stride, w.value_head_stride, w.value_cache);
   }
 }
 
