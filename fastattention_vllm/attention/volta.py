@@ -78,6 +78,9 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
 
     Raises ``ValueError`` for what :func:`can_run` names, :class:`~.volta_driver.DriverError` where the GPU refuses.
     """
+    if problem.block_table is None:
+        key, value = alike(problem.key, problem.value)
+        problem = replace(problem, key=key, value=value)
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
@@ -89,6 +92,12 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
         most = int(torch.diff(problem.query_start_loc).max())
         attend(_on(query.device, problem), Extent(most, int(problem.seq_lens.max())), out, lse)
     return out, lse if return_lse else None
+
+
+def alike(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both with the same strides, which the kernels need: new keys that went through a rotation may be contiguous where
+    values are still a part of the projection's output."""
+    return (key, value) if key.stride() == value.stride() else (key.contiguous(), value.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +226,7 @@ def parameters(
 ) -> Prefill:
     """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
     query, key, table = problem.query, problem.key, problem.block_table
+    assert key.stride() == problem.value.stride()
     return Prefill(
         out=address_of(out),
         lse=0 if lse is None else address_of(lse),

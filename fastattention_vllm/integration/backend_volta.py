@@ -194,7 +194,9 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
         metadata: VoltaMetadata = attn_metadata
-        if not self.is_encoder:
+        if self.is_encoder:
+            key, value = volta.alike(key, value)
+        else:
             key, value = compat.split_kv_cache(kv_cache, self.head_size)
         for part in metadata.parts:
             where = {"kv_start_loc": part.query_start_loc} if self.is_encoder else {"block_table": part.block_table}

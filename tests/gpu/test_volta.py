@@ -48,9 +48,10 @@ def on_gpu(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, query=query, key=key, value=value, **moved)
 
 
-def check(problem: AttentionProblem) -> None:
+def check(problem: AttentionProblem, there: AttentionProblem | None = None) -> None:
+    """``there``: it on the GPU, where that is more than a copy."""
     expected, expected_lse = oracle.attention(problem)
-    out, lse = volta.run(on_gpu(problem), return_lse=True)
+    out, lse = volta.run(there or on_gpu(problem), return_lse=True)
     real = int(problem.query_start_loc[-1])
     assert lse is not None
     assert float((out[:real].cpu().double() - expected[:real]).abs().max()) < TOLERANCE
@@ -66,6 +67,14 @@ def test_every_feature_at_every_head_size(kind: str, changes: dict[str, Any], he
     else:
         case = Case((2, 1, 1), (3000, 1, 129), 8, 2, head_size, dtype=FP16, **changes)
     check(case.build())
+
+
+def test_values_with_strides_of_their_own() -> None:
+    """As compiled models bring them."""
+    problem = Case((33, 5), (33, 5), 8, 2, 64, 0, FP16).build()
+    wide = torch.empty(len(problem.value), 4, 64, dtype=FP16, device="cuda")
+    wide[:, 1:3] = problem.value.cuda()
+    check(problem, replace(on_gpu(problem), value=wide[:, 1:3]))
 
 
 @settings(max_examples=100)
