@@ -119,7 +119,7 @@ def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch
     ("changes", "asked"),
     [
         ({"sliding_window": 40}, {"window": (39, -1)}),
-        ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+        pytest.param({"logits_soft_cap": 2.0}, {"softcap": 2.0}, marks=pytest.mark.more),
         ({"sinks": torch.linspace(-1, 1, HEADS)}, {"sinks": torch.linspace(-1, 1, HEADS)}),
     ],
     ids=["window", "soft cap", "sinks"],
