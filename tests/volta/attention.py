@@ -1,9 +1,12 @@
-"""The attention kernels as they are shipped, on the simulated V100, for problems of the CPU kernels' tests."""
+"""The attention kernels for problems of the CPU kernels' tests: as they are shipped, on the simulated V100, or their
+sources on the emulator."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -11,6 +14,7 @@ import torch
 from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Prefill, Variant
+from kernels.volta.emulator import Emulation
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
 from tests.attention import oracle
@@ -19,6 +23,28 @@ SOURCES = Path(__file__).parents[2] / "kernels" / "volta" / "src"
 TOLERANCE = 2e-3
 """Of outputs around one: weights are rounded to fp16, and so are outputs."""
 LSE_TOLERANCE = 2e-5
+
+
+class Machine(Protocol):
+    """What runs a kernel: its memory, and block after block of a launch."""
+
+    def map(self, array: numpy.typing.NDArray[Any]) -> int: ...
+    def launch(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], parameters: bytes, dynamic_shared_bytes: int
+    ) -> None: ...
+    def execute(self, x: int, y: int, z: int) -> None: ...
+
+
+Machines = Callable[[Variant, str], Any]
+"""Makes a :class:`Machine` for one kernel of a variant."""
+
+
+def simulated(variant: Variant, kernel: str) -> Simulation:
+    return Simulation(cubin(variant), kernel)
+
+
+def emulated(variant: Variant, kernel: str) -> Emulation:
+    return Emulation(SOURCES / variant.source, kernel, kernels=variant.kernels, defines=variant.defines)
 
 
 @functools.cache
@@ -34,11 +60,11 @@ def cubin(variant: Variant) -> Cubin:
     return Cubin(compiled.binary)
 
 
-def address_of(tensor: torch.Tensor, simulation: Simulation, mapped: dict[int, int]) -> int:
+def address_of(tensor: torch.Tensor, machine: Machine, mapped: dict[int, int]) -> int:
     """Where the simulated GPU sees ``tensor``. Views of one storage stay views: keys and values share their pages."""
     storage = tensor.untyped_storage()
     if storage.data_ptr() not in mapped:
-        mapped[storage.data_ptr()] = simulation.map(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        mapped[storage.data_ptr()] = machine.map(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
     return mapped[storage.data_ptr()] + tensor.storage_offset() * tensor.element_size()
 
 
@@ -51,10 +77,10 @@ class Outputs:
         self.out = torch.full((tokens, heads, head_size), 7, dtype=torch.float16)
         self.lse = torch.full((tokens, heads), 7, dtype=torch.float32)
 
-    def parameters(self, simulation: Simulation) -> Prefill:
-        """As they are launched on a GPU, with all tensors mapped into ``simulation``."""
+    def parameters(self, machine: Machine) -> Prefill:
+        """As they are launched on a GPU, with all tensors mapped into ``machine``."""
         mapped: dict[int, int] = {}
-        return volta.parameters(self.problem, self.out, self.lse, lambda tensor: address_of(tensor, simulation, mapped))
+        return volta.parameters(self.problem, self.out, self.lse, lambda tensor: address_of(tensor, machine, mapped))
 
 
 def variant_of(problem: AttentionProblem) -> Variant:
@@ -63,22 +89,22 @@ def variant_of(problem: AttentionProblem) -> Variant:
 
 
 def launch_prefill(
-    problem: AttentionProblem, outputs: Outputs | None = None
-) -> tuple[Simulation, tuple[int, int, int]]:
+    problem: AttentionProblem, outputs: Outputs | None = None, on: Machines = simulated
+) -> tuple[Any, tuple[int, int, int]]:
     """Ready to run, and its grid."""
     variant, outputs = variant_of(problem), outputs or Outputs(problem)
-    simulation = Simulation(cubin(variant), variant.kernels[0])
+    machine = on(variant, variant.kernels[0])
     kv_heads = problem.key.shape[-2]
     group = problem.query.shape[1] // kv_heads
     most_rows = group * int(torch.diff(problem.query_start_loc).max())
     grid = volta_kernels.prefill_grid(variant, most_rows, kv_heads, len(problem.seq_lens))
-    simulation.launch(grid, (variant.threads, 1, 1), bytes(outputs.parameters(simulation)), variant.shared_bytes)
-    return simulation, grid
+    machine.launch(grid, (variant.threads, 1, 1), bytes(outputs.parameters(machine)), variant.shared_bytes)
+    return machine, grid
 
 
-def prefill(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def prefill(problem: AttentionProblem, on: Machines = simulated) -> tuple[torch.Tensor, torch.Tensor]:
     outputs = Outputs(problem)
-    execute_all(*launch_prefill(problem, outputs))
+    execute_all(*launch_prefill(problem, outputs, on))
     return outputs.out, outputs.lse
 
 
@@ -93,32 +119,36 @@ class Parts:
 
 
 def launch_decode(
-    problem: AttentionProblem, kernel: int = 0, outputs: Outputs | None = None, parts: Parts | None = None
-) -> tuple[Simulation, tuple[int, int, int]]:
+    problem: AttentionProblem,
+    kernel: int = 0,
+    outputs: Outputs | None = None,
+    parts: Parts | None = None,
+    on: Machines = simulated,
+) -> tuple[Any, tuple[int, int, int]]:
     """Ready to run, and its grid. ``kernel``: 0 attends to parts, 1 sums them."""
     head_size, kv_heads, seqs = problem.query.shape[2], problem.key.shape[-2], len(problem.seq_lens)
     variant, outputs, parts = volta_kernels.decode(head_size), outputs or Outputs(problem), parts or Parts(problem)
     rows = problem.query.shape[1] // kv_heads * int(torch.diff(problem.query_start_loc).max())
-    simulation = Simulation(cubin(variant), variant.kernels[kernel])
-    argument = outputs.parameters(simulation)
-    whole = Decode(argument, simulation.map(parts.out), simulation.map(parts.lse), parts.count)
+    machine = on(variant, variant.kernels[kernel])
+    argument = outputs.parameters(machine)
+    whole = Decode(argument, machine.map(parts.out), machine.map(parts.lse), parts.count)
     grid = (rows if kernel else parts.count, kv_heads, seqs)
     threads, shared = (head_size, 0) if kernel else (variant.threads, variant.shared_bytes)
-    simulation.launch(grid, (threads, 1, 1), bytes(whole), shared)
-    return simulation, grid
+    machine.launch(grid, (threads, 1, 1), bytes(whole), shared)
+    return machine, grid
 
 
-def decode(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(problem: AttentionProblem, on: Machines = simulated) -> tuple[torch.Tensor, torch.Tensor]:
     outputs, parts = Outputs(problem), Parts(problem)
     for kernel in (0, 1):
-        execute_all(*launch_decode(problem, kernel, outputs, parts))
+        execute_all(*launch_decode(problem, kernel, outputs, parts, on))
     return outputs.out, outputs.lse
 
 
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    simulation = Simulation(cubin(volta_kernels.WRITE_KV), volta_kernels.WRITE_KV.kernels[0])
+    simulation = simulated(volta_kernels.WRITE_KV, volta_kernels.WRITE_KV.kernels[0])
     mapped: dict[int, int] = {}
     parameters = volta.write_parameters(
         key, value, key_cache, value_cache, slots, lambda tensor: address_of(tensor, simulation, mapped)
@@ -128,11 +158,11 @@ def write_kv(
     execute_all(simulation, grid)
 
 
-def execute_all(simulation: Simulation, grid: tuple[int, int, int]) -> None:
+def execute_all(machine: Machine, grid: tuple[int, int, int]) -> None:
     for z in range(grid[2]):
         for y in range(grid[1]):
             for x in range(grid[0]):
-                simulation.execute(x, y, z)
+                machine.execute(x, y, z)
 
 
 def check(problem: AttentionProblem, found: tuple[torch.Tensor, torch.Tensor]) -> None:

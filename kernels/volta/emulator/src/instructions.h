@@ -1,0 +1,28 @@
+// Stands in for the instructions of kernels/volta/src/instructions.cuh, which says what each does.
+#ifndef VOLTA_EMULATOR_INSTRUCTIONS_H
+#define VOLTA_EMULATOR_INSTRUCTIONS_H
+
+namespace volta_emulator {
+void multiply_quadpairs(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1, bool b_by_rows);
+void multiply_16(float* d, unsigned a0, unsigned a1, unsigned b);
+void load_matrices(unsigned* to, int count, const void* row, bool transposed);
+unsigned transpose(unsigned pair);
+float power_of_2(float x);
+unsigned short to_half(float x);
+}  // namespace volta_emulator
+
+namespace fastattention {
+
+inline void multiply_by_columns(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
+  volta_emulator::multiply_quadpairs(d, a0, a1, b0, b1, false);
+}
+inline void multiply_by_rows(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
+  volta_emulator::multiply_quadpairs(d, a0, a1, b0, b1, true);
+}
+inline float exp2(float x) { return volta_emulator::power_of_2(x); }
+inline unsigned short to_half(float x) { return volta_emulator::to_half(x); }
+inline unsigned pack(float a, float b) { return to_half(a) | static_cast<unsigned>(to_half(b)) << 16; }
+
+}  // namespace fastattention
+
+#endif

@@ -1,0 +1,18 @@
+// One source of kernels as ordinary C++. KERNEL_SOURCE: its name in quotes. KERNELS: each kernel as EMULATED(name).
+#include "cuda.h"
+#include KERNEL_SOURCE
+
+namespace {
+
+template <class Parameters>
+void call(void (*kernel)(Parameters), const void* parameters) {
+  kernel(*static_cast<const Parameters*>(parameters));
+}
+
+}  // namespace
+
+#define EMULATED(name)                                                                        \
+  extern "C" __attribute__((visibility("default"))) void emulate_##name(const void* parameters) { \
+    call(fastattention::name, parameters);                                                    \
+  }
+KERNELS

@@ -1,0 +1,122 @@
+#include "memory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "block.h"
+
+// The array that kernels declare as `extern __shared__ uint4 shared[]`, in functions of C linkage.
+extern "C" {
+alignas(16) unsigned char shared[volta_emulator::kMostShared];
+}
+
+namespace volta_emulator {
+namespace {
+
+std::vector<Range> tensors;
+
+// Who touched two bytes of shared memory last, and since which barriers: accesses of two threads of which one writes
+// need a barrier of the block between them, or of the warp where both are in the same one.
+constexpr int kNobody = -1, kMany = -2;
+struct Access {
+  int thread = kNobody;  // kMany: several of one warp
+  int warp = kNobody;    // kMany: several warps
+  uint32_t block_barriers = 0, warp_barriers = 0;
+
+  bool conflicts(int other) const {
+    if (warp == kNobody || block_barriers != block.barriers || thread == other) return false;
+    if (warp != other / kLanes) return true;
+    return warp_barriers == block.warps[warp].barriers;
+  }
+  void add(int other) {
+    const int other_warp = other / kLanes;
+    const uint32_t barriers = block.warps[other_warp].barriers;
+    if (warp == kNobody || block_barriers != block.barriers || (warp == other_warp && warp_barriers != barriers)) {
+      *this = {other, other_warp, block.barriers, barriers};
+    } else if (warp != other_warp) {
+      warp = thread = kMany;
+    } else if (thread != other) {
+      thread = kMany;
+    }
+  }
+};
+struct Cell {
+  Access write, read;
+};
+constexpr size_t kCell = 2;
+Cell cells[kMostShared / kCell];
+
+std::string access_name(size_t bytes, bool writes) {
+  return thread_name(block.running) + (writes ? " writes " : " reads ") + std::to_string(bytes) + " bytes ";
+}
+
+void touch_shared(size_t at, size_t bytes, bool writes) {
+  if (at + bytes > block.shared_bytes) {
+    fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory, which has " +
+         std::to_string(block.shared_bytes) + ".");
+  }
+  for (size_t i = at / kCell; i <= (at + bytes - 1) / kCell; ++i) {
+    Cell& cell = cells[i];
+    if (!writes && cell.write.warp == kNobody) {
+      fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory, which nobody has written.");
+    }
+    const bool after_write = cell.write.conflicts(block.running);
+    if (after_write || (writes && cell.read.conflicts(block.running))) {
+      const int other = after_write ? cell.write.thread : cell.read.thread;
+      fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory with no barrier since " +
+           (other < 0 ? "several threads" : "thread " + std::to_string(other)) + (after_write ? " wrote" : " read") +
+           " there.");
+    }
+    (writes ? cell.write : cell.read).add(block.running);
+  }
+}
+
+}  // namespace
+
+void set_ranges(const Range* ranges, int count) {
+  tensors.assign(ranges, ranges + count);
+  std::sort(tensors.begin(), tensors.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+}
+
+void reset_shared(uint32_t bytes) {
+  std::memset(::shared, 0xff, bytes);
+  std::fill(cells, cells + bytes / kCell, Cell());
+}
+
+void touch(const void* address, size_t bytes, size_t alignment, bool writes) {
+  if (is_on_own_stack(address)) return;
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  if (at % alignment != 0) {
+    fail(access_name(bytes, writes) + "at an address that is no multiple of " + std::to_string(alignment) + ".");
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(::shared);
+  if (at >= begin && at < begin + kMostShared) return touch_shared(at - begin, bytes, writes);
+  auto after = std::upper_bound(tensors.begin(), tensors.end(), at,
+                                [](uintptr_t value, const Range& range) { return value < range.begin; });
+  if (after == tensors.begin() || at + bytes > (after - 1)->begin + (after - 1)->bytes) {
+    fail(access_name(bytes, writes) + "where no tensor is.");
+  }
+}
+
+}  // namespace volta_emulator
+
+// What the compiler calls.
+extern "C" {
+#define VOLTA_EMULATOR_ACCESS(size)                                                                        \
+  void __tsan_read##size(void* address) { volta_emulator::touch(address, size, size, false); }             \
+  void __tsan_write##size(void* address) { volta_emulator::touch(address, size, size, true); }             \
+  void __tsan_unaligned_read##size(void* address) { volta_emulator::touch(address, size, size, false); }   \
+  void __tsan_unaligned_write##size(void* address) { volta_emulator::touch(address, size, size, true); }
+VOLTA_EMULATOR_ACCESS(1)
+VOLTA_EMULATOR_ACCESS(2)
+VOLTA_EMULATOR_ACCESS(4)
+VOLTA_EMULATOR_ACCESS(8)
+VOLTA_EMULATOR_ACCESS(16)
+void __tsan_read_range(void* address, size_t bytes) { volta_emulator::touch(address, bytes, 1, false); }
+void __tsan_write_range(void* address, size_t bytes) { volta_emulator::touch(address, bytes, 1, true); }
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit(void) {}
+void __tsan_init(void) {}
+}

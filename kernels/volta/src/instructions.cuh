@@ -1,0 +1,55 @@
+// The instructions that C++ has no words for. The emulator has its own, in kernels/volta/emulator/src/instructions.h.
+#ifndef FASTATTENTION_VOLTA_INSTRUCTIONS_CUH
+#define FASTATTENTION_VOLTA_INSTRUCTIONS_CUH
+
+#ifdef FASTATTENTION_EMULATOR
+#include "instructions.h"
+#endif
+
+namespace fastattention {
+
+using u32 = unsigned;
+using Half = unsigned short;  // its bits: without NVIDIA's headers there is no other type for it
+#define FA_DEVICE __device__ __forceinline__
+#define FA_UNROLL _Pragma("unroll")
+
+#ifndef FASTATTENTION_EMULATOR
+
+// One 8 x 8 x 4 product for each quadpair of the warp, in fp32: d += a * b. Keys as columns of b lie along its rows ...
+FA_DEVICE void multiply_by_columns(float (&d)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9},{%10,%11},"
+      "{%0,%1,%2,%3,%4,%5,%6,%7};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a0), "r"(a1), "r"(b0), "r"(b1));
+}
+// ... and values as its rows.
+FA_DEVICE void multiply_by_rows(float (&d)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m8n8k4.row.row.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9},{%10,%11},"
+      "{%0,%1,%2,%3,%4,%5,%6,%7};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a0), "r"(a1), "r"(b0), "r"(b1));
+}
+
+FA_DEVICE float exp2(float x) {  // exp2f would look after subnormal numbers
+  float y;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+FA_DEVICE Half to_half(float x) {
+  Half y;
+  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(y) : "f"(x));
+  return y;
+}
+FA_DEVICE u32 pack(float a, float b) {
+  u32 both;
+  asm("mov.b32 %0,{%1,%2};" : "=r"(both) : "h"(to_half(a)), "h"(to_half(b)));
+  return both;
+}
+
+#endif  // FASTATTENTION_EMULATOR
+
+}  // namespace fastattention
+
+#endif

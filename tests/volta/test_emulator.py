@@ -1,0 +1,283 @@
+"""The emulator itself, and the attention kernels' sources on it: drawn problems against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention import volta_kernels
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES
+from kernels.volta.emulator import Emulation, EmulationError
+from kernels.volta.sim import pack_parameters
+from tests.attention.oracle import Case
+from tests.volta import attention, machine
+from tests.volta.attention import SOURCES, emulated, simulated
+from tests.volta.machine import Array, more
+
+FP16 = torch.float16
+
+# --- the emulator -----------------------------------------------------------------------------------------------------
+
+HEADER = """#include "device.cuh"
+namespace fastattention {
+struct Arguments { float* floats; unsigned* words; };
+extern "C" __global__ void small(const Arguments a) {
+  extern __shared__ uint4 shared[];
+  float* const numbers = reinterpret_cast<float*>(shared);
+  const int lane = threadIdx.x;
+"""
+
+
+def emulation(body: str, folder: Path, **options: Any) -> Emulation:
+    source = folder / "small.cu"
+    source.write_text(HEADER + body + "}}\n")
+    return Emulation(source, "small", **options)
+
+
+def run(
+    body: str, folder: Path, floats: Array | None = None, words: Array | None = None, threads: int = 32, **options: Any
+) -> None:
+    """One block of a kernel with 1024 bytes of shared memory. ``floats`` and ``words`` are changed in place."""
+    kernel = emulation(body, folder, **options)
+    arrays = [numpy.zeros(0, numpy.float32) if array is None else array for array in (floats, words)]
+    parameters = pack_parameters(*(numpy.uint64(kernel.map(array)) for array in arrays))
+    kernel.launch((1, 1, 1), (threads, 1, 1), parameters, 1024)
+    kernel.execute(0)
+
+
+MULTIPLY = """  float d[8];
+  for (int i = 0; i < 8; ++i) d[i] = a.floats[8 * lane + i];
+  const unsigned* const w = a.words + 4 * lane;
+  multiply_by_KIND(d, w[0], w[1], w[2], w[3]);
+  for (int i = 0; i < 8; ++i) a.floats[8 * lane + i] = d[i];
+"""
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_products_are_those_of_the_simulated_machine(kind: str, tmp_path: Path) -> None:
+    """Whatever the lanes hold: m8n8k4 of four quadpairs, as the simulator executes the compiled instruction."""
+    rng = numpy.random.default_rng(0)
+    words = rng.standard_normal((32, 8)).astype(numpy.float16).view(numpy.uint32)
+    floats = rng.standard_normal((32, 8)).astype(numpy.float32)
+    expected = floats.copy()
+    body = MULTIPLY.replace("KIND", kind)
+    device = "".join((SOURCES / name).read_text() for name in ("instructions.cuh", "problem.h", "device.cuh"))
+    source = "\n".join(line for line in device.splitlines() if not line.startswith('#include "'))
+    kernel = HEADER.replace('#include "device.cuh"', "").replace("const Arguments a", "float* floats, unsigned* words")
+    machine.run(source + kernel + "const Arguments a{floats, words};\n" + body + "}}", expected, words)
+    run(body, tmp_path, floats, words)
+    numpy.testing.assert_allclose(floats, expected, rtol=0, atol=1e-5)
+
+
+def test_shuffles(tmp_path: Path) -> None:
+    floats = numpy.arange(64, dtype=numpy.float32)
+    body = """  const float mine = a.floats[lane];
+  a.floats[lane] = __shfl_sync(~0u, mine, 5);
+  a.floats[32 + lane] = of_lane_xor(mine, 12);
+"""
+    run(body, tmp_path, floats)
+    assert (floats[:32] == 5).all()
+    assert (floats[32:] == numpy.arange(32) ^ 12).all()
+
+
+def test_functions(tmp_path: Path) -> None:
+    """exp2 without subnormal numbers, conversion to fp16 to the nearest, soft caps, division by a multiplier."""
+    words = numpy.zeros(8, numpy.uint32)
+    floats = numpy.zeros(8, numpy.float32)
+    body = """  if (lane != 0) return;
+  a.floats[0] = exp2(3.5f); a.floats[1] = exp2(-127.0f); a.floats[2] = exp2(-infinity());
+  a.floats[3] = tanh(0.7f); a.floats[4] = tanh(60.0f); a.floats[5] = __fdividef(1.0f, 2e38f);
+  a.words[0] = pack(1.0f + 3.0f / 2048, -65504.0f); a.words[1] = divide(784 * 5 - 1, Divisor{784, 0xa72f053au, 10});
+"""
+    run(body, tmp_path, floats, words)
+    numpy.testing.assert_allclose(floats[:6], [2**3.5, 0, 0, numpy.tanh(0.7), 1, 0], rtol=1e-6)
+    assert words[:1].view(numpy.float16).tolist() == [1 + 4 / 2048, -65504]
+    assert words[1] == 4
+
+
+FAILURES = {
+    "a shuffle of some lanes": (
+        "if (lane < 16) a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
+        r"thread 16 of block \(0, 0, 0\) is at its end, thread 0 of its warp at a shuffle\.",
+    ),
+    "two barriers": (
+        "if (lane < 16) __syncwarp(); else __syncthreads();",
+        r"thread 16 .* is at a barrier of the block, thread 0 of its warp at a barrier of the warp\.",
+    ),
+    "two products": (
+        "float d[8] = {}; if (lane & 1) multiply_by_rows(d, 0, 0, 0, 0); else multiply_by_columns(d, 0, 0, 0, 0);",
+        r"thread 1 .* is at a matrix product, thread 0 of its warp at a matrix product",
+    ),
+    "a barrier that a warp misses": (
+        "if (lane < 32) __syncthreads();",
+        r"thread 0 .* is at a barrier of the block, thread 32 has ended\.",
+    ),
+    "a shuffle in half a warp": (
+        "a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
+        "thread 64 .* is at a shuffle, its warp has 16 threads only",
+    ),
+    "a mask": ("__syncwarp(3);", "names some lanes of its warp"),
+    "behind shared memory": (
+        "numbers[256 - 31 + lane] = 0.0f;",
+        r"thread \d+ .* writes 4 bytes at 10\d\d of shared memory, which has 1024\.",
+    ),
+    "a vector across chunks": (
+        "numbers[lane] = 0; __syncthreads(); uint4 x = *reinterpret_cast<uint4*>(numbers + 1); a.floats[lane] = x.y;",
+        "reads 16 bytes at an address that is no multiple of 16",
+    ),
+    "nothing was written": ("a.floats[lane] = numbers[lane];", "at .* of shared memory, which nobody has written"),
+    "another lane's number, at once": (
+        "numbers[lane] = 0; __syncthreads(); numbers[lane] = lane; a.floats[lane] = numbers[lane ^ 1];",
+        r"thread \d+ .* 4 bytes at \d+ of shared memory with no barrier since thread \d+ (wrote|read) there\.",
+    ),
+    "another warp's number, behind a barrier of the warp": (
+        "numbers[lane] = 0; __syncthreads(); numbers[lane] = lane; __syncwarp(); a.floats[lane] = numbers[lane ^ 32];",
+        "with no barrier since thread",
+    ),
+    "a number that others still read": (
+        "if (lane == 0) numbers[0] = 1; __syncthreads(); a.floats[lane] = numbers[0]; if (lane == 40) numbers[0] = 2;",
+        r"(writes 4 bytes at 0 .* with no barrier since (several threads|thread \d+) read|reads .* since thread 40 wrote)",
+    ),
+    "behind a tensor": ("a.floats[lane + 33] = 0;", r"thread \d+ .* writes 4 bytes where no tensor is"),
+}
+
+
+@pytest.mark.parametrize(("body", "said"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_threads_may_not_do(body: str, said: str, seed: int, tmp_path: Path) -> None:
+    with pytest.raises(EmulationError, match=said):
+        run(body, tmp_path, numpy.zeros(64, numpy.float32), threads=80 if "half" in body or said.startswith("thread 64") else 64, seed=seed)
+
+
+def test_launches_that_cannot_be(tmp_path: Path) -> None:
+    kernel = emulation("", tmp_path)
+    with pytest.raises(EmulationError, match=r"call launch\(\) first"):
+        kernel.execute(0)
+    for block, shared, said in (
+        ((1056, 1, 1), 0, "a block has 1056 threads, but can have 1 to 1024"),
+        ((32, 2, 1), 0, "a block is a row of threads"),
+        ((32, 1, 1), 98305, "at most 98304 bytes of shared memory, not 98305"),
+    ):
+        kernel.launch((1, 1, 1), block, bytes(16), shared)
+        with pytest.raises(EmulationError, match=said):
+            kernel.execute(0)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        kernel.map(numpy.zeros((4, 4))[:, 1])
+
+
+def test_a_kernel_that_does_not_compile(tmp_path: Path) -> None:
+    with pytest.raises(EmulationError, match=r"(?s)kernel does not compile for the emulator:\n.*small\.cu"):
+        emulation("no such thing", tmp_path)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+SOON = (64, 80, 256)
+"""Head sizes of `make test`: one or two chunks of shared memory per row, columns left over, heads that are divided."""
+
+
+def head_sizes() -> list[Any]:
+    return [size if size in SOON else more(size) for size in HEAD_SIZES]
+
+
+@st.composite
+def cases(draw: st.DrawFn, head_size: int, most_rows: int, most_keys: int) -> Case:
+    """``most_rows``: of any sequence, query tokens times query heads per KV head."""
+    kv_heads = draw(st.sampled_from([1, 1, 2, 3]))
+    group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 8) if g <= most_rows]))
+    lengths = draw(
+        st.lists(
+            st.tuples(st.integers(1, most_rows // group), st.integers(1, most_keys)), min_size=1, max_size=3
+        )
+    )
+    page_size = draw(st.sampled_from([0, 16, 32, 784]))
+    return Case(
+        [new for new, _ in lengths],
+        [keys for _, keys in lengths],
+        kv_heads * group,
+        kv_heads,
+        head_size,
+        page_size,
+        FP16,
+        layout=draw(st.sampled_from(["HND", "NHD"])),
+        causal=draw(st.booleans()),
+        window=(draw(st.sampled_from([-1, 0, 3, 40])), draw(st.sampled_from([-1, -1, 0, 7]))),
+        softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        alibi=draw(st.sampled_from(["", "", "shared"])),
+        sinks=draw(st.sampled_from([None, None, 0.0])),
+        padding=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@pytest.mark.parametrize("head_size", head_sizes())
+@settings(max_examples=15)
+@given(st.data())
+def test_prefill(head_size: int, data: st.DataObject) -> None:
+    """Fewer keys than queries are drawn too: then the first rows see nothing."""
+    problem = data.draw(cases(head_size, most_rows=150, most_keys=300)).build()
+    attention.check(problem, attention.prefill(problem, emulated))
+
+
+@pytest.mark.parametrize("head_size", head_sizes())
+@settings(max_examples=15)
+@given(st.data())
+def test_decode(head_size: int, data: st.DataObject) -> None:
+    problem = data.draw(cases(head_size, most_rows=DECODE_ROWS, most_keys=600)).build()
+    attention.check(problem, attention.decode(problem, emulated))
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("head_size", [64, more(192)])
+def test_the_simulated_machine_computes_the_same(kind: str, head_size: int) -> None:
+    """But for the order in which the tensor cores add up, which may move a weight of fp16 to its neighbour."""
+    case = Case((2, 1), (200, 37), 4, 2, head_size, dtype=FP16, window=(150, -1), softcap=3.0, alibi="shared")
+    problem, compute = case.build(), attention.prefill if kind == "prefill" else attention.decode
+    (out, lse), (simulated_out, simulated_lse) = compute(problem, emulated), compute(problem, simulated)
+    assert float((out.double() - simulated_out.double()).abs().max()) < 5e-4
+    torch.testing.assert_close(lse, simulated_lse, rtol=0, atol=1e-5)
+
+
+BARRIERS = {
+    "prefill.cu": ["queries are there", "keys are no longer read", "values are no longer read", "", "out is staged"],
+    "decode.cu": ["queries are there", "keys are there", "keys are read", "values are there", "values are read",
+                  "tiles are read", "sums are there"],
+}  # fmt: skip
+"""Of each source, in its order; the one without a name is not needed, because a barrier of the block came before."""
+
+
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        (source, number) if number in (0, 1) else more(source, number)
+        for source, barriers in BARRIERS.items()
+        for number, name in enumerate(barriers)
+        if name
+    ],
+)
+def test_every_barrier_is_needed(source: str, number: int, tmp_path: Path) -> None:
+    before, *rest = (text := (SOURCES / source).read_text()).replace("__syncwarp();", "__syncthreads();").split(
+        "__syncthreads();"
+    )
+    assert len(rest) == len(BARRIERS[source])
+    kind, kept = "__syncwarp();", text
+    for position in range(number + 1):
+        at = min(found for word in ("__syncwarp();", "__syncthreads();") if (found := kept.find(word)) >= 0)
+        kind = "__syncwarp();" if kept.startswith("__syncwarp();", at) else "__syncthreads();"
+        kept = kept[:at] + ("" if position == number else "@" + kind[2:]) + kept[at + len(kind) :]
+    (tmp_path / source).write_text(kept.replace("@sync", "__sync"))
+
+    def without_it(variant: volta_kernels.Variant, kernel: str) -> Emulation:
+        return Emulation(tmp_path / source, kernel, kernels=variant.kernels, defines=variant.defines)
+
+    prefill = source == "prefill.cu"
+    problem = Case((90,) if prefill else (2,), (300,), 4, 2, dtype=FP16).build()
+    with pytest.raises(EmulationError, match="with no barrier since|nobody has written"):
+        (attention.prefill if prefill else attention.decode)(problem, without_it)
