@@ -20,9 +20,9 @@ from fastattention_vllm.attention.volta_kernels import (
     CHUNK,
     DECODE_ROWS,
     HEAD_SIZES,
-    Decode,
     Divisor,
     Prefill,
+    Split,
     Variant,
     WriteKv,
 )
@@ -111,7 +111,13 @@ class Extent:
     """KV tokens of any sequence."""
 
 
-def attend(problem: AttentionProblem, extent: Extent, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+def attend(
+    problem: AttentionProblem,
+    extent: Extent,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> None:
     """Compute ``problem``, all of whose tensors are on the GPU already, on torch's current stream. Waits for nothing.
 
     ``query_start_loc`` need not begin with 0: a part of a batch goes by the whole batch's query and ``out``.
@@ -121,26 +127,36 @@ def attend(problem: AttentionProblem, extent: Extent, out: torch.Tensor, lse: to
             of the block table.
         out: ``[num_tokens, num_heads, head_size]`` fp16, the last dimension contiguous.
         lse: ``[num_tokens, num_heads]`` fp32.
+        workspace: fp32, :func:`~.volta_kernels.partial_floats` of them, for parts of sequences until they are summed;
+            by default one of its own. A captured graph goes on using it.
     """
     query, kv_heads, seqs = problem.query, problem.num_kv_heads, problem.num_seqs
     head_size, device = problem.head_size, problem.query.device
     most_rows = problem.num_heads // kv_heads * extent.most_tokens
     argument = parameters(problem, out, lse)
     stream = torch.cuda.current_stream(device).cuda_stream
-    if most_rows <= DECODE_ROWS:
+    decoding = most_rows <= DECODE_ROWS
+    if decoding:
         variant = volta_kernels.decode(head_size)
-        parts = volta_kernels.most_parts(extent.longest)
-        partial_out = torch.empty(seqs, kv_heads, parts, DECODE_ROWS, head_size, device=query.device)
-        partial_lse = torch.empty(seqs, kv_heads, parts, DECODE_ROWS, device=query.device)
-        whole = Decode(argument, partial_out.data_ptr(), partial_lse.data_ptr(), parts)
-        attention, combine = (_kernel(variant, name) for name in variant.kernels)
-        attention.launch((parts, kv_heads, seqs), (variant.threads, 1, 1), variant.shared_bytes, whole, stream)
-        combine.launch((most_rows, kv_heads, seqs), (head_size, 1, 1), 0, whole, stream)
+        parts = volta_kernels.decode_parts(extent.longest)
+        grid = (parts, kv_heads, seqs)
     else:
         variant = volta_kernels.prefill(head_size, adjusted=_is_adjusted(problem))
-        grid = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
-        kernel = _kernel(variant, variant.kernels[0])
-        kernel.launch(grid, (variant.threads, 1, 1), variant.shared_bytes, argument, stream)
+        blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
+        parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
+        grid = (blocks[0], kv_heads * parts, seqs)
+    split = Split(argument, parts=Divisor.by(parts), rows=most_rows, by_length=decoding)
+    if decoding or parts > 1:
+        rows = seqs * kv_heads * parts * most_rows
+        needed = rows * (head_size + 1)
+        partial = torch.empty(needed, device=device) if workspace is None else workspace
+        if partial.numel() < needed:
+            raise ValueError(f"the workspace has {partial.numel()} numbers, but {parts} parts need {needed}.")
+        split.partial_out = partial.data_ptr()
+        split.partial_lse = partial.data_ptr() + 4 * rows * head_size
+    _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
+    if split.partial_out:
+        _kernel(volta_kernels.COMBINE).launch((most_rows, kv_heads, seqs), (head_size, 1, 1), 0, split, stream)
 
 
 def write_kv(
@@ -162,10 +178,9 @@ def write_kv(
     if not len(slot_mapping):
         return
     variant = volta_kernels.WRITE_KV
-    kernel = _kernel(variant, variant.kernels[0])
     stream = torch.cuda.current_stream(key.device).cuda_stream
     argument = write_parameters(key, value, key_cache, value_cache, slot_mapping)
-    kernel.launch((len(slot_mapping), 1, 1), (variant.threads, 1, 1), 0, argument, stream)
+    _kernel(variant).launch((len(slot_mapping), 1, 1), (variant.threads, 1, 1), 0, argument, stream)
 
 
 def load(head_size: int, *, adjusted: bool) -> None:
@@ -178,12 +193,12 @@ def load(head_size: int, *, adjusted: bool) -> None:
     """
     variants = (
         volta_kernels.WRITE_KV,
+        volta_kernels.COMBINE,
         volta_kernels.decode(head_size),
         volta_kernels.prefill(head_size, adjusted=adjusted),
     )
     for variant in variants:
-        for name in variant.kernels:
-            _kernel(variant, name)
+        _kernel(variant)
 
 
 def _is_adjusted(problem: AttentionProblem) -> bool:
@@ -247,6 +262,7 @@ def parameters(
         window_right=0 if problem.causal else problem.window[1],
         scale=problem.scale * LOG2E,
         softcap=problem.softcap * LOG2E,
+        into_cap=problem.scale / problem.softcap if problem.softcap > 0 else 0.0,
     )
 
 
@@ -261,12 +277,11 @@ def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
 
 
 @functools.cache
-def _kernel(variant: Variant, name: str) -> volta_driver.Kernel:
+def _kernel(variant: Variant) -> volta_driver.Kernel:
     architecture = torch.cuda.get_device_capability()
     path = IMAGES / f"{variant.name}.{'cubin' if architecture == (7, 0) else 'ptx'}"
     try:
         image = path.read_bytes()
     except OSError as error:
         raise RuntimeError(f"The Volta kernels are not built: there is no {path}; run `make volta`.") from error
-    shared = variant.shared_bytes if name == variant.kernels[0] else 0
-    return volta_driver.load(image + b"\0", name, shared)
+    return volta_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)

@@ -6,6 +6,7 @@ The sources are ``kernels/volta/src``; ``problem.h`` there has the structures th
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass
 
@@ -14,6 +15,14 @@ DECODE_ROWS = 8
 """Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
 COMPILER_OPTIONS = ("--device-as-default-execution-space",)
 """For NVRTC: generic lambdas count as host code otherwise."""
+DECODE_PARTS = 64
+"""The most parts that a sequence is cut into to be decoded."""
+SMS = 80
+"""Of a V100. Taken on any GPU, so that results do not depend on it."""
+PREFILL_WAVES = 4
+"""The most that a prompt's keys are cut for: bounds what its parts need of memory, to 42 MB."""
+PART_KEYS = 256
+"""What a prompt's part costs beside its keys, as a number of keys (benchmarks/NOTES.md)."""
 CHUNK = 8
 """Numbers in 16 bytes: strides are multiples of it."""
 
@@ -23,7 +32,7 @@ class Variant:
     """One cubin."""
 
     source: str
-    kernels: tuple[str, ...]
+    kernel: str
     head_size: int
     warps: int
     tile: int
@@ -88,18 +97,20 @@ def prefill(head_size: int, *, adjusted: bool = False) -> Variant:
         shape = (4, 32, 2)
     else:
         shape = (8, 32, 1)
-    return Variant("prefill.cu", ("fa_volta_prefill",), head_size, *shape, adjusted)
+    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted)
 
 
 def decode(head_size: int) -> Variant:
-    return Variant("decode.cu", ("fa_volta_decode", "fa_volta_combine"), head_size, 4, 32, 2)
+    return Variant("decode.cu", "fa_volta_decode", head_size, 4, 32, 2)
 
 
-WRITE_KV = Variant("write_kv.cu", ("fa_volta_write_kv",), 0, 4, 0, 8)
-"""Of every head size."""
+WRITE_KV = Variant("write_kv.cu", "fa_volta_write_kv", 0, 4, 0, 8)
+COMBINE = Variant("combine.cu", "fa_volta_combine", 0, 0, 0, 8)
+"""Of every head size; a thread for each of its numbers."""
 
 VARIANTS = (
     WRITE_KV,
+    COMBINE,
     *(prefill(head_size, adjusted=adjusted) for head_size in HEAD_SIZES for adjusted in (False, True)),
     *map(decode, HEAD_SIZES),
 )
@@ -140,13 +151,21 @@ class Prefill(ctypes.Structure):
         ("window_right", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("into_cap", c_float),
     ]
 
 
-class Decode(ctypes.Structure):
-    """``fastattention::Decode``."""
+class Split(ctypes.Structure):
+    """``fastattention::Split``."""
 
-    _fields_ = [("problem", Prefill), ("partial_out", c_uint64), ("partial_lse", c_uint64), ("most_parts", c_int32)]
+    _fields_ = [
+        ("problem", Prefill),
+        ("partial_out", c_uint64),
+        ("partial_lse", c_uint64),
+        ("parts", Divisor),
+        ("rows", c_int32),
+        ("by_length", c_int32),
+    ]
 
 
 class WriteKv(ctypes.Structure):
@@ -163,15 +182,48 @@ class WriteKv(ctypes.Structure):
 
 def part_length(kv_len: int) -> int:
     """Keys of one part of a sequence that is decoded; the kernels have it from ``problem.h``."""
-    return 128 if kv_len <= 4096 else 256 if kv_len <= 16384 else 512 if kv_len <= 65536 else 1024
+    length = 128
+    while DECODE_PARTS * length < kv_len:
+        length *= 2
+    return length
 
 
-def most_parts(longest: int) -> int:
-    """Of any sequence of at most ``longest`` keys: shorter ones may have more parts than the longest."""
-    ends = [end for end in (4096, 16384, 65536) if end < longest]
-    return max(-(-length // part_length(length)) for length in (*ends, max(longest, 1)))
+def decode_parts(longest: int) -> int:
+    """The most of any sequence of at most ``longest`` keys: shorter ones may have more parts than the longest."""
+    return min(DECODE_PARTS, -(-max(longest, 1) // part_length(1)))
 
 
 def prefill_grid(variant: Variant, most_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
-    """``most_rows``: of any sequence, query tokens times query heads per KV head."""
+    """Where keys are not in parts. ``most_rows``: of any sequence, query tokens times query heads per KV head."""
     return -(-most_rows // variant.rows), num_kv_heads, num_seqs
+
+
+def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) -> int:
+    """Into how many parts the keys of each block of rows are cut, that a launch with few CTAs keeps the GPU busy.
+
+    1 where ``grid`` fills the GPU one and a half times. The number that costs the least time otherwise, in waves of
+    CTAs times tiles; ``longest``: keys of any sequence. Where a part ends then depends on how many CTAs there are, so
+    the last bits of a result may depend on which other sequences are computed with it.
+    """
+    at_once = SMS * variant.ctas_per_sm
+    ctas, tiles = math.prod(grid), -(-longest // variant.tile)
+    if 2 * ctas >= 3 * at_once:
+        return 1
+
+    def cost(parts: int) -> int:
+        own_tiles = -(-tiles // parts) + (PART_KEYS // variant.tile if parts > 1 else 0)
+        return -(-ctas * parts // at_once) * own_tiles
+
+    room = max(1, longest // PART_KEYS)
+    most = [max(1, min(room, waves * at_once // ctas)) for waves in range(1, PREFILL_WAVES + 1)]
+    fewest = [-(-tiles // -(-tiles // parts)) for parts in most]  # for so many tiles in the largest part
+    return min((1, *fewest), key=cost)
+
+
+def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
+    """fp32 numbers that any launch needs at most for its parts, sums and log-sum-exps of each. ``group``: query heads
+    per KV head; ``longest``: keys of any of up to ``most_seqs`` sequences."""
+    tokens = max(1, DECODE_ROWS // group)
+    decoding = most_seqs * num_kv_heads * decode_parts(longest) * min(DECODE_ROWS, tokens * group)
+    variant = prefill(head_size)
+    return max(decoding, PREFILL_WAVES * SMS * variant.ctas_per_sm * variant.rows) * (head_size + 1)

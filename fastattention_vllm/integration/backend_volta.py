@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from fastattention_vllm.attention import volta
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES
+from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, partial_floats
 from fastattention_vllm.integration import compat, host_layers
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
 from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
@@ -71,6 +71,7 @@ class Part:
     """int32 ``[requests + 1]``, places in the whole step's query."""
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    workspace: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        kv_heads = model.get_num_kv_heads(parallel)
+        group = model.get_num_attention_heads(parallel) // kv_heads
         # Query tokens of a request that the decode kernel takes. One at least, that vLLM puts such requests first:
         # with more query heads per KV head than it has rows they go to the prefill kernel all the same.
         self._init_reorder_batch_threshold(max(1, DECODE_ROWS // group))
@@ -99,6 +101,8 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
         self.query_start_loc = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
         self.block_table: torch.Tensor | None = None
+        floats = partial_floats(kv_cache_spec.head_size, group, kv_heads, seqs, self.max_model_len)
+        self.workspace = torch.empty(floats, dtype=torch.float32, device=device)
 
     def build(
         self,
@@ -129,6 +133,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
                 starts[begin : end + 1],
                 lengths[begin:end],
                 table[begin:end],
+                self.workspace,
             )
             for begin, end in ((0, decodes), (decodes, seqs))
             if begin < end
@@ -210,7 +215,7 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
                 causal=metadata.causal,
                 **where,
             )
-            volta.attend(problem, part.extent, output)
+            volta.attend(problem, part.extent, output, workspace=part.workspace)
         return output
 
     def why_not_on_host(self) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Prefill, Variant
+from fastattention_vllm.attention.volta_kernels import Divisor, Prefill, Split, Variant
 from kernels.volta.emulator import Emulation
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
@@ -35,16 +35,16 @@ class Machine(Protocol):
     def execute(self, x: int, y: int, z: int) -> None: ...
 
 
-Machines = Callable[[Variant, str], Any]
-"""Makes a :class:`Machine` for one kernel of a variant."""
+Machines = Callable[[Variant], Any]
+"""Makes a :class:`Machine` for a variant."""
 
 
-def simulated(variant: Variant, kernel: str) -> Simulation:
-    return Simulation(cubin(variant), kernel)
+def simulated(variant: Variant) -> Simulation:
+    return Simulation(cubin(variant), variant.kernel)
 
 
-def emulated(variant: Variant, kernel: str) -> Emulation:
-    return Emulation(SOURCES / variant.source, kernel, kernels=variant.kernels, defines=variant.defines)
+def emulated(variant: Variant) -> Emulation:
+    return Emulation(SOURCES / variant.source, variant.kernel, defines=variant.defines)
 
 
 @functools.cache
@@ -88,67 +88,86 @@ def variant_of(problem: AttentionProblem) -> Variant:
     return volta_kernels.prefill(problem.query.shape[2], adjusted=adjusted)
 
 
+class Parts:
+    """What kernels leave for the one that sums: NaN where they write nothing."""
+
+    def __init__(self, problem: AttentionProblem, count: int, *, decoding: bool = False) -> None:
+        seqs, kv_heads, head_size = len(problem.seq_lens), problem.key.shape[-2], problem.query.shape[2]
+        self.count, self.decoding = count, decoding
+        self.rows = problem.query.shape[1] // kv_heads * int(torch.diff(problem.query_start_loc).max())
+        self.out = numpy.full((seqs, kv_heads, count, self.rows, head_size), numpy.nan, numpy.float32)
+        self.lse = numpy.full((seqs, kv_heads, count, self.rows), numpy.nan, numpy.float32)
+
+    def parameters(self, outputs: Outputs, machine: Machine) -> Split:
+        where = machine.map(self.out), machine.map(self.lse)
+        return Split(outputs.parameters(machine), *where, Divisor.by(self.count), self.rows, by_length=self.decoding)
+
+
+Launch = tuple[Any, tuple[int, int, int]]
+"""A machine that is ready to run, and its grid."""
+
+
 def launch_prefill(
-    problem: AttentionProblem, outputs: Outputs | None = None, on: Machines = simulated
-) -> tuple[Any, tuple[int, int, int]]:
-    """Ready to run, and its grid."""
-    variant, outputs = variant_of(problem), outputs or Outputs(problem)
-    machine = on(variant, variant.kernels[0])
-    kv_heads = problem.key.shape[-2]
-    group = problem.query.shape[1] // kv_heads
-    most_rows = group * int(torch.diff(problem.query_start_loc).max())
-    grid = volta_kernels.prefill_grid(variant, most_rows, kv_heads, len(problem.seq_lens))
-    machine.launch(grid, (variant.threads, 1, 1), bytes(outputs.parameters(machine)), variant.shared_bytes)
+    problem: AttentionProblem,
+    outputs: Outputs | None = None,
+    parts: Parts | None = None,
+    on: Machines = simulated,
+) -> Launch:
+    variant, outputs, parts = variant_of(problem), outputs or Outputs(problem), parts or Parts(problem, 1)
+    machine = on(variant)
+    grid = volta_kernels.prefill_grid(variant, parts.rows, problem.key.shape[-2], len(problem.seq_lens))
+    grid = (grid[0], grid[1] * parts.count, grid[2])
+    argument = bytes(parts.parameters(outputs, machine))
+    machine.launch(grid, (variant.threads, 1, 1), argument, variant.shared_bytes)
     return machine, grid
 
 
-def prefill(problem: AttentionProblem, on: Machines = simulated) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs = Outputs(problem)
-    execute_all(*launch_prefill(problem, outputs, on))
+def prefill(problem: AttentionProblem, on: Machines = simulated, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count``: of parts that the keys are cut into."""
+    outputs, parts = Outputs(problem), Parts(problem, count)
+    execute_all(*launch_prefill(problem, outputs, parts, on))
+    if count > 1:
+        execute_all(*launch_combine(problem, outputs, parts, on))
     return outputs.out, outputs.lse
 
 
-class Parts:
-    """What the decode kernel leaves for the one that sums."""
-
-    def __init__(self, problem: AttentionProblem) -> None:
-        seqs, kv_heads, head_size = len(problem.seq_lens), problem.key.shape[-2], problem.query.shape[2]
-        self.count = volta_kernels.most_parts(int(problem.seq_lens.max()))
-        self.out = numpy.full((seqs, kv_heads, self.count, DECODE_ROWS, head_size), numpy.nan, numpy.float32)
-        self.lse = numpy.full((seqs, kv_heads, self.count, DECODE_ROWS), numpy.nan, numpy.float32)
+def decode_parts(problem: AttentionProblem) -> Parts:
+    return Parts(problem, volta_kernels.decode_parts(int(problem.seq_lens.max())), decoding=True)
 
 
 def launch_decode(
     problem: AttentionProblem,
-    kernel: int = 0,
     outputs: Outputs | None = None,
     parts: Parts | None = None,
     on: Machines = simulated,
-) -> tuple[Any, tuple[int, int, int]]:
-    """Ready to run, and its grid. ``kernel``: 0 attends to parts, 1 sums them."""
-    head_size, kv_heads, seqs = problem.query.shape[2], problem.key.shape[-2], len(problem.seq_lens)
-    variant, outputs, parts = volta_kernels.decode(head_size), outputs or Outputs(problem), parts or Parts(problem)
-    rows = problem.query.shape[1] // kv_heads * int(torch.diff(problem.query_start_loc).max())
-    machine = on(variant, variant.kernels[kernel])
-    argument = outputs.parameters(machine)
-    whole = Decode(argument, machine.map(parts.out), machine.map(parts.lse), parts.count)
-    grid = (rows if kernel else parts.count, kv_heads, seqs)
-    threads, shared = (head_size, 0) if kernel else (variant.threads, variant.shared_bytes)
-    machine.launch(grid, (threads, 1, 1), bytes(whole), shared)
+) -> Launch:
+    variant = volta_kernels.decode(problem.query.shape[2])
+    outputs, parts = outputs or Outputs(problem), parts or decode_parts(problem)
+    machine = on(variant)
+    grid = (parts.count, problem.key.shape[-2], len(problem.seq_lens))
+    argument = bytes(parts.parameters(outputs, machine))
+    machine.launch(grid, (variant.threads, 1, 1), argument, variant.shared_bytes)
+    return machine, grid
+
+
+def launch_combine(problem: AttentionProblem, outputs: Outputs, parts: Parts, on: Machines = simulated) -> Launch:
+    machine = on(volta_kernels.COMBINE)
+    grid = (parts.rows, problem.key.shape[-2], len(problem.seq_lens))
+    machine.launch(grid, (problem.query.shape[2], 1, 1), bytes(parts.parameters(outputs, machine)), 0)
     return machine, grid
 
 
 def decode(problem: AttentionProblem, on: Machines = simulated) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs, parts = Outputs(problem), Parts(problem)
-    for kernel in (0, 1):
-        execute_all(*launch_decode(problem, kernel, outputs, parts, on))
+    outputs, parts = Outputs(problem), decode_parts(problem)
+    execute_all(*launch_decode(problem, outputs, parts, on))
+    execute_all(*launch_combine(problem, outputs, parts, on))
     return outputs.out, outputs.lse
 
 
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    simulation = simulated(volta_kernels.WRITE_KV, volta_kernels.WRITE_KV.kernels[0])
+    simulation = simulated(volta_kernels.WRITE_KV)
     mapped: dict[int, int] = {}
     parameters = volta.write_parameters(
         key, value, key_cache, value_cache, slots, lambda tensor: address_of(tensor, simulation, mapped)

@@ -22,7 +22,6 @@ class SimulatedKernel:
     """In the place of ``volta_driver.Kernel``."""
 
     variant: Variant
-    name: str
     grids: list[tuple[str, tuple[int, int, int]]]
     """Of all launches so far, shared by all kernels."""
 
@@ -34,8 +33,8 @@ class SimulatedKernel:
         parameters: ctypes.Structure,
         stream: int,
     ) -> None:
-        self.grids.append((self.name, grid))
-        simulation = Simulation(cubin(self.variant), self.name)
+        self.grids.append((self.variant.kernel, grid))
+        simulation = Simulation(cubin(self.variant), self.variant.kernel)
         for begin, end in sorted({mapping_of(address) for address in addresses(parameters)}):
             memory = (ctypes.c_uint8 * (end - begin)).from_address(begin)
             simulation.map(numpy.frombuffer(memory, dtype=numpy.uint8), begin)
@@ -67,6 +66,6 @@ def mapping_of(address: int) -> tuple[int, int]:
 def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int]]]:
     """From now on launches are simulated; returns the list that their grids go to."""
     grids: list[tuple[str, tuple[int, int, int]]] = []
-    monkeypatch.setattr(volta, "_kernel", lambda variant, name: SimulatedKernel(variant, name, grids))
+    monkeypatch.setattr(volta, "_kernel", lambda variant: SimulatedKernel(variant, grids))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     return grids

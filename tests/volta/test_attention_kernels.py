@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention.volta_kernels import HEAD_SIZES, Divisor, most_parts, part_length
+from fastattention_vllm.attention.volta_kernels import (
+    HEAD_SIZES,
+    SMS,
+    Divisor,
+    decode_parts,
+    part_length,
+    partial_floats,
+    prefill,
+    prefill_grid,
+    prefill_parts,
+)
 from tests.attention.oracle import Case
 from tests.volta import attention
 from tests.volta.machine import more
@@ -62,10 +73,28 @@ def test_decode(head_size: int, changes: dict[str, Any]) -> None:
     attention.check(problem, attention.decode(problem))
 
 
-def test_rows_that_see_nothing() -> None:
+IN_PARTS = ("causal", "window", "sinks", "all of it", "no pages")
+
+
+@pytest.mark.parametrize("feature", [name if name in IN_PARTS else more(name) for name in FEATURES])
+def test_prefill_in_parts(feature: str) -> None:
+    """Of 3 parts some are empty, or end within what only some rows see."""
+    shape = {"num_heads": 6, "num_kv_heads": 2, "padding": 2}
+    problem = Case((70, 3, 30), (270, 200, 30), head_size=64, dtype=FP16, **(shape | FEATURES[feature])).build()
+    attention.check(problem, attention.prefill(problem, count=3))
+
+
+@pytest.mark.parametrize("head_size", [more(size) for size in HEAD_SIZES if size != 64])
+def test_prefill_in_parts_of_every_head_size(head_size: int) -> None:
+    problem = Case((70, 3), (270, 200), 6, 2, head_size, dtype=FP16, padding=2).build()
+    attention.check(problem, attention.prefill(problem, count=3))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_that_see_nothing(parts: int) -> None:
     """More queries than keys: the first rows are zero, their log-sum-exp is -inf."""
     problem = Case((40,), (25,), head_size=64, dtype=FP16).build()
-    attention.check(problem, attention.prefill(problem))
+    attention.check(problem, attention.prefill(problem, count=parts))
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -116,7 +145,29 @@ def test_division(divisor: int, number: int) -> None:
             assert Divisor.by(divisor)(near) == near // divisor
 
 
-@given(st.integers(1, 1 << 20))
-def test_no_sequence_has_more_parts_than_there_is_room_for(longest: int) -> None:
-    for length in (1, longest // 2 or 1, min(longest, 4096), min(longest, 16384), min(longest, 65536), longest):
-        assert -(-length // part_length(length)) <= most_parts(longest)
+LAUNCHES = st.tuples(
+    st.sampled_from(HEAD_SIZES), st.integers(1, 4096), st.integers(1, 8), st.integers(1, 9), st.integers(1, 1 << 18)
+)
+
+
+@given(LAUNCHES)
+def test_prompts_are_cut_where_ctas_are_few(launch: tuple[int, int, int, int, int]) -> None:
+    """Never where they fill the GPU one and a half times; never into more than there is room and work for."""
+    head_size, tokens, group, seqs, longest = launch
+    variant = prefill(head_size)
+    grid = prefill_grid(variant, tokens * group, 2, seqs)
+    parts, waves = prefill_parts(variant, grid, longest), math.prod(grid) / (SMS * variant.ctas_per_sm)
+    assert 1 <= parts <= max(1, longest // 256)
+    if waves >= 1.5:
+        assert parts == 1
+    elif waves <= 0.5 and longest >= 4096:
+        assert parts > 1
+    if parts > 1:
+        rows = 2 * seqs * parts * tokens * group
+        assert rows * (head_size + 1) <= partial_floats(head_size, group, 2, seqs, longest)
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 1 << 20))
+def test_no_sequence_has_more_parts_than_there_is_room_for(length: int, longest: int) -> None:
+    for kv_len in (min(length, longest), min(8192, longest), longest):
+        assert -(-kv_len // part_length(kv_len)) <= decode_parts(longest) <= 64

@@ -38,7 +38,7 @@ def config(**changes: Any) -> Any:
 
 
 def builder() -> backend_volta.VoltaMetadataBuilder:
-    return backend_volta.VoltaMetadataBuilder(SimpleNamespace(block_size=PAGE), ["layer"], config(), CPU)
+    return backend_volta.VoltaMetadataBuilder(SimpleNamespace(block_size=PAGE, head_size=SIZE), ["layer"], config(), CPU)
 
 
 def case(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **changes: Any) -> AttentionProblem:
@@ -113,6 +113,16 @@ def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch
         ("fa_volta_combine", 3),
         ("fa_volta_prefill", 2),
     ]
+
+
+def test_a_chunk_behind_a_long_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few CTAs: the keys are cut into parts, whose sums are in the builder's workspace."""
+    grids = simulated_gpu.use(monkeypatch)
+    problem = case((10,), (590,))
+    metadata = builder().build(0, common(problem))
+    monkeypatch.setattr(torch, "empty", None)
+    check(problem, attend(problem, metadata, layer()))
+    assert grids[1:] == [("fa_volta_prefill", (1, 2 * KV_HEADS, 1)), ("fa_volta_combine", (40, KV_HEADS, 1))]
 
 
 @pytest.mark.parametrize(

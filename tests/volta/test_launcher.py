@@ -96,7 +96,7 @@ def test_kernels_that_are_not_built(
     with pytest.raises(
         RuntimeError, match=rf"not built: there is no {tmp_path}/decode_d64\.{suffix}; run `make volta`"
     ):
-        volta._kernel(variant, variant.kernels[0])
+        volta._kernel(variant)
 
 
 # --- driver -----------------------------------------------------------------------------------------------------------

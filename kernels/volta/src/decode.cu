@@ -26,9 +26,9 @@ constexpr bool kDivided = HEAD_SIZE > 128;       // among the quadpairs
 constexpr int kOwnColumns = kDivided ? kColumns / 4 : kColumns;
 static_assert(!kDivided || kColumns % 4 == 0, "as many columns for each quadpair");
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const Decode d) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const Split s) {
   extern __shared__ uint4 shared[];
-  const Prefill& p = d.problem;
+  const Prefill& p = s.problem;
   const int seq = blockIdx.z, kv_head = blockIdx.y, part = blockIdx.x;
   const int kv_len = p.seq_lens[seq], length = part_length(kv_len);
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
@@ -139,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
       FA_UNROLL
       for (int e = 0; e < 4; ++e) {
         const int key = begin + 2 * lane.bit1 + (e & 1) + own_keys + 16 * (e >> 1);
-        float score = scores[(e & 1) + 2 * r + 4 * (e >> 1)] * p.scale;
-        if (p.softcap > 0.0f) score = p.softcap * tanh(score / p.softcap);
+        float score = scores[(e & 1) + 2 * r + 4 * (e >> 1)];
+        score = p.softcap > 0.0f ? p.softcap * tanh(score * p.into_cap) : score * p.scale;
         score += slope * static_cast<float>(key - position);
         adjusted[e] = key < from || key >= to ? -infinity() : score;
         most = fmaxf(most, adjusted[e]);
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
     }
   }
   __syncthreads();
-  const size_t place_of_part = (static_cast<size_t>(seq) * gridDim.y + kv_head) * d.most_parts + part;
+  const size_t first = ((static_cast<size_t>(seq) * gridDim.y + kv_head) * s.parts.divisor + part) * s.rows;
   for (int i = threadIdx.x; i < kRows * HEAD_SIZE; i += kThreads) {
     const int row = i / HEAD_SIZE, column = i % HEAD_SIZE;
     if (row >= num_rows) continue;
@@ -255,41 +255,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
       total += share * of_row[kWidth - 1];
       x += share * of_row[column];
     }
-    d.partial_out[(place_of_part * kRows + row) * HEAD_SIZE + column] = total > 0.0f ? x / total : 0.0f;
-    if (column == 0) d.partial_lse[place_of_part * kRows + row] = total > 0.0f ? top + __log2f(total) : -infinity();
-  }
-}
-
-// Parts of a sequence become its output, in their order. A block of threads for each row, KV head and sequence.
-extern "C" __global__ void fa_volta_combine(const Decode d) {
-  const Prefill& p = d.problem;
-  const int row = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z, column = threadIdx.x;
-  const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
-  const int group = p.group.divisor, kv_len = p.seq_lens[seq];
-  if (row >= q_len * group) return;
-  const int token = divide(row, p.group), head = kv_head * group + row - token * group;
-  const int length = part_length(kv_len), parts = (kv_len + length - 1) / length;
-  const size_t first = ((static_cast<size_t>(seq) * gridDim.y + kv_head) * d.most_parts) * kRows + row;
-  float top = -infinity();
-  for (int part = 0; part < parts; ++part) top = fmaxf(top, d.partial_lse[first + part * kRows]);
-  float total = 0.0f, x = 0.0f;
-  for (int part = 0; part < parts && top != -infinity(); ++part) {
-    const float share = exp2(d.partial_lse[first + part * kRows] - top);
-    total += share;
-    x += share * d.partial_out[(first + part * kRows) * HEAD_SIZE + column];
-  }
-  float log_of_sum = total > 0.0f ? (top + __log2f(total)) * kLn2 : -infinity(),
-        share = total > 0.0f ? 1.0f / total : 0.0f;
-  if (p.sinks != nullptr) {
-    const float larger = fmaxf(log_of_sum, p.sinks[head]);
-    const float with_sink = larger + __logf(__expf(log_of_sum - larger) + __expf(p.sinks[head] - larger));
-    share *= __expf(log_of_sum - with_sink);
-    log_of_sum = with_sink;
-  }
-  static_cast<Half*>(p.out)[(first_token + token) * p.out_token_stride + head * p.out_head_stride + column] =
-      to_half(x * share);
-  if (p.lse != nullptr && column == 0) {
-    p.lse[(first_token + token) * p.lse_token_stride + head * p.lse_head_stride] = log_of_sum;
+    s.partial_out[(first + row) * HEAD_SIZE + column] = total > 0.0f ? x / total : 0.0f;
+    if (column == 0) s.partial_lse[first + row] = total > 0.0f ? top + __log2f(total) : -infinity();
   }
 }
 

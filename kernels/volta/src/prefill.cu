@@ -93,13 +93,14 @@ struct Loader {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_prefill(const Prefill p) {
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_prefill(const Split s) {
+  const Prefill& p = s.problem;
   extern __shared__ uint4 shared[];
   uint4* const queries = shared;
   uint4* const keys = queries + kRows * kPitch;
   uint4* const values = keys + kTile * kPitch;
 
-  const int seq = blockIdx.z, kv_head = blockIdx.y;
+  const int seq = blockIdx.z, kv_head = divide(blockIdx.y, s.parts);
   const int first_token_of_all = p.query_start_loc[seq];
   const int q_len = p.query_start_loc[seq + 1] - first_token_of_all, kv_len = p.seq_lens[seq];
   const int group = p.group.divisor, num_rows = q_len * group;
@@ -117,7 +118,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const auto end_of = [&](int position) {
     return p.window_right < 0 ? kv_len : max(0, min(kv_len, position + p.window_right + 1));
   };
-  const int some_begin = begin_of(first_position) / kTile, some_end = (end_of(last_position) + kTile - 1) / kTile;
+  int some_begin = begin_of(first_position) / kTile, some_end = (end_of(last_position) + kTile - 1) / kTile;
+  if (s.parts.divisor > 1) {  // as many tiles for each part
+    const int part = blockIdx.y - kv_head * s.parts.divisor, tiles = max(0, some_end - some_begin);
+    some_end = some_begin + divide(tiles * (part + 1), s.parts);
+    some_begin += divide(tiles * part, s.parts);
+  }
   const int all_begin = min(some_end, max(some_begin, (begin_of(last_position) + kTile - 1) / kTile));
   const int all_end = max(all_begin, min(some_end, end_of(first_position) / kTile));
   const int behind = some_end - all_end, masked = behind + all_begin - some_begin;
@@ -374,6 +380,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       const int own_row = result_row + 16 * i + 2 * r, row = first_row + own_row;
       const bool real = row < num_rows;
       float share = total > 0.0f ? 1.0f / total : 0.0f;
+      const bool writes_lse = real && lane.bit1 == 0 && lane.across == 0;
+      if (s.parts.divisor > 1) {  // others see the same rows, and sinks count once
+        const size_t at = (static_cast<size_t>(seq) * gridDim.y + blockIdx.y) * s.rows + row;
+        if (writes_lse) s.partial_lse[at] = total > 0.0f ? reference[i][r] * factor + __log2f(total) : -infinity();
+        float* const out = s.partial_out + at * HEAD_SIZE;
+        FA_UNROLL
+        for (int t = 0; t < 2 * kValueColumns; ++t) {
+          FA_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            const int chunk = 4 * (t >> 1) + 2 * lane.across + e;
+            if (chunk < kChunks && real) {
+              *reinterpret_cast<float2*>(out + 8 * chunk + 4 * (t & 1) + 2 * lane.bit1) =
+                  make_float2(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
+            }
+          }
+        }
+        continue;
+      }
       const float log_of_sum = total > 0.0f ? reference[i][r] * factor * kLn2 + __logf(total) : -infinity();
       float lse = log_of_sum;
       if (p.sinks != nullptr && real) {
@@ -382,9 +406,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
         lse = larger + __logf(__expf(log_of_sum - larger) + __expf(sink - larger));
         share *= __expf(log_of_sum - lse);
       }
-      if (p.lse != nullptr && lane.bit1 == 0 && lane.across == 0 && real) {
-        p.lse[row_of(row, p.lse_token_stride, p.lse_head_stride)] = lse;
-      }
+      if (p.lse != nullptr && writes_lse) p.lse[row_of(row, p.lse_token_stride, p.lse_head_stride)] = lse;
       __syncwarp();
       FA_UNROLL
       for (int t = 0; t < 2 * kValueColumns; ++t) {
@@ -397,6 +419,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       }
     }
   }
+  if (s.parts.divisor > 1) return;
   __syncwarp();
   for (int i = lane.index; i < kWarpRows * kPitch; i += 32) {
     const int own_row = kWarpRows * warp + i / kPitch, chunk = i % kPitch, row = first_row + own_row;

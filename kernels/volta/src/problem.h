@@ -32,14 +32,18 @@ struct Prefill {
   int window_left, window_right;  // keys that a token sees before and behind itself; -1: all. Causal is 0 behind
   float scale;                    // above 0; with log2(e) in it
   float softcap;                  // 0: none; with log2(e) in it
+  float into_cap;                 // scale / softcap, for decoding: no division there
 };
 
-// One to eight packed rows of each sequence and KV head: query tokens times query heads per KV head.
-struct Decode {
+// A problem whose keys are attended to in parts, which are summed then. Rows are packed: query tokens times query heads
+// per KV head.
+struct Split {
   Prefill problem;
-  float* partial_out;  // [num_seqs, num_kv_heads, most_parts, 8, head_size], normalised
-  float* partial_lse;  // [num_seqs, num_kv_heads, most_parts, 8], in base 2
-  int most_parts;
+  float* partial_out;  // [num_seqs, num_kv_heads, parts, rows, head_size], normalised
+  float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf: nothing was seen, and out is not written
+  Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
+  int rows;            // room for so many of each sequence
+  int by_length;       // decoding: parts are as long as part_length says
 };
 
 // New keys and values on their way into pages, all fp16. Strides as above, those of key and value alike.
@@ -54,12 +58,15 @@ struct WriteKv {
   int page_size, num_kv_heads, head_size;
 };
 
-// Keys of one part of a sequence. It depends on the sequence alone, and so do results, whatever the batch.
+// Keys of one part of a sequence that is decoded: 128 times a power of two, so that there are 64 parts at most. It
+// depends on the sequence alone, and so do results, whatever the batch.
 #ifdef __CUDACC__
 __device__
 #endif
     inline int part_length(int kv_len) {
-  return kv_len <= 4096 ? 128 : kv_len <= 16384 ? 256 : kv_len <= 65536 ? 512 : 1024;
+  int length = 128;
+  while (64 * length < kv_len) length *= 2;
+  return length;
 }
 
 }  // namespace fastattention
