@@ -78,9 +78,8 @@ def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: in
         assert problem.kv_start_loc is not None
         start = int(problem.kv_start_loc[seq])
         return cache[start : start + kv_len]
-    page_size = cache.shape[1]
-    rows = [cache[problem.block_table[seq, j // page_size], j % page_size] for j in range(kv_len)]
-    return torch.stack(rows) if rows else cache[:0, 0]
+    page_size, position = cache.shape[1], torch.arange(kv_len)
+    return cache[problem.block_table[seq, position // page_size].long(), position % page_size]
 
 
 def weight_rounding(problem: AttentionProblem) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.attention import volta_kernels
-from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES
 from kernels.volta.emulator import Emulation, EmulationError
 from kernels.volta.sim import pack_parameters
@@ -22,6 +24,16 @@ from tests.volta.attention import SOURCES, emulated, simulated
 from tests.volta.machine import Array, more
 
 FP16 = torch.float16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch: the oracle's operations are small, threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 # --- the emulator -----------------------------------------------------------------------------------------------------
 
@@ -102,6 +114,8 @@ def test_functions(tmp_path: Path) -> None:
     assert words[1] == 4
 
 
+THREADS = {"a shuffle in half a warp": 80}
+"""Of the cases that have other than 64."""
 FAILURES = {
     "a shuffle of some lanes": (
         "if (lane < 16) a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
@@ -143,17 +157,18 @@ FAILURES = {
     ),
     "a number that others still read": (
         "if (lane == 0) numbers[0] = 1; __syncthreads(); a.floats[lane] = numbers[0]; if (lane == 40) numbers[0] = 2;",
-        r"(writes 4 bytes at 0 .* with no barrier since (several threads|thread \d+) read|reads .* since thread 40 wrote)",
+        r"(writes .* with no barrier since (several threads|thread \d+) read|reads .* since thread 40 wrote)",
     ),
     "behind a tensor": ("a.floats[lane + 33] = 0;", r"thread \d+ .* writes 4 bytes where no tensor is"),
 }
 
 
-@pytest.mark.parametrize(("body", "said"), FAILURES.values(), ids=FAILURES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_what_threads_may_not_do(body: str, said: str, seed: int, tmp_path: Path) -> None:
-    with pytest.raises(EmulationError, match=said):
-        run(body, tmp_path, numpy.zeros(64, numpy.float32), threads=80 if "half" in body or said.startswith("thread 64") else 64, seed=seed)
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_threads_may_not_do(name: str, tmp_path: Path) -> None:
+    body, said = FAILURES[name]
+    for seed in (0, 1):
+        with pytest.raises(EmulationError, match=said):
+            run(body, tmp_path, numpy.zeros(64, numpy.float32), threads=THREADS.get(name, 64), seed=seed)
 
 
 def test_launches_that_cannot_be(tmp_path: Path) -> None:
@@ -190,12 +205,10 @@ def head_sizes() -> list[Any]:
 @st.composite
 def cases(draw: st.DrawFn, head_size: int, most_rows: int, most_keys: int) -> Case:
     """``most_rows``: of any sequence, query tokens times query heads per KV head."""
-    kv_heads = draw(st.sampled_from([1, 1, 2, 3]))
+    kv_heads = draw(st.sampled_from([1, 1, 2]))
     group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 8) if g <= most_rows]))
     lengths = draw(
-        st.lists(
-            st.tuples(st.integers(1, most_rows // group), st.integers(1, most_keys)), min_size=1, max_size=3
-        )
+        st.lists(st.tuples(st.integers(1, most_rows // group), st.integers(1, most_keys)), min_size=1, max_size=2)
     )
     page_size = draw(st.sampled_from([0, 16, 32, 784]))
     return Case(
@@ -218,20 +231,30 @@ def cases(draw: st.DrawFn, head_size: int, most_rows: int, most_keys: int) -> Ca
 
 
 @pytest.mark.parametrize("head_size", head_sizes())
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_prefill(head_size: int, data: st.DataObject) -> None:
     """Fewer keys than queries are drawn too: then the first rows see nothing."""
-    problem = data.draw(cases(head_size, most_rows=150, most_keys=300)).build()
+    problem = data.draw(cases(head_size, most_rows=150, most_keys=200)).build()
     count = data.draw(st.sampled_from([1, 1, 2, 5]))
     attention.check(problem, attention.prefill(problem, emulated, count))
 
 
 @pytest.mark.parametrize("head_size", head_sizes())
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_decode(head_size: int, data: st.DataObject) -> None:
-    problem = data.draw(cases(head_size, most_rows=DECODE_ROWS, most_keys=600)).build()
+    problem = data.draw(cases(head_size, most_rows=DECODE_ROWS, most_keys=400)).build()
+    attention.check(problem, attention.decode(problem, emulated))
+
+
+LONG = Case((2,), (4200,), 2, 1, dtype=FP16)
+"""Parts of more keys than its warps take at a time."""
+
+
+@pytest.mark.parametrize("head_size", [64, more(128), more(256)])
+def test_decode_of_long_parts(head_size: int) -> None:
+    problem = replace(LONG, head_size=head_size).build()
     attention.check(problem, attention.decode(problem, emulated))
 
 
@@ -264,22 +287,16 @@ BARRIERS = {
     ],
 )
 def test_every_barrier_is_needed(source: str, number: int, tmp_path: Path) -> None:
-    before, *rest = (text := (SOURCES / source).read_text()).replace("__syncwarp();", "__syncthreads();").split(
-        "__syncthreads();"
-    )
-    assert len(rest) == len(BARRIERS[source])
-    kind, kept = "__syncwarp();", text
-    for position in range(number + 1):
-        at = min(found for word in ("__syncwarp();", "__syncthreads();") if (found := kept.find(word)) >= 0)
-        kind = "__syncwarp();" if kept.startswith("__syncwarp();", at) else "__syncthreads();"
-        kept = kept[:at] + ("" if position == number else "@" + kind[2:]) + kept[at + len(kind) :]
-    (tmp_path / source).write_text(kept.replace("@sync", "__sync"))
+    parts = re.split(r"(__sync(?:threads|warp)\(\);)", (SOURCES / source).read_text())
+    assert len(parts) == 2 * len(BARRIERS[source]) + 1
+    del parts[2 * number + 1]
+    (tmp_path / source).write_text("".join(parts))
 
     def without_it(variant: volta_kernels.Variant) -> Emulation:
         folder = tmp_path if variant.source == source else SOURCES
         return Emulation(folder / variant.source, variant.kernel, defines=variant.defines)
 
     prefill = source == "prefill.cu"
-    problem = Case((90,) if prefill else (2,), (300,), 4, 2, dtype=FP16).build()
-    with pytest.raises(EmulationError, match="with no barrier since|nobody has written"):
+    problem = Case((90,), (300,), 4, 2, dtype=FP16).build() if prefill else LONG.build()
+    with pytest.raises(EmulationError, match=r"with no barrier since|nobody has written"):
         (attention.prefill if prefill else attention.decode)(problem, without_it)

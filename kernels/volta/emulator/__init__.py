@@ -1,4 +1,4 @@
-"""Kernels for V100 and Turing as ordinary C++ on this machine, milliseconds per problem. See README.md beside this file."""
+"""The GPU kernels as ordinary C++ on this machine, milliseconds per problem. See README.md beside this file."""
 
 from kernels.volta.emulator.emulation import Emulation
 from kernels.volta.emulator.failure import EmulationError

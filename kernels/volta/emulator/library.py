@@ -48,9 +48,7 @@ class Range(ctypes.Structure):
     _fields_ = (("begin", c_uint64), ("bytes", c_uint64))
 
 
-def library(
-    source: Path, kernels: Sequence[str], defines: Mapping[str, str | int], architecture: str
-) -> ctypes.CDLL:
+def library(source: Path, kernels: Sequence[str], defines: Mapping[str, str | int], architecture: str) -> ctypes.CDLL:
     """With ``fa_emulator_run`` and ``emulate_NAME`` of each kernel. ``architecture``: like ``sm_70``."""
     macros = {
         **defines,

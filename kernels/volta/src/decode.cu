@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
         const int key = begin + 2 * lane.bit1 + (e & 1) + own_keys + 16 * (e >> 1);
         float score = scores[(e & 1) + 2 * r + 4 * (e >> 1)];
         score = p.softcap > 0.0f ? p.softcap * tanh(score * p.into_cap) : score * p.scale;
-        score += slope * static_cast<float>(key - position);
+        score -= slope * fabsf(static_cast<float>(key - position));
         adjusted[e] = key < from || key >= to ? -infinity() : score;
         most = fmaxf(most, adjusted[e]);
       }

@@ -105,9 +105,7 @@ void run() {
       if (block.warps[i].state == Warp::kReady) ready.push_back(static_cast<int>(i));
     }
     if (ready.empty()) {
-      const auto at = [](int state) {
-        return [state](const Warp& warp) { return warp.state == state; };
-      };
+      const auto at = [](int state) { return [state](const Warp& warp) { return warp.state == state; }; };
       const auto ended = std::find_if(block.warps.begin(), block.warps.end(), at(Warp::kEnded));
       const auto waits = std::find_if(block.warps.begin(), block.warps.end(), at(Warp::kAtBarrier));
       if (waits == block.warps.end()) return;
@@ -189,7 +187,8 @@ extern "C" __attribute__((visibility("default"))) const char* fa_emulator_run(
   block.warps.resize((threads + kLanes - 1) / kLanes);
   for (size_t i = 0; i < threads; ++i) {
     Warp& warp = block.warps[i / kLanes];
-    if (i % kLanes == 0) warp.lanes.resize(std::min<size_t>(kLanes, threads - i)), warp.state = Warp::kReady, warp.barriers = 0;
+    if (i % kLanes == 0)
+      warp.lanes.resize(std::min<size_t>(kLanes, threads - i)), warp.state = Warp::kReady, warp.barriers = 0;
     unsigned char* const stack = stacks() + i * kStackBytes;
     warp.lanes[i % kLanes].fiber.start(stack, kStackBytes, run_thread);
   }

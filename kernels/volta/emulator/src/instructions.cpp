@@ -49,9 +49,7 @@ void multiply_quadpairs(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, un
   multiply(b_by_rows ? Together::kProductByRows : Together::kProductByColumns, d, 8, a0, a1, b0, b1);
 }
 
-void multiply_16(float* d, unsigned a0, unsigned a1, unsigned b) {
-  multiply(Together::kProduct16, d, 4, a0, a1, b, 0);
-}
+void multiply_16(float* d, unsigned a0, unsigned a1, unsigned b) { multiply(Together::kProduct16, d, 4, a0, a1, b, 0); }
 
 void load_matrices(unsigned* to, int count, const void* row, bool transposed) {
   Thread& thread = block.thread();

@@ -11,8 +11,8 @@ void call(void (*kernel)(Parameters), const void* parameters) {
 
 }  // namespace
 
-#define EMULATED(name)                                                                        \
+#define EMULATED(name)                                                                            \
   extern "C" __attribute__((visibility("default"))) void emulate_##name(const void* parameters) { \
-    call(fastattention::name, parameters);                                                    \
+    call(fastattention::name, parameters);                                                        \
   }
 KERNELS

@@ -104,10 +104,10 @@ void touch(const void* address, size_t bytes, size_t alignment, bool writes) {
 
 // What the compiler calls.
 extern "C" {
-#define VOLTA_EMULATOR_ACCESS(size)                                                                        \
-  void __tsan_read##size(void* address) { volta_emulator::touch(address, size, size, false); }             \
-  void __tsan_write##size(void* address) { volta_emulator::touch(address, size, size, true); }             \
-  void __tsan_unaligned_read##size(void* address) { volta_emulator::touch(address, size, size, false); }   \
+#define VOLTA_EMULATOR_ACCESS(size)                                                                      \
+  void __tsan_read##size(void* address) { volta_emulator::touch(address, size, size, false); }           \
+  void __tsan_write##size(void* address) { volta_emulator::touch(address, size, size, true); }           \
+  void __tsan_unaligned_read##size(void* address) { volta_emulator::touch(address, size, size, false); } \
   void __tsan_unaligned_write##size(void* address) { volta_emulator::touch(address, size, size, true); }
 VOLTA_EMULATOR_ACCESS(1)
 VOLTA_EMULATOR_ACCESS(2)
