@@ -15,6 +15,8 @@ DECODE_ROWS = 8
 """Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
 COMPILER_OPTIONS = ("--device-as-default-execution-space",)
 """For NVRTC: generic lambdas count as host code otherwise."""
+VOLTA, TURING = 70, 75
+"""Architectures: 10 times the compute capability."""
 DECODE_PARTS = 64
 """The most parts that a sequence is cut into to be decoded."""
 SMS = 80
@@ -40,6 +42,7 @@ class Variant:
     ctas_per_sm: int
     adjusted: bool = False
     """With soft cap or ALiBi. The decode kernel always can."""
+    architecture: int = VOLTA
 
     @property
     def name(self) -> str:
@@ -89,15 +92,18 @@ class Variant:
         return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
 
 
-def prefill(head_size: int, *, adjusted: bool = False) -> Variant:
-    """Tiles were chosen on the simulated V100 (benchmarks/NOTES.md)."""
+def prefill(head_size: int, *, adjusted: bool = False, architecture: int = VOLTA) -> Variant:
+    """Tiles of the V100 were chosen on the simulated one (benchmarks/NOTES.md); Turing's are the largest that fit into
+    its 64 KiB of shared memory, and have been timed nowhere."""
     if head_size <= 64:
         shape = (4, 64, 2)
+    elif architecture == TURING:
+        shape = (4, 32, 1)
     elif head_size <= 112:
         shape = (4, 32, 2)
     else:
         shape = (8, 32, 1)
-    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted)
+    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, architecture)
 
 
 def decode(head_size: int) -> Variant:
@@ -111,7 +117,12 @@ COMBINE = Variant("combine.cu", "fa_volta_combine", 0, 0, 0, 8)
 VARIANTS = (
     WRITE_KV,
     COMBINE,
-    *(prefill(head_size, adjusted=adjusted) for head_size in HEAD_SIZES for adjusted in (False, True)),
+    *(
+        prefill(head_size, adjusted=adjusted, architecture=architecture)
+        for architecture in (VOLTA, TURING)
+        for head_size in HEAD_SIZES
+        for adjusted in (False, True)
+    ),
     *map(decode, HEAD_SIZES),
 )
 

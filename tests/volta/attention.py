@@ -13,7 +13,7 @@ import torch
 
 from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import Divisor, Prefill, Split, Variant
+from fastattention_vllm.attention.volta_kernels import VOLTA, Divisor, Prefill, Split, Variant
 from kernels.volta.emulator import Emulation
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
@@ -44,7 +44,12 @@ def simulated(variant: Variant) -> Simulation:
 
 
 def emulated(variant: Variant) -> Emulation:
-    return Emulation(SOURCES / variant.source, variant.kernel, defines=variant.defines)
+    return Emulation(
+        SOURCES / variant.source,
+        variant.kernel,
+        defines=variant.defines,
+        architecture=f"sm_{variant.architecture}",
+    )
 
 
 @functools.cache
@@ -83,9 +88,9 @@ class Outputs:
         return volta.parameters(self.problem, self.out, self.lse, lambda tensor: address_of(tensor, machine, mapped))
 
 
-def variant_of(problem: AttentionProblem) -> Variant:
+def variant_of(problem: AttentionProblem, architecture: int = VOLTA) -> Variant:
     adjusted = problem.softcap > 0 or problem.alibi_slopes is not None
-    return volta_kernels.prefill(problem.query.shape[2], adjusted=adjusted)
+    return volta_kernels.prefill(problem.query.shape[2], adjusted=adjusted, architecture=architecture)
 
 
 class Parts:
@@ -112,8 +117,9 @@ def launch_prefill(
     outputs: Outputs | None = None,
     parts: Parts | None = None,
     on: Machines = simulated,
+    architecture: int = VOLTA,
 ) -> Launch:
-    variant, outputs, parts = variant_of(problem), outputs or Outputs(problem), parts or Parts(problem, 1)
+    variant, outputs, parts = variant_of(problem, architecture), outputs or Outputs(problem), parts or Parts(problem, 1)
     machine = on(variant)
     grid = volta_kernels.prefill_grid(variant, parts.rows, problem.key.shape[-2], len(problem.seq_lens))
     grid = (grid[0], grid[1] * parts.count, grid[2])
@@ -122,10 +128,12 @@ def launch_prefill(
     return machine, grid
 
 
-def prefill(problem: AttentionProblem, on: Machines = simulated, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def prefill(
+    problem: AttentionProblem, on: Machines = simulated, count: int = 1, architecture: int = VOLTA
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``count``: of parts that the keys are cut into."""
     outputs, parts = Outputs(problem), Parts(problem, count)
-    execute_all(*launch_prefill(problem, outputs, parts, on))
+    execute_all(*launch_prefill(problem, outputs, parts, on, architecture))
     if count > 1:
         execute_all(*launch_combine(problem, outputs, parts, on))
     return outputs.out, outputs.lse

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.attention import volta_kernels
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES
+from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA
 from kernels.volta.emulator import Emulation, EmulationError
 from kernels.volta.sim import pack_parameters
 from tests.attention.oracle import Case
@@ -230,14 +230,15 @@ def cases(draw: st.DrawFn, head_size: int, most_rows: int, most_keys: int) -> Ca
     )
 
 
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("head_size", head_sizes())
 @settings(max_examples=10)
 @given(st.data())
-def test_prefill(head_size: int, data: st.DataObject) -> None:
+def test_prefill(head_size: int, architecture: int, data: st.DataObject) -> None:
     """Fewer keys than queries are drawn too: then the first rows see nothing."""
     problem = data.draw(cases(head_size, most_rows=150, most_keys=200)).build()
     count = data.draw(st.sampled_from([1, 1, 2, 5]))
-    attention.check(problem, attention.prefill(problem, emulated, count))
+    attention.check(problem, attention.prefill(problem, emulated, count, architecture))
 
 
 @pytest.mark.parametrize("head_size", head_sizes())

@@ -21,21 +21,6 @@ FA_DEVICE T of_lane_xor(T x, int mask) {
 
 FA_DEVICE int divide(int n, const Divisor& by) { return __umulhi(2 * n, by.multiplier) >> by.shift; }
 
-// Where a lane's part of a fragment lies. A quadpair is the lanes 4q .. 4q+3 and 16 above them.
-struct Lane {
-  int index, slot;       // slot: of 8 within its quadpair
-  int across, down;      // the quadpair's place in a 2 x 2 arrangement: 16 columns, 16 rows
-  int bit0, bit1, half;  // of the index: bits 0, 1 and 4
-  FA_DEVICE explicit Lane(int lane)
-      : index(lane),
-        slot((lane & 3) | (lane >> 4) << 2),
-        across(lane >> 3 & 1),
-        down(lane >> 2 & 1),
-        bit0(lane & 1),
-        bit1(lane >> 1 & 1),
-        half(lane >> 4) {}
-};
-
 // A tile of rows of fp16 in shared memory, in chunks of 16 bytes. Rows lie a power of two apart, and a chunk's place in
 // its row depends on the row: the eight lanes of a phase then meet all banks whether they go along a row or down a
 // column.
@@ -45,5 +30,12 @@ FA_DEVICE int place(int row, int chunk) {
 }
 
 }  // namespace fastattention
+
+// What differs between GPUs: products, and where a lane's part of their operands and results lies.
+#if __CUDA_ARCH__ >= 750
+#include "turing.cuh"
+#else
+#include "volta.cuh"
+#endif
 
 #endif

@@ -38,7 +38,7 @@ constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks fr
 constexpr int kPasses = kTile * kPitch / kThreads;                  // chunks of a tile for each thread
 constexpr int kRowsOfPass = 32 / kPitch;                            // of a warp
 constexpr int kKeyColumns = kTile / 16;                             // products along the keys
-constexpr int kValueColumns = (HEAD_SIZE + 31) / 32;                // pairs of products along the head
+constexpr int kOutputs = output_blocks(HEAD_SIZE);                  // of 16 x 16, along the head
 static_assert(kPasses * kRowsOfPass <= 32, "each lane knows where one row of a tile lies");
 
 constexpr bool kAdjusted = ADJUSTED;
@@ -175,21 +175,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   }
   __syncthreads();
 
-  // Row 16 i + ... of the warp's 32 that this lane holds of an operand: eight different ones modulo 8 in each phase.
-  const int operand_row = kWarpRows * warp + 8 * lane.half + 4 * lane.down + (lane.index & 3);
-  float output[kBlocks][2 * kValueColumns][8], reference[kBlocks][2], sum[kBlocks][2];
+  float output[kBlocks][kOutputs][8], reference[kBlocks][2], sum[kBlocks][2];
   FA_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
     FA_UNROLL
     for (int r = 0; r < 2; ++r) reference[i][r] = -infinity(), sum[i][r] = 0.0f;
     FA_UNROLL
-    for (int t = 0; t < 2 * kValueColumns; ++t) {
+    for (int t = 0; t < kOutputs; ++t) {
       FA_UNROLL
       for (int e = 0; e < 8; ++e) output[i][t][e] = 0.0f;
     }
   }
-  // The row of a result's element e is this one + 16 i + (e & 2); its column 8 across + 2 bit1 + (e & 4) + (e & 1).
-  const int result_row = kWarpRows * warp + 8 * lane.half + 4 * lane.down + lane.bit0;
+  // Of a lane's first element of a result, in block 0 of 16 rows.
+  const int result_row = kWarpRows * warp + lane.row();
 
   const float factor = kAdjusted ? 1.0f : p.scale;  // of scores on their way into the exponent
   const auto step = [&](int number, int begin, int begin_after_next, auto with_mask) {
@@ -207,16 +205,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     }
     FA_UNROLL
     for (int c = 0; c < kChunks; ++c) {
-      uint4 q[kBlocks];
+      Operand q[kBlocks];
+      load_queries<kPitch>(q, queries, lane, kWarpRows * warp, c);
       FA_UNROLL
-      for (int i = 0; i < kBlocks; ++i) q[i] = queries[place<kPitch>(operand_row + 16 * i, c)];
-      FA_UNROLL
-      for (int j = 0; j < kKeyColumns; ++j) {
-        const uint4 k = keys[place<kPitch>(16 * j + 8 * lane.across + lane.slot, c)];
+      for (int j = 0; j < kKeyColumns; j += kKeysAtOnce) {
+        Operand k[kKeysAtOnce];
+        load_keys<kPitch>(k, keys, lane, 16 * j, c);
         FA_UNROLL
-        for (int i = 0; i < kBlocks; ++i) multiply_by_columns(scores[i][j], q[i].x, q[i].y, k.x, k.y);
-        FA_UNROLL
-        for (int i = 0; i < kBlocks; ++i) multiply_by_columns(scores[i][j], q[i].z, q[i].w, k.z, k.w);
+        for (int also = 0; also < kKeysAtOnce; ++also) multiply_by_keys(scores, j + also, q, k[also]);
       }
     }
     loader.store(values, coming);
@@ -240,15 +236,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
         for (int i = 0; i < kBlocks; ++i) {
           FA_UNROLL
           for (int r = 0; r < 2; ++r) {
-            const int row = first_row + result_row + 16 * i + 2 * r, token = divide(row, p.group);
+            const int row = first_row + result_row + 16 * i + kRowStep * r, token = divide(row, p.group);
             const float slope = p.alibi_slopes[kv_head * group + row - token * group] * kLog2E;
             // Of the first column's key to the row's own token.
-            const float distance = static_cast<float>(begin + 8 * lane.across + 2 * lane.bit1 - token - offset);
+            const float distance = static_cast<float>(begin + lane.column() - token - offset);
             FA_UNROLL
             for (int j = 0; j < kKeyColumns; ++j) {
               FA_UNROLL
               for (int e = 0; e < 4; ++e) {
-                const int column = 16 * j + (e & 1) + 4 * (e >> 1);
+                const int column = 16 * j + (e & 1) + kColumnStep * (e >> 1);
                 scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r] += slope * (distance + static_cast<float>(column));
               }
             }
@@ -257,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
             for (int j = 0; j < kKeyColumns; ++j) {
               FA_UNROLL
               for (int e = 0; e < 4; ++e) {
-                const int column = 16 * j + (e & 1) + 4 * (e >> 1);
+                const int column = 16 * j + (e & 1) + kColumnStep * (e >> 1);
                 scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r] -=
                     2.0f * slope * fmaxf(distance + static_cast<float>(column), 0.0f);
               }
@@ -267,18 +263,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       }
     }
     if constexpr (kMasked) {
-      const int first_key = begin + 8 * lane.across + 2 * lane.bit1;
+      const int first_key = begin + lane.column();
       FA_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
         FA_UNROLL
         for (int r = 0; r < 2; ++r) {
-          const int position = divide(first_row + result_row + 16 * i + 2 * r, p.group) + offset;
+          const int position = divide(first_row + result_row + 16 * i + kRowStep * r, p.group) + offset;
           const int from = begin_of(position) - first_key, to = end_of(position) - first_key;
           FA_UNROLL
           for (int j = 0; j < kKeyColumns; ++j) {
             FA_UNROLL
             for (int e = 0; e < 4; ++e) {
-              const int column = 16 * j + (e & 1) + 4 * (e >> 1);
+              const int column = 16 * j + (e & 1) + kColumnStep * (e >> 1);
               float& score = scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r];
               if (column < from || column >= to) score = -infinity();
             }
@@ -298,15 +294,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
           const float (&s)[8] = scores[i][j];
           most = fmaxf(most, fmaxf(fmaxf(s[2 * r], s[2 * r + 1]), fmaxf(s[4 + 2 * r], s[5 + 2 * r])));
         }
-        most = fmaxf(most, of_lane_xor(most, 2));
-        most = fmaxf(most, of_lane_xor(most, 8));
+        most = most_of_row(most);
         // A row that has seen nothing so far must not subtract infinity from infinity.
         const float shift = kMasked && most == -infinity() ? 0.0f : most * factor;
         const float rescale = exp2(reference[i][r] * factor - shift);
         reference[i][r] = most;
         float total = sum[i][r] * rescale;
         FA_UNROLL
-        for (int t = 0; t < 2 * kValueColumns; ++t) {
+        for (int t = 0; t < kOutputs; ++t) {
           float (&o)[8] = output[i][t];
           o[2 * r] *= rescale, o[2 * r + 1] *= rescale, o[4 + 2 * r] *= rescale, o[5 + 2 * r] *= rescale;
         }
@@ -321,50 +316,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
         }
         sum[i][r] = total;
       }
-      // From the layout of a result to that of an operand: lanes that differ in bit 1 exchange half of what they hold.
       FA_UNROLL
-      for (int j = 0; j < kKeyColumns; ++j) {
-        FA_UNROLL
-        for (int g = 0; g < 4; g += 2) {
-          const u32 give = lane.bit1 ? weights[i][j][g] : weights[i][j][g + 1];
-          const u32 got = of_lane_xor(give, 2);
-          if (lane.bit1) {
-            weights[i][j][g] = got;
-          } else {
-            weights[i][j][g + 1] = got;
-          }
-        }
-      }
+      for (int j = 0; j < kKeyColumns; ++j) to_operand(weights[i][j], lane);
     }
     __syncthreads();
     FA_UNROLL
-    for (int j = 0; j < kKeyColumns; ++j) {
-      // Each quadpair has the weights of 8 of 16 keys; its neighbour across, those of the others.
-      FA_UNROLL
-      for (int of_other = 0; of_other < 2; ++of_other) {
-        u32 w[kBlocks][4];
-        FA_UNROLL
-        for (int i = 0; i < kBlocks; ++i) {
-          FA_UNROLL
-          for (int g = 0; g < 4; ++g) w[i][g] = of_other ? of_lane_xor(weights[i][j][g], 8) : weights[i][j][g];
-        }
-        FA_UNROLL
-        for (int k = 0; k < 2; ++k) {
-          const int row = 16 * j + 8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3);
-          FA_UNROLL
-          for (int t = 0; t < kValueColumns; ++t) {
-            const uint4 v = values[place<kPitch>(row, 4 * t + 2 * lane.across + lane.half)];
-            FA_UNROLL
-            for (int i = 0; i < kBlocks; ++i)
-              multiply_by_rows(output[i][2 * t], w[i][2 * k], w[i][2 * k + 1], v.x, v.y);
-            FA_UNROLL
-            for (int i = 0; i < kBlocks; ++i) {
-              multiply_by_rows(output[i][2 * t + 1], w[i][2 * k], w[i][2 * k + 1], v.z, v.w);
-            }
-          }
-        }
-      }
-    }
+    for (int j = 0; j < kKeyColumns; ++j) multiply_by_values<kPitch>(output, weights, j, values, lane, 16 * j);
     if (number + 1 < num_tiles) loader.store(keys, coming);
     here = next;
     next = finder.offset(after_next);
@@ -384,24 +341,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   for (int i = 0; i < kBlocks; ++i) {
     FA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float total = sum[i][r];
-      total += of_lane_xor(total, 2);
-      total += of_lane_xor(total, 8);
-      const int own_row = result_row + 16 * i + 2 * r, row = first_row + own_row;
+      const float total = sum_of_row(sum[i][r]);
+      const int own_row = result_row + 16 * i + kRowStep * r, row = first_row + own_row;
       const bool real = row < num_rows;
       float share = total > 0.0f ? 1.0f / total : 0.0f;
-      const bool writes_lse = real && lane.bit1 == 0 && lane.across == 0;
+      const bool writes_lse = real && lane.is_first_of_row();
       if (s.parts.divisor > 1) {  // others see the same rows, and sinks count once
         const size_t at = (static_cast<size_t>(seq) * gridDim.y + blockIdx.y) * s.rows + row;
         if (writes_lse) s.partial_lse[at] = total > 0.0f ? reference[i][r] * factor + __log2f(total) : -infinity();
         float* const out = s.partial_out + at * HEAD_SIZE;
         FA_UNROLL
-        for (int t = 0; t < 2 * kValueColumns; ++t) {
+        for (int t = 0; t < kOutputs; ++t) {
           FA_UNROLL
           for (int e = 0; e < 2; ++e) {
-            const int chunk = 4 * (t >> 1) + 2 * lane.across + e;
+            const int chunk = lane.output_chunk(t, e);
             if (chunk < kChunks && real) {
-              *reinterpret_cast<float2*>(out + 8 * chunk + 4 * (t & 1) + 2 * lane.bit1) =
+              *reinterpret_cast<float2*>(out + 8 * chunk + lane.output_column(t)) =
                   make_float2(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
             }
           }
@@ -419,12 +374,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       if (p.lse != nullptr && writes_lse) p.lse[row_of(row, p.lse_token_stride, p.lse_head_stride)] = lse;
       __syncwarp();
       FA_UNROLL
-      for (int t = 0; t < 2 * kValueColumns; ++t) {
+      for (int t = 0; t < kOutputs; ++t) {
         FA_UNROLL
         for (int e = 0; e < 2; ++e) {
-          const int chunk = 4 * (t >> 1) + 2 * lane.across + e;
+          const int chunk = lane.output_chunk(t, e);
           const u32 both = pack(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
-          *reinterpret_cast<u32*>(staged + place<kPitch>(own_row, chunk) * 8 + 4 * (t & 1) + 2 * lane.bit1) = both;
+          *reinterpret_cast<u32*>(staged + place<kPitch>(own_row, chunk) * 8 + lane.output_column(t)) = both;
         }
       }
     }

@@ -19,6 +19,19 @@ inline void multiply_by_columns(float (&d)[8], unsigned a0, unsigned a1, unsigne
 inline void multiply_by_rows(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
   volta_emulator::multiply_quadpairs(d, a0, a1, b0, b1, true);
 }
+inline void multiply_left(float (&d)[8], unsigned a0, unsigned a1, unsigned b) {
+  volta_emulator::multiply_16(d, a0, a1, b);
+}
+inline void multiply_right(float (&d)[8], unsigned a0, unsigned a1, unsigned b) {
+  volta_emulator::multiply_16(d + 4, a0, a1, b);
+}
+template <int kCount>
+void load_matrices(unsigned (&to)[kCount], const void* row) {
+  volta_emulator::load_matrices(to, kCount, row, false);
+}
+inline void load_transposed_matrices(unsigned (&to)[4], const void* row) {
+  volta_emulator::load_matrices(to, 4, row, true);
+}
 inline float exp2(float x) { return volta_emulator::power_of_2(x); }
 inline unsigned short to_half(float x) { return volta_emulator::to_half(x); }
 inline unsigned pack(float a, float b) { return to_half(a) | static_cast<unsigned>(to_half(b)) << 16; }

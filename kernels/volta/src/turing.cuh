@@ -1,0 +1,104 @@
+// Products of sm_75, m16n8k8 of the whole warp, whose operands ldmatrix brings. volta.cuh has the same names and says
+// what they mean.
+#ifndef FASTATTENTION_VOLTA_TURING_CUH
+#define FASTATTENTION_VOLTA_TURING_CUH
+
+#include "device.cuh"
+
+namespace fastattention {
+
+constexpr int kRowStep = 8, kColumnStep = 8;
+
+// Of 8 x 8 numbers, lane 4 r + c has those of row r and columns 2 c and 2 c + 1; 16 x 16 are four of them.
+struct Lane {
+  int index;
+  FA_DEVICE explicit Lane(int lane) : index(lane) {}
+
+  FA_DEVICE int row() const { return index >> 2; }
+  FA_DEVICE int column() const { return 2 * (index & 3); }
+  FA_DEVICE bool is_first_of_row() const { return (index & 3) == 0; }
+  FA_DEVICE int output_chunk(int t, int h) const { return 2 * t + h; }
+  FA_DEVICE int output_column(int) const { return 2 * (index & 3); }
+};
+
+FA_DEVICE float most_of_row(float x) {
+  x = fmaxf(x, of_lane_xor(x, 1));
+  return fmaxf(x, of_lane_xor(x, 2));
+}
+FA_DEVICE float sum_of_row(float x) {
+  x += of_lane_xor(x, 1);
+  return x + of_lane_xor(x, 2);
+}
+
+// --- scores: queries times keys -------------------------------------------------------------------------------------
+
+// Rows 0 to 7 and 8 to 15 of 16 rows and one chunk.
+struct Operand {
+  u32 low, high;
+};
+constexpr int kKeysAtOnce = 2;
+
+// 32 rows of one chunk: each lane has the address of one.
+template <int kPitch>
+FA_DEVICE void load_rows(Operand& first, Operand& second, const uint4* tile, const Lane& lane, int row, int chunk) {
+  u32 matrices[4];
+  load_matrices(matrices, tile + place<kPitch>(row + lane.index, chunk));
+  first = {matrices[0], matrices[1]};
+  second = {matrices[2], matrices[3]};
+}
+template <int kPitch, int kBlocks>
+FA_DEVICE void load_queries(Operand (&to)[kBlocks], const uint4* tile, const Lane& lane, int first_row, int chunk) {
+  if constexpr (kBlocks == 1) {
+    u32 matrices[2];
+    load_matrices(matrices, tile + place<kPitch>(first_row + (lane.index & 15), chunk));
+    to[0] = {matrices[0], matrices[1]};
+  } else {
+    static_assert(kBlocks == 2, "32 rows at once");
+    load_rows<kPitch>(to[0], to[1], tile, lane, first_row, chunk);
+  }
+}
+template <int kPitch>
+FA_DEVICE void load_keys(Operand (&to)[kKeysAtOnce], const uint4* tile, const Lane& lane, int first_key, int chunk) {
+  load_rows<kPitch>(to[0], to[1], tile, lane, first_key, chunk);
+}
+template <int kBlocks, int kColumns>
+FA_DEVICE void multiply_by_keys(float (&scores)[kBlocks][kColumns][8], int j, const Operand (&q)[kBlocks],
+                                const Operand& k) {
+  FA_UNROLL
+  for (int i = 0; i < kBlocks; ++i) multiply_left(scores[i][j], q[i].low, q[i].high, k.low);
+  FA_UNROLL
+  for (int i = 0; i < kBlocks; ++i) multiply_right(scores[i][j], q[i].low, q[i].high, k.high);
+}
+
+// --- output: weights times values -----------------------------------------------------------------------------------
+
+constexpr int output_blocks(int head_size) { return (head_size + 15) / 16; }
+
+// A result lies as an operand does.
+FA_DEVICE void to_operand(u32 (&)[4], const Lane&) {}
+
+template <int kPitch, int kBlocks, int kColumns, int kOutputs>
+FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u32 (&weights)[kBlocks][kColumns][4],
+                                  int j, const uint4* values, const Lane& lane, int first_key) {
+  FA_UNROLL
+  for (int t = 0; t < kOutputs; ++t) {
+    u32 v[4];  // keys 0 to 7 and 8 to 15 of columns 0 to 7, then of columns 8 to 15
+    load_transposed_matrices(v, values + place<kPitch>(first_key + (lane.index & 15), 2 * t + (lane.index >> 4)));
+    FA_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      const u32 (&w)[4] = weights[i][j];
+      multiply_left(output[i][t], w[0], w[1], v[0]);
+      multiply_right(output[i][t], w[0], w[1], v[2]);
+    }
+    FA_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      const u32 (&w)[4] = weights[i][j];
+      multiply_left(output[i][t], w[2], w[3], v[1]);
+      multiply_right(output[i][t], w[2], w[3], v[3]);
+    }
+  }
+}
+
+}  // namespace fastattention
+
+#endif

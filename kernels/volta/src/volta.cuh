@@ -1,0 +1,128 @@
+// Products of sm_70, m8n8k4 of four quadpairs at a time, arranged 2 x 2 over 16 x 16 results. turing.cuh has the same
+// names.
+#ifndef FASTATTENTION_VOLTA_VOLTA_CUH
+#define FASTATTENTION_VOLTA_VOLTA_CUH
+
+#include "device.cuh"
+
+namespace fastattention {
+
+// Element e of a lane's eight of a 16 x 16 result lies kRowStep * (e >> 1 & 1) below its first and kColumnStep * (e >> 2)
+// + (e & 1) to the right of it.
+constexpr int kRowStep = 2, kColumnStep = 4;
+
+// A quadpair is the lanes 4q .. 4q+3 and 16 above them.
+struct Lane {
+  int index, slot;       // slot: of 8 within its quadpair
+  int across, down;      // the quadpair's place in a 2 x 2 arrangement: 16 columns, 16 rows
+  int bit0, bit1, half;  // of the index: bits 0, 1 and 4
+  FA_DEVICE explicit Lane(int lane)
+      : index(lane),
+        slot((lane & 3) | (lane >> 4) << 2),
+        across(lane >> 3 & 1),
+        down(lane >> 2 & 1),
+        bit0(lane & 1),
+        bit1(lane >> 1 & 1),
+        half(lane >> 4) {}
+
+  // Where its first element of a 16 x 16 result lies.
+  FA_DEVICE int row() const { return 8 * half + 4 * down + bit0; }
+  FA_DEVICE int column() const { return 8 * across + 2 * bit1; }
+  // Of the lanes that share a row, one.
+  FA_DEVICE bool is_first_of_row() const { return bit1 == 0 && across == 0; }
+  // Elements 4 h to 4 h + 3 of output block t lie in this chunk of 8 columns, from this one on.
+  FA_DEVICE int output_chunk(int t, int h) const { return 4 * (t >> 1) + 2 * across + h; }
+  FA_DEVICE int output_column(int t) const { return 4 * (t & 1) + 2 * bit1; }
+};
+
+// Over the lanes that share a row.
+FA_DEVICE float most_of_row(float x) {
+  x = fmaxf(x, of_lane_xor(x, 2));
+  return fmaxf(x, of_lane_xor(x, 8));
+}
+FA_DEVICE float sum_of_row(float x) {
+  x += of_lane_xor(x, 2);
+  return x + of_lane_xor(x, 8);
+}
+
+// --- scores: queries times keys -------------------------------------------------------------------------------------
+
+// What a lane holds of 16 rows and one chunk: its quadpair's rows, in the other quadpairs along 16 columns again.
+using Operand = uint4;
+constexpr int kKeysAtOnce = 1;  // blocks of 16 that are loaded together
+
+template <int kPitch, int kBlocks>
+FA_DEVICE void load_queries(Operand (&to)[kBlocks], const uint4* tile, const Lane& lane, int first_row, int chunk) {
+  // Eight rows that differ modulo 8 in each phase.
+  FA_UNROLL
+  for (int i = 0; i < kBlocks; ++i) {
+    to[i] = tile[place<kPitch>(first_row + 8 * lane.half + 4 * lane.down + (lane.index & 3) + 16 * i, chunk)];
+  }
+}
+template <int kPitch>
+FA_DEVICE void load_keys(Operand (&to)[kKeysAtOnce], const uint4* tile, const Lane& lane, int first_key, int chunk) {
+  to[0] = tile[place<kPitch>(first_key + 8 * lane.across + lane.slot, chunk)];
+}
+// scores[i][j] += q[i] * k
+template <int kBlocks, int kColumns>
+FA_DEVICE void multiply_by_keys(float (&scores)[kBlocks][kColumns][8], int j, const Operand (&q)[kBlocks],
+                                const Operand& k) {
+  FA_UNROLL
+  for (int i = 0; i < kBlocks; ++i) multiply_by_columns(scores[i][j], q[i].x, q[i].y, k.x, k.y);
+  FA_UNROLL
+  for (int i = 0; i < kBlocks; ++i) multiply_by_columns(scores[i][j], q[i].z, q[i].w, k.z, k.w);
+}
+
+// --- output: weights times values -----------------------------------------------------------------------------------
+
+// Of 16 x 16, for a head.
+constexpr int output_blocks(int head_size) { return 2 * ((head_size + 31) / 32); }
+
+// Packed weights of 16 x 16, element 2 r + 4 h and the next in number r + 2 h, from the layout of a result to that of an
+// operand: lanes that differ in bit 1 exchange half of what they hold.
+FA_DEVICE void to_operand(u32 (&weights)[4], const Lane& lane) {
+  FA_UNROLL
+  for (int g = 0; g < 4; g += 2) {
+    const u32 give = lane.bit1 ? weights[g] : weights[g + 1];
+    const u32 got = of_lane_xor(give, 2);
+    if (lane.bit1) {
+      weights[g] = got;
+    } else {
+      weights[g + 1] = got;
+    }
+  }
+}
+
+// output[i] += weights[i][j] * the 16 values from first_key on. Each quadpair has the weights of 8 of 16 keys; its
+// neighbour across, those of the others.
+template <int kPitch, int kBlocks, int kColumns, int kOutputs>
+FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u32 (&weights)[kBlocks][kColumns][4],
+                                  int j, const uint4* values, const Lane& lane, int first_key) {
+  FA_UNROLL
+  for (int of_other = 0; of_other < 2; ++of_other) {
+    u32 w[kBlocks][4];
+    FA_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      FA_UNROLL
+      for (int g = 0; g < 4; ++g) w[i][g] = of_other ? of_lane_xor(weights[i][j][g], 8) : weights[i][j][g];
+    }
+    FA_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      const int row = first_key + 8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3);
+      FA_UNROLL
+      for (int t = 0; t < kOutputs / 2; ++t) {
+        const uint4 v = values[place<kPitch>(row, 4 * t + 2 * lane.across + lane.half)];
+        FA_UNROLL
+        for (int i = 0; i < kBlocks; ++i) multiply_by_rows(output[i][2 * t], w[i][2 * k], w[i][2 * k + 1], v.x, v.y);
+        FA_UNROLL
+        for (int i = 0; i < kBlocks; ++i) {
+          multiply_by_rows(output[i][2 * t + 1], w[i][2 * k], w[i][2 * k + 1], v.z, v.w);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fastattention
+
+#endif
