@@ -40,6 +40,10 @@ NUMBERS = {
     "alibi_slopes": torch.float32,
     "sinks": torch.float32,
 }
+CACHES = {torch.float16: "", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+"""Dtypes of keys and values; the kernels' names."""
+UNITS = {torch.float8_e4m3fn: 256.0}
+"""What the kernels leave out when they make fp16 numbers of stored ones."""
 TENSORS = ("query", "key", "value", *NUMBERS)
 """What the kernels read; those that a problem lacks have the address 0."""
 
@@ -50,14 +54,21 @@ def can_run(problem: AttentionProblem) -> str | None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.device.type != "cuda":
             return f"{name} is on {tensor.device}, the Volta kernels need it on a GPU."
-        if tensor.dtype != torch.float16:
-            return f"{name} has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
+        if name == "query" and tensor.dtype != torch.float16:
+            return f"query has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
+        if tensor.dtype not in CACHES:
+            return (
+                f"{name} has dtype {tensor.dtype}, the Volta kernels take float16, float8_e5m2, float8_e4m3fn and int8."
+            )
         if tensor.stride(-1) != 1 or any(stride % CHUNK for stride in tensor.stride()[:-1]):
             return f"{name} has strides {tensor.stride()}, all but the last must be multiples of {CHUNK}, the last 1."
-        if tensor.data_ptr() % 16:
-            return f"{name} begins at an address that is no multiple of 16 bytes, which the Volta kernels need."
+        aligned = CHUNK * tensor.element_size()
+        if tensor.data_ptr() % aligned:
+            return f"{name} begins at an address that is no multiple of {aligned} bytes, which the Volta kernels need."
     if query.shape[-1] not in HEAD_SIZES:
         return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
+    if key.dtype != value.dtype:
+        return f"key has dtype {key.dtype} and value {value.dtype}, they must be alike."
     if key.stride() != value.stride():
         return f"key has strides {key.stride()} and value {value.stride()}, they must be alike."
     if key.shape[0] * key.stride(0) // CHUNK >= MOST_OFFSET:
@@ -137,11 +148,11 @@ def attend(
     stream = torch.cuda.current_stream(device).cuda_stream
     decoding = most_rows <= DECODE_ROWS
     if decoding:
-        variant = volta_kernels.decode(head_size)
+        variant = volta_kernels.decode(head_size, CACHES[problem.key.dtype])
         parts = volta_kernels.decode_parts(extent.longest)
         grid = (parts, kv_heads, seqs)
     else:
-        variant = volta_kernels.prefill(head_size, adjusted=_is_adjusted(problem))
+        variant = volta_kernels.prefill(head_size, adjusted=_is_adjusted(problem), cache=CACHES[problem.key.dtype])
         blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (blocks[0], kv_heads * parts, seqs)
@@ -170,32 +181,36 @@ def write_kv(
 ) -> None:
     """Scatter ``key`` and ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into pages that the GPU can address.
 
-    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``; all fp16, strides of the
-    caches alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
+    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``, fp16, fp8 or int8; strides of
+    the caches alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
+
+    Caches of 8 bits get fp16 rows divided by ``key_scale`` or ``value_scale``, rounded to the nearest, ties to even. What
+    lies beyond the largest finite number, infinity included, becomes that number; NaN stays NaN, in int8 it becomes 0.
     """
-    assert key_scale == value_scale == 1.0
+    assert key_scale == value_scale == 1.0 or key_cache.dtype != torch.float16
     assert key_cache.stride() == value_cache.stride()
     if not len(slot_mapping):
         return
-    variant = volta_kernels.WRITE_KV
+    variant = volta_kernels.write_kv(CACHES[key_cache.dtype])
     stream = torch.cuda.current_stream(key.device).cuda_stream
-    argument = write_parameters(key, value, key_cache, value_cache, slot_mapping)
+    argument = write_parameters(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     _kernel(variant).launch((len(slot_mapping), 1, 1), (variant.threads, 1, 1), 0, argument, stream)
 
 
-def load(head_size: int, *, adjusted: bool) -> None:
+def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) -> None:
     """Load what layers of ``head_size`` launch: not possible while a CUDA graph is captured. ``adjusted``: with soft
-    cap or ALiBi.
+    cap or ALiBi; ``cache``: dtype of keys and values.
 
     Raises:
         RuntimeError: the kernels are not built.
         DriverError: the GPU refuses.
     """
+    name = CACHES[cache]
     variants = (
-        volta_kernels.WRITE_KV,
+        volta_kernels.write_kv(name),
         volta_kernels.COMBINE,
-        volta_kernels.decode(head_size),
-        volta_kernels.prefill(head_size, adjusted=adjusted),
+        volta_kernels.decode(head_size, name),
+        volta_kernels.prefill(head_size, adjusted=adjusted, cache=name),
     )
     for variant in variants:
         _kernel(variant)
@@ -211,6 +226,8 @@ def write_parameters(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scale: float,
+    value_scale: float,
     address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
 ) -> WriteKv:
     """The argument of :func:`write_kv`'s kernel; ``address_of`` as in :func:`parameters`."""
@@ -230,6 +247,8 @@ def write_parameters(
         page_size=key_cache.shape[1],
         num_kv_heads=key.shape[1],
         head_size=key.shape[2],
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 
@@ -242,6 +261,8 @@ def parameters(
     """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
     query, key, table = problem.query, problem.key, problem.block_table
     assert key.stride() == problem.value.stride()
+    unit = UNITS.get(key.dtype, 1.0)
+    scale = problem.scale * problem.key_scale * unit
     return Prefill(
         out=address_of(out),
         lse=0 if lse is None else address_of(lse),
@@ -260,9 +281,10 @@ def parameters(
         block_table_stride=0 if table is None else table.stride(0),
         window_left=problem.window[0],
         window_right=0 if problem.causal else problem.window[1],
-        scale=problem.scale * LOG2E,
+        scale=scale * LOG2E,
         softcap=problem.softcap * LOG2E,
-        into_cap=problem.scale / problem.softcap if problem.softcap > 0 else 0.0,
+        value_scale=problem.value_scale * unit,
+        into_cap=scale / problem.softcap if problem.softcap > 0 else 0.0,
     )
 
 

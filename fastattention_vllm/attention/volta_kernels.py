@@ -10,6 +10,8 @@ import math
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass
 
+CACHES = ("", "e5m2", "e4m3", "int8")
+"""How keys and values are stored, by the number that ``cache.cuh`` has for it; the first is fp16."""
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
 """Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
@@ -42,22 +44,24 @@ class Variant:
     ctas_per_sm: int
     adjusted: bool = False
     """With soft cap or ALiBi. The decode kernel always can."""
+    cache: str = ""
+    """One of ``CACHES``."""
     architecture: int = VOLTA
 
     @property
     def name(self) -> str:
         stem = self.source.removesuffix(".cu")
-        if not self.head_size:
-            return stem
-        return f"{stem}_d{self.head_size}{'_adjusted' if self.adjusted else ''}"
+        parts = (f"d{self.head_size}" * bool(self.head_size), "adjusted" * self.adjusted, self.cache)
+        return "_".join([stem, *filter(None, parts)])
 
     @property
     def defines(self) -> dict[str, str | int]:
+        cache: dict[str, str | int] = {"KV_CACHE": CACHES.index(self.cache)}
         if not self.head_size:
-            return {}
+            return cache
         if self.source == "decode.cu":
-            return {"HEAD_SIZE": self.head_size}
-        return {
+            return cache | {"HEAD_SIZE": self.head_size}
+        return cache | {
             "HEAD_SIZE": self.head_size,
             "WARPS": self.warps,
             "TILE": self.tile,
@@ -92,38 +96,43 @@ class Variant:
         return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
 
 
-def prefill(head_size: int, *, adjusted: bool = False, architecture: int = VOLTA) -> Variant:
+def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA) -> Variant:
     """Tiles of the V100 were chosen on the simulated one (benchmarks/NOTES.md); Turing's are the largest that fit into
     its 64 KiB of shared memory, and have been timed nowhere."""
     if head_size <= 64:
         shape = (4, 64, 2)
     elif architecture == TURING:
         shape = (4, 32, 1)
-    elif head_size <= 112:
+    elif head_size <= (96 if cache else 112):
         shape = (4, 32, 2)
     else:
         shape = (8, 32, 1)
-    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, architecture)
+    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, cache, architecture)
 
 
-def decode(head_size: int) -> Variant:
-    return Variant("decode.cu", "fa_volta_decode", head_size, 4, 32, 2)
+def decode(head_size: int, cache: str = "") -> Variant:
+    return Variant("decode.cu", "fa_volta_decode", head_size, 4, 32, 2, cache=cache)
 
 
-WRITE_KV = Variant("write_kv.cu", "fa_volta_write_kv", 0, 4, 0, 8)
+def write_kv(cache: str = "") -> Variant:
+    """Of every head size."""
+    return Variant("write_kv.cu", "fa_volta_write_kv", 0, 4, 0, 8, cache=cache)
+
+
 COMBINE = Variant("combine.cu", "fa_volta_combine", 0, 0, 0, 8)
 """Of every head size; a thread for each of its numbers."""
 
 VARIANTS = (
-    WRITE_KV,
     COMBINE,
+    *map(write_kv, CACHES),
     *(
-        prefill(head_size, adjusted=adjusted, architecture=architecture)
-        for architecture in (VOLTA, TURING)
+        prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
+        for architecture, caches in ((VOLTA, CACHES), (TURING, CACHES[:1]))
+        for cache in caches
         for head_size in HEAD_SIZES
         for adjusted in (False, True)
     ),
-    *map(decode, HEAD_SIZES),
+    *(decode(head_size, cache) for cache in CACHES for head_size in HEAD_SIZES),
 )
 
 
@@ -162,6 +171,7 @@ class Prefill(ctypes.Structure):
         ("window_right", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("value_scale", c_float),
         ("into_cap", c_float),
     ]
 
@@ -188,6 +198,7 @@ class WriteKv(ctypes.Structure):
         *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, c_int64) for name in ("block_stride", "page_token_stride", "page_head_stride")),
         *((name, c_int32) for name in ("page_size", "num_kv_heads", "head_size")),
+        *((name, c_float) for name in ("key_scale", "value_scale")),
     ]
 
 

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from fastattention_vllm.attention import volta
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, partial_floats
-from fastattention_vllm.integration import compat, host_layers
+from fastattention_vllm.integration import host_layers, support
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
 from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
@@ -35,7 +35,7 @@ class FastAttentionVoltaBackend(FastAttentionBackend):
     """``--attention-backend fastattention`` on such a GPU."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", *support.FP8_CACHES]
 
     @staticmethod
     def get_impl_cls() -> type[FastAttentionImpl]:
@@ -160,7 +160,7 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         adjusted = self.softcap > 0 or self.alibi_slopes is not None
-        volta.load(self.head_size, adjusted=adjusted)
+        volta.load(self.head_size, adjusted=adjusted, cache=self.fp8 or torch.float16)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to("cuda")
         vllm_config = get_current_vllm_config()
@@ -181,7 +181,7 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         if not self.is_encoder:
-            volta.write_kv(key, value, *compat.split_kv_cache(kv_cache, self.head_size), slot_mapping)
+            volta.write_kv(key, value, *self._split(kv_cache), slot_mapping, *self.scales(layer))
 
     def forward(
         self,
@@ -202,7 +202,7 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         if self.is_encoder:
             key, value = volta.alike(key, value)
         else:
-            key, value = compat.split_kv_cache(kv_cache, self.head_size)
+            key, value = self._split(kv_cache)
         for part in metadata.parts:
             where = {"kv_start_loc": part.query_start_loc} if self.is_encoder else {"block_table": part.block_table}
             problem: AttentionProblem = self.problem(

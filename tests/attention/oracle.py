@@ -135,6 +135,16 @@ def assert_matches(
             )
 
 
+def unused(kv_dtype: torch.dtype) -> float:
+    """What lies where no key is."""
+    return math.nan if kv_dtype.is_floating_point else 127
+
+
+def stored(rows: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """As a cache holds them: torch's rounding, also to integers, which are bounded."""
+    return rows.to(kv_dtype) if kv_dtype.is_floating_point else rows.round().clamp(-128, 127).to(kv_dtype)
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem to draw at random. ``page_size`` 0 means contiguous K and V."""
@@ -200,13 +210,13 @@ class Case:
         if self.page_size == 0:
             gap = 3  # rows between sequences that belong to none
             shape = (sum(self.kv_lens) + gap * (num_seqs + 1), self.num_kv_heads, self.head_size)
-            key, value = (torch.full(shape, math.nan, dtype=kv_dtype) for _ in range(2))
+            key, value = (torch.full(shape, unused(kv_dtype), dtype=kv_dtype) for _ in range(2))
             first, kv_starts = gap, []
             for kv_len in self.kv_lens:
                 kv_starts.append(first)
                 for cache, cache_scale in zip((key, value), scales, strict=True):
                     rows = torch.randn(kv_len, *shape[1:], generator=random) / cache_scale
-                    cache[first : first + kv_len] = rows.to(kv_dtype)
+                    cache[first : first + kv_len] = stored(rows, kv_dtype)
                 first += kv_len + gap
             return replace(problem, key=key, value=value, kv_start_loc=torch.tensor(kv_starts, dtype=torch.int32))
 
@@ -214,11 +224,11 @@ class Case:
         num_blocks = sum(pages) + 2
         if self.layout == "HND":
             shape = (num_blocks, self.num_kv_heads, self.page_size, 2 * self.head_size)
-            cache = torch.full(shape, math.nan, dtype=kv_dtype)
+            cache = torch.full(shape, unused(kv_dtype), dtype=kv_dtype)
             key, value = cache.transpose(1, 2).split(self.head_size, dim=-1)
         else:
             shape = (num_blocks, 2, self.page_size, self.num_kv_heads, self.head_size)
-            cache = torch.full(shape, math.nan, dtype=kv_dtype)
+            cache = torch.full(shape, unused(kv_dtype), dtype=kv_dtype)
             key, value = cache.unbind(1)
         order = torch.randperm(num_blocks, generator=random).to(torch.int32)
         block_table = torch.full((num_seqs, max(pages, default=0) + 1), -1, dtype=torch.int32)
@@ -228,7 +238,7 @@ class Case:
             used += count
             for cache, cache_scale in zip((key, value), scales, strict=True):
                 rows = torch.randn(kv_len, self.num_kv_heads, self.head_size, generator=random)
-                rows = (rows / cache_scale).to(kv_dtype)
+                rows = stored(rows / cache_scale, kv_dtype)
                 for page in range(count):
                     part = rows[page * self.page_size : (page + 1) * self.page_size]
                     cache[block_table[seq, page], : len(part)] = part

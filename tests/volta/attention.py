@@ -90,7 +90,12 @@ class Outputs:
 
 def variant_of(problem: AttentionProblem, architecture: int = VOLTA) -> Variant:
     adjusted = problem.softcap > 0 or problem.alibi_slopes is not None
-    return volta_kernels.prefill(problem.query.shape[2], adjusted=adjusted, architecture=architecture)
+    return volta_kernels.prefill(
+        problem.query.shape[2],
+        adjusted=adjusted,
+        cache=volta.CACHES[problem.key.dtype],
+        architecture=architecture,
+    )
 
 
 class Parts:
@@ -149,7 +154,7 @@ def launch_decode(
     parts: Parts | None = None,
     on: Machines = simulated,
 ) -> Launch:
-    variant = volta_kernels.decode(problem.query.shape[2])
+    variant = volta_kernels.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype])
     outputs, parts = outputs or Outputs(problem), parts or decode_parts(problem)
     machine = on(variant)
     grid = (parts.count, problem.key.shape[-2], len(problem.seq_lens))
@@ -173,16 +178,23 @@ def decode(problem: AttentionProblem, on: Machines = simulated) -> tuple[torch.T
 
 
 def write_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+    on: Machines = simulated,
 ) -> None:
-    simulation = simulated(volta_kernels.WRITE_KV)
+    variant = volta_kernels.write_kv(volta.CACHES[key_cache.dtype])
+    machine = on(variant)
     mapped: dict[int, int] = {}
     parameters = volta.write_parameters(
-        key, value, key_cache, value_cache, slots, lambda tensor: address_of(tensor, simulation, mapped)
+        key, value, key_cache, value_cache, slots, *scales, lambda tensor: address_of(tensor, machine, mapped)
     )
     grid = (len(slots), 1, 1)
-    simulation.launch(grid, (volta_kernels.WRITE_KV.threads, 1, 1), bytes(parameters))
-    execute_all(simulation, grid)
+    machine.launch(grid, (variant.threads, 1, 1), bytes(parameters), 0)
+    execute_all(machine, grid)
 
 
 def execute_all(machine: Machine, grid: tuple[int, int, int]) -> None:

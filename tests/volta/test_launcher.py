@@ -46,7 +46,14 @@ REFUSED: list[tuple[AttentionProblem, str]] = [
         on_gpu(PROBLEM, query=PROBLEM.query.bfloat16()),
         "query has dtype torch.bfloat16, the Volta kernels take float16; pass --dtype float16",
     ),
-    (on_gpu(PROBLEM, key=PROBLEM.key.to(torch.float8_e4m3fn)), "key has dtype torch.float8_e4m3fn"),
+    (
+        on_gpu(PROBLEM, key=PROBLEM.key.bfloat16()),
+        "key has dtype torch.bfloat16, the Volta kernels take float16, float8_e5m2, float8_e4m3fn and int8",
+    ),
+    (
+        on_gpu(PROBLEM, key=PROBLEM.key.to(torch.float8_e4m3fn)),
+        "key has dtype torch.float8_e4m3fn and value torch.float16, they must be alike",
+    ),
     (
         on_gpu(PROBLEM, query=torch.zeros(5, 4, 68, dtype=FP16)[..., :64]),
         r"query has strides \(272, 68, 1\), all but the last must be multiples of 8, the last 1\.",

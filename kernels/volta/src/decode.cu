@@ -5,7 +5,7 @@
 // between them until the end. Of large heads each takes a quarter of the output's columns instead, and they exchange
 // weights: all columns would not fit its registers. What a warp reads goes through shared memory of its own, so warps
 // wait for each other only at the end.
-#include "device.cuh"
+#include "cache.cuh"
 
 #ifndef HEAD_SIZE
 #define HEAD_SIZE 128
@@ -76,24 +76,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
     return static_cast<u32>(pages[number]) * block_stride +
            static_cast<u32>(key - number * static_cast<int>(p.page.divisor)) * token_stride;
   };
-  const uint4* const key_base =
-      reinterpret_cast<const uint4*>(static_cast<const Half*>(p.key) + kv_head * p.kv_head_stride);
-  const uint4* const value_base =
-      reinterpret_cast<const uint4*>(static_cast<const Half*>(p.value) + kv_head * p.kv_head_stride);
+  const Eight* const key_base =
+      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.key) + kv_head * p.kv_head_stride);
+  const Eight* const value_base =
+      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.value) + kv_head * p.kv_head_stride);
   const int own_chunk = lane.index % kPitch, own_row = lane.index / kPitch;
-  uint4 coming[kPasses];
-  const auto load = [&](const uint4* from, u32 offsets) {
+  Eight coming[kPasses];
+  const auto load = [&](const Eight* from, u32 offsets) {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       const u32 at = __shfl_sync(~0u, offsets, pass * kRowsOfPass + own_row);
-      coming[pass] = make_uint4(0, 0, 0, 0);
+      coming[pass] = eight_zeros();
       if (at != ~0u && own_chunk < kChunks) coming[pass] = from[static_cast<size_t>(at) + own_chunk];
     }
   };
   const auto store = [&] {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass)
-      tile[place<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = coming[pass];
+      tile[place<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = to_halves(coming[pass]);
   };
 
   float output[kOwnColumns][2][8], reference[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
       total += share * of_row[kWidth - 1];
       x += share * of_row[column];
     }
-    s.partial_out[(first + row) * HEAD_SIZE + column] = total > 0.0f ? x / total : 0.0f;
+    s.partial_out[(first + row) * HEAD_SIZE + column] = total > 0.0f ? x * p.value_scale / total : 0.0f;
     if (column == 0) s.partial_lse[first + row] = total > 0.0f ? top + __log2f(total) : -infinity();
   }
 }

@@ -80,6 +80,21 @@ FA_DEVICE u32 pack(float a, float b) {
   asm("mov.b32 %0,{%1,%2};" : "=r"(both) : "h"(to_half(a)), "h"(to_half(b)));
   return both;
 }
+FA_DEVICE float to_float(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0,%1;" : "=f"(y) : "h"(x));
+  return y;
+}
+FA_DEVICE u32 add_halves(u32 a, u32 b) {  // of two pairs
+  u32 sums;
+  asm("add.rn.f16x2 %0,%1,%2;" : "=r"(sums) : "r"(a), "r"(b));
+  return sums;
+}
+FA_DEVICE int round_to_int(float x) {  // ties to even; NaN becomes 0
+  int y;
+  asm("cvt.rni.s32.f32 %0,%1;" : "=r"(y) : "f"(x));
+  return y;
+}
 
 #endif  // FASTATTENTION_EMULATOR
 

@@ -6,7 +6,7 @@
 // quadpairs, arranged 2 x 2 over 16 keys (or 16 columns) and 16 rows. The weights go from the layout of a product's
 // result to that of a product's operand through registers only: no shared memory between the two products. Tiling-mask:
 // a row sees an interval of keys. Tiles that all rows see run no mask code; those at the ends run first.
-#include "device.cuh"
+#include "cache.cuh"
 
 #ifndef HEAD_SIZE
 #define HEAD_SIZE 64
@@ -77,18 +77,18 @@ struct Loader {
   int chunk, row;  // of this thread in the first pass
   bool in_head;
 
-  FA_DEVICE void load(uint4 (&to)[kPasses], const uint4* base, u32 offsets) const {
+  FA_DEVICE void load(Eight (&to)[kPasses], const Eight* base, u32 offsets) const {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       const u32 offset = __shfl_sync(~0u, offsets, pass * kRowsOfPass + (threadIdx.x & 31) / kPitch);
-      to[pass] = make_uint4(0, 0, 0, 0);
+      to[pass] = eight_zeros();
       if (offset != ~0u && in_head) to[pass] = base[static_cast<size_t>(offset) + chunk];
     }
   }
-  FA_DEVICE void store(uint4* tile, const uint4 (&from)[kPasses]) const {
+  FA_DEVICE void store(uint4* tile, const Eight (&from)[kPasses]) const {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      tile[place<kPitch>(row + pass * (kThreads / kPitch), chunk)] = from[pass];
+      tile[place<kPitch>(row + pass * (kThreads / kPitch), chunk)] = to_halves(from[pass]);
     }
   }
 };
@@ -147,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
                          my_row,
                          lane.index < kPasses * kRowsOfPass ? kv_len : 0,
                          pages ? 0 : p.kv_start_loc[seq]};
-  const uint4* const key_base =
-      reinterpret_cast<const uint4*>(static_cast<const Half*>(p.key) + kv_head * p.kv_head_stride);
-  const uint4* const value_base =
-      reinterpret_cast<const uint4*>(static_cast<const Half*>(p.value) + kv_head * p.kv_head_stride);
+  const Eight* const key_base =
+      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.key) + kv_head * p.kv_head_stride);
+  const Eight* const value_base =
+      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.value) + kv_head * p.kv_head_stride);
 
   const auto row_of = [&](int row, long long token_stride, long long head_stride) {
     const int token = divide(row, p.group);
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     queries[place<kPitch>(i / kPitch, chunk)] = x;
   }
 
-  uint4 coming[kPasses];
+  Eight coming[kPasses];
   u32 here = finder.offset(finder.look_up(tile_begin(0)));  // of this tile's rows, and of the next one's
   u32 next = finder.offset(finder.look_up(tile_begin(1)));
   if (num_tiles > 0) {
@@ -344,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       const float total = sum_of_row(sum[i][r]);
       const int own_row = result_row + 16 * i + kRowStep * r, row = first_row + own_row;
       const bool real = row < num_rows;
-      float share = total > 0.0f ? 1.0f / total : 0.0f;
+      float share = total > 0.0f ? p.value_scale / total : 0.0f;
       const bool writes_lse = real && lane.is_first_of_row();
       if (s.parts.divisor > 1) {  // others see the same rows, and sinks count once
         const size_t at = (static_cast<size_t>(seq) * gridDim.y + blockIdx.y) * s.rows + row;

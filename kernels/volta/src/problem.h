@@ -10,7 +10,8 @@ struct Divisor {
   unsigned divisor, multiplier, shift;
 };
 
-// All tensors are fp16 but for lse. Strides are in elements, those of key and value alike, and multiples of 8.
+// All tensors are fp16 but for lse, and for key and value where they are stored in 8 bits. Strides are in elements, those
+// of key and value alike, and multiples of 8.
 struct Prefill {
   const void* query;  // [num_tokens, num_heads, head_size]
   const void* key;    // [num_blocks, page_size, num_kv_heads, head_size]; without a block table [kv_tokens, ...]
@@ -30,8 +31,9 @@ struct Prefill {
   Divisor page, group;  // tokens of a page, query heads per KV head
   int block_table_stride;
   int window_left, window_right;  // keys that a token sees before and behind itself; -1: all. Causal is 0 behind
-  float scale;                    // above 0; with log2(e) in it
+  float scale;                    // above 0; with log2(e) in it, and what keys are to be multiplied by
   float softcap;                  // 0: none; with log2(e) in it
+  float value_scale;              // what values are to be multiplied by
   float into_cap;                 // scale / softcap, for decoding: no division there
 };
 
@@ -46,7 +48,7 @@ struct Split {
   int by_length;       // decoding: parts are as long as part_length says
 };
 
-// New keys and values on their way into pages, all fp16. Strides as above, those of key and value alike.
+// New keys and values, in fp16, on their way into pages. Strides as above, those of key and value alike.
 struct WriteKv {
   const void* key;  // [>= num_tokens, num_kv_heads, head_size]
   const void* value;
@@ -56,6 +58,7 @@ struct WriteKv {
   long long key_token_stride, key_head_stride, value_token_stride, value_head_stride;
   long long block_stride, page_token_stride, page_head_stride;
   int page_size, num_kv_heads, head_size;
+  float key_scale, value_scale;  // by which they are divided, where they are stored in 8 bits
 };
 
 // Keys of one part of a sequence that is decoded: 128 times a power of two, so that there are 64 parts at most. It

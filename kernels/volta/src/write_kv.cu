@@ -1,5 +1,5 @@
 // New keys and values into their pages: a block of threads for each token.
-#include "device.cuh"
+#include "cache.cuh"
 
 namespace fastattention {
 
@@ -11,12 +11,13 @@ extern "C" __global__ void fa_volta_write_kv(const WriteKv w) {
   for (int i = threadIdx.x; i < w.num_kv_heads * chunks; i += blockDim.x) {
     const int head = i / chunks, chunk = i - head * chunks;
     const long long to = block * w.block_stride + row * w.page_token_stride + head * w.page_head_stride + chunk * 8;
-    const auto copy = [&](const void* source, long long token_stride, long long head_stride, void* target) {
+    const auto copy = [&](const void* source, long long token_stride, long long head_stride, void* target, float scale) {
       const Half* const from = static_cast<const Half*>(source) + token * token_stride + head * head_stride;
-      *reinterpret_cast<uint4*>(static_cast<Half*>(target) + to) = reinterpret_cast<const uint4*>(from)[chunk];
+      *reinterpret_cast<Eight*>(static_cast<Stored*>(target) + to) =
+          to_stored(reinterpret_cast<const uint4*>(from)[chunk], scale);
     };
-    copy(w.key, w.key_token_stride, w.key_head_stride, w.key_cache);
-    copy(w.value, w.value_token_stride, w.value_head_stride, w.value_cache);
+    copy(w.key, w.key_token_stride, w.key_head_stride, w.key_cache, w.key_scale);
+    copy(w.value, w.value_token_stride, w.value_head_stride, w.value_cache, w.value_scale);
   }
 }
 

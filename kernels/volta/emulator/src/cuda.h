@@ -94,6 +94,12 @@ inline int __float_as_int(float value) {
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {  // without the replication of signs
+  const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
 inline float __fdividef(float a, float b) {  // CUDA Programming Guide, "Intrinsic Functions"
   return std::fabs(b) > 0x1p126f && std::fabs(b) < INFINITY ? 0.0f * a : a / b;
 }

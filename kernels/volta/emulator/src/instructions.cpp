@@ -74,5 +74,16 @@ float power_of_2(float x) {  // ex2.approx.ftz: subnormal numbers count as zero
 }
 
 unsigned short to_half(float x) { return volta_sim::double_to_half(x); }
+float to_float(unsigned short x) { return volta_sim::half_to_float(x); }
+
+unsigned add_halves(unsigned a, unsigned b) {
+  using namespace volta_sim;
+  return pack_halves(static_cast<double>(low_half(a)) + low_half(b), static_cast<double>(high_half(a)) + high_half(b));
+}
+
+int round_to_int(float x) {  // what is too large becomes the largest
+  if (std::isnan(x)) return 0;
+  return static_cast<int>(std::nearbyint(std::fmin(std::fmax(x, -0x1p31), 0x1p31 - 1)));
+}
 
 }  // namespace volta_emulator

@@ -9,6 +9,9 @@ void load_matrices(unsigned* to, int count, const void* row, bool transposed);
 unsigned transpose(unsigned pair);
 float power_of_2(float x);
 unsigned short to_half(float x);
+float to_float(unsigned short x);
+unsigned add_halves(unsigned a, unsigned b);
+int round_to_int(float x);
 }  // namespace volta_emulator
 
 namespace fastattention {
@@ -34,6 +37,9 @@ inline void load_transposed_matrices(unsigned (&to)[4], const void* row) {
 }
 inline float exp2(float x) { return volta_emulator::power_of_2(x); }
 inline unsigned short to_half(float x) { return volta_emulator::to_half(x); }
+inline float to_float(unsigned short x) { return volta_emulator::to_float(x); }
+inline unsigned add_halves(unsigned a, unsigned b) { return volta_emulator::add_halves(a, b); }
+inline int round_to_int(float x) { return volta_emulator::round_to_int(x); }
 inline unsigned pack(float a, float b) { return to_half(a) | static_cast<unsigned>(to_half(b)) << 16; }
 
 }  // namespace fastattention

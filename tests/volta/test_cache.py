@@ -1,0 +1,99 @@
+"""Keys and values of 8 bits in the V100's kernels: what is written, what is read, and attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention.volta_kernels import HEAD_SIZES
+from tests.attention.oracle import Case
+from tests.volta import attention
+from tests.volta.attention import emulated, simulated
+from tests.volta.machine import more
+
+FP16, E5M2, E4M3 = torch.float16, torch.float8_e5m2, torch.float8_e4m3fn
+DTYPES = [E5M2, E4M3, torch.int8]
+SCALES = {E5M2: (0.5, 2.0), E4M3: (0.3, 0.7), torch.int8: (1 / 40, 1 / 30)}
+"""Of keys and values that are about 1 in size, so that integers are not all 0."""
+
+
+def cast(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Torch's own rounding, with the largest number as the bound; integers have no NaN."""
+    divided = rows.float() / scale
+    if dtype == torch.int8:
+        return divided.nan_to_num(0.0, 1e9, -1e9).round().clamp(-128, 127).to(dtype)
+    largest = torch.finfo(dtype).max
+    return divided.clamp(-largest, largest).to(dtype)
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit; NaN is NaN."""
+    nan = torch.isnan(expected.float())
+    assert (torch.isnan(found.float()) == nan).all()
+    assert (found.view(torch.uint8)[~nan] == expected.view(torch.uint8)[~nan]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("on", "step"), [(emulated, 1), (simulated, 7), more(simulated, 1)], ids=str)
+def test_every_number_is_cast_as_torch_does(on: attention.Machines, step: int, dtype: torch.dtype) -> None:
+    """All numbers of fp16, or each seventh, divided by two scales: infinity and NaN, subnormal numbers, ties."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32)[::step]
+    numbers = numbers[: len(numbers) // 512 * 512].to(torch.int16).view(FP16).view(-1, 8, 64)
+    key_cache, value_cache = torch.zeros(2, 1, len(numbers), 8, 64).to(dtype)
+    scales = (1.0, 0.3)
+    attention.write_kv(numbers, numbers, key_cache, value_cache, torch.arange(len(numbers)), scales, on)
+    for written, scale in zip((key_cache, value_cache), scales, strict=True):
+        assert_same(written[0], cast(numbers, dtype, scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("on", [emulated, more(simulated)], ids=str)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_every_number_is_read_exactly(kind: str, on: attention.Machines, dtype: torch.dtype) -> None:
+    """One key for each row, so its weight is 1: what comes out are the values."""
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).view(1, 4, 64)
+    problem = Case((1,), (1,), 8, 4, 64, 0, FP16, dtype).build()
+    rows = torch.zeros(1, 4, 64).to(dtype)
+    problem = replace(problem, key=rows, value=every, kv_start_loc=torch.zeros(1, dtype=torch.int32))
+    compute: Callable[..., Any] = attention.prefill if kind == "prefill" else attention.decode
+    out, _ = compute(problem, on)
+    expected = every.to(FP16).repeat_interleave(2, 1)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def case(dtype: torch.dtype, kind: str, head_size: int = 64, **changes: Any) -> Case:
+    key_scale, value_scale = SCALES[dtype]
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    own: dict[str, Any] = scales | {"head_size": head_size, "dtype": FP16, "kv_dtype": dtype} | changes
+    return Case((70, 3), (150, 33), 6, 2, padding=2, **own) if kind == "prefill" else Case((2, 1), (300, 1), 8, 2, **own)
+
+
+EVERYTHING = {"window": (90, -1), "softcap": 3.0, "alibi": "shared", "sinks": 1.0, "layout": "NHD"}
+
+
+@pytest.mark.parametrize("dtype", [E4M3, more(E5M2), more(torch.int8)], ids=str)
+@pytest.mark.parametrize("head_size", [size if size == 64 else more(size) for size in HEAD_SIZES])
+@pytest.mark.parametrize(("kind", "changes"), [("prefill", {}), ("decode", {}), more("prefill", EVERYTHING)])
+def test_attention(kind: str, changes: dict[str, Any], head_size: int, dtype: torch.dtype) -> None:
+    """As it is shipped; a prompt's keys in two parts."""
+    problem = case(dtype, kind, head_size, **changes).build()
+    attention.check(problem, attention.prefill(problem, count=2) if kind == "prefill" else attention.decode(problem))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@settings(max_examples=8)
+@given(st.data())
+def test_drawn_problems(kind: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    changes = {name: data.draw(st.sampled_from([value, None])) for name, value in EVERYTHING.items()}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    changes["page_size"] = data.draw(st.sampled_from([0, 16, 784]))
+    problem = case(dtype, kind, **changes).build()
+    compute: Callable[..., Any] = attention.prefill if kind == "prefill" else attention.decode
+    attention.check(problem, compute(problem, emulated))
