@@ -1,5 +1,5 @@
-// Parts of sequences become their output, in their order: a block of threads for each row, KV head and sequence, a thread
-// for each number of a head. Sinks belong to a row, not to a part, so they count here.
+// Parts of sequences become their output, in their order: a block of threads for each row, KV head and sequence, a
+// thread for each number of a head. Sinks belong to a row, not to a part, so they count here.
 #include "device.cuh"
 
 namespace fastattention {

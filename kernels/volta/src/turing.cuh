@@ -42,7 +42,7 @@ constexpr int kKeysAtOnce = 2;
 template <int kPitch>
 FA_DEVICE void load_rows(Operand& first, Operand& second, const uint4* tile, const Lane& lane, int row, int chunk) {
   u32 matrices[4];
-  load_matrices(matrices, tile + place<kPitch>(row + lane.index, chunk));
+  load_matrices(matrices, tile, place<kPitch>(row + lane.index, 0), chunk);
   first = {matrices[0], matrices[1]};
   second = {matrices[2], matrices[3]};
 }
@@ -50,7 +50,7 @@ template <int kPitch, int kBlocks>
 FA_DEVICE void load_queries(Operand (&to)[kBlocks], const uint4* tile, const Lane& lane, int first_row, int chunk) {
   if constexpr (kBlocks == 1) {
     u32 matrices[2];
-    load_matrices(matrices, tile + place<kPitch>(first_row + (lane.index & 15), chunk));
+    load_matrices(matrices, tile, place<kPitch>(first_row + (lane.index & 15), 0), chunk);
     to[0] = {matrices[0], matrices[1]};
   } else {
     static_assert(kBlocks == 2, "32 rows at once");
@@ -83,16 +83,16 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
   FA_UNROLL
   for (int t = 0; t < kOutputs; ++t) {
     u32 v[4];  // keys 0 to 7 and 8 to 15 of columns 0 to 7, then of columns 8 to 15
-    load_transposed_matrices(v, values + place<kPitch>(first_key + (lane.index & 15), 2 * t + (lane.index >> 4)));
+    load_transposed_matrices(v, values, place<kPitch>(first_key + (lane.index & 15), lane.index >> 4), 2 * t);
     FA_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
-      const u32 (&w)[4] = weights[i][j];
+      const u32(&w)[4] = weights[i][j];
       multiply_left(output[i][t], w[0], w[1], v[0]);
       multiply_right(output[i][t], w[0], w[1], v[2]);
     }
     FA_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
-      const u32 (&w)[4] = weights[i][j];
+      const u32(&w)[4] = weights[i][j];
       multiply_left(output[i][t], w[2], w[3], v[1]);
       multiply_right(output[i][t], w[2], w[3], v[3]);
     }

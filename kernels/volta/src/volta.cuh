@@ -7,7 +7,8 @@
 
 namespace fastattention {
 
-// Element e of a lane's eight of a 16 x 16 result lies kRowStep * (e >> 1 & 1) below its first and kColumnStep * (e >> 2)
+// Element e of a lane's eight of a 16 x 16 result lies kRowStep * (e >> 1 & 1) below its first and kColumnStep * (e >>
+// 2)
 // + (e & 1) to the right of it.
 constexpr int kRowStep = 2, kColumnStep = 4;
 
@@ -78,8 +79,8 @@ FA_DEVICE void multiply_by_keys(float (&scores)[kBlocks][kColumns][8], int j, co
 // Of 16 x 16, for a head.
 constexpr int output_blocks(int head_size) { return 2 * ((head_size + 31) / 32); }
 
-// Packed weights of 16 x 16, element 2 r + 4 h and the next in number r + 2 h, from the layout of a result to that of an
-// operand: lanes that differ in bit 1 exchange half of what they hold.
+// Packed weights of 16 x 16, element 2 r + 4 h and the next in number r + 2 h, from the layout of a result to that of
+// an operand: lanes that differ in bit 1 exchange half of what they hold.
 FA_DEVICE void to_operand(u32 (&weights)[4], const Lane& lane) {
   FA_UNROLL
   for (int g = 0; g < 4; g += 2) {

@@ -2,6 +2,8 @@
 #ifndef VOLTA_EMULATOR_INSTRUCTIONS_H
 #define VOLTA_EMULATOR_INSTRUCTIONS_H
 
+#include "cuda.h"
+
 namespace volta_emulator {
 void multiply_quadpairs(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1, bool b_by_rows);
 void multiply_16(float* d, unsigned a0, unsigned a1, unsigned b);
@@ -29,11 +31,11 @@ inline void multiply_right(float (&d)[8], unsigned a0, unsigned a1, unsigned b) 
   volta_emulator::multiply_16(d + 4, a0, a1, b);
 }
 template <int kCount>
-void load_matrices(unsigned (&to)[kCount], const void* row) {
-  volta_emulator::load_matrices(to, kCount, row, false);
+void load_matrices(unsigned (&to)[kCount], const uint4* tile, int place, int chunk) {
+  volta_emulator::load_matrices(to, kCount, tile + (place ^ chunk), false);
 }
-inline void load_transposed_matrices(unsigned (&to)[4], const void* row) {
-  volta_emulator::load_matrices(to, 4, row, true);
+inline void load_transposed_matrices(unsigned (&to)[4], const uint4* tile, int place, int chunk) {
+  volta_emulator::load_matrices(to, 4, tile + (place ^ chunk), true);
 }
 inline float exp2(float x) { return volta_emulator::power_of_2(x); }
 inline unsigned short to_half(float x) { return volta_emulator::to_half(x); }
