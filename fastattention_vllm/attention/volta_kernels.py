@@ -60,7 +60,7 @@ class Variant:
         if not self.head_size:
             return cache
         if self.source == "decode.cu":
-            return cache | {"HEAD_SIZE": self.head_size}
+            return cache | {"HEAD_SIZE": self.head_size, "WARPS": self.warps}
         return cache | {
             "HEAD_SIZE": self.head_size,
             "WARPS": self.warps,
@@ -110,8 +110,9 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
     return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, cache, architecture)
 
 
-def decode(head_size: int, cache: str = "") -> Variant:
-    return Variant("decode.cu", "fa_volta_decode", head_size, 4, 32, 2, cache=cache)
+def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
+    warps = 2 if architecture == TURING and head_size > 128 else 4
+    return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, 2, cache=cache, architecture=architecture)
 
 
 def write_kv(cache: str = "") -> Variant:
@@ -127,12 +128,17 @@ VARIANTS = (
     *map(write_kv, CACHES),
     *(
         prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
-        for architecture, caches in ((VOLTA, CACHES), (TURING, CACHES[:1]))
-        for cache in caches
+        for architecture in (VOLTA, TURING)
+        for cache in CACHES
         for head_size in HEAD_SIZES
         for adjusted in (False, True)
     ),
-    *(decode(head_size, cache) for cache in CACHES for head_size in HEAD_SIZES),
+    *(
+        decode(head_size, cache, architecture)
+        for architecture in (VOLTA, TURING)
+        for cache in CACHES
+        for head_size in HEAD_SIZES
+    ),
 )
 
 

@@ -153,8 +153,9 @@ def launch_decode(
     outputs: Outputs | None = None,
     parts: Parts | None = None,
     on: Machines = simulated,
+    architecture: int = VOLTA,
 ) -> Launch:
-    variant = volta_kernels.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype])
+    variant = volta_kernels.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype], architecture)
     outputs, parts = outputs or Outputs(problem), parts or decode_parts(problem)
     machine = on(variant)
     grid = (parts.count, problem.key.shape[-2], len(problem.seq_lens))
@@ -170,9 +171,11 @@ def launch_combine(problem: AttentionProblem, outputs: Outputs, parts: Parts, on
     return machine, grid
 
 
-def decode(problem: AttentionProblem, on: Machines = simulated) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(
+    problem: AttentionProblem, on: Machines = simulated, architecture: int = VOLTA
+) -> tuple[torch.Tensor, torch.Tensor]:
     outputs, parts = Outputs(problem), decode_parts(problem)
-    execute_all(*launch_decode(problem, outputs, parts, on))
+    execute_all(*launch_decode(problem, outputs, parts, on, architecture))
     execute_all(*launch_combine(problem, outputs, parts, on))
     return outputs.out, outputs.lse
 

@@ -1,19 +1,20 @@
 // Attention of up to eight packed rows (a token's query heads of one KV head, and a few tokens): bound by reading keys
 // and values once. A sequence is cut into parts; blocks of threads each take one, their warps 32 keys at a time.
 //
-// The four quadpairs of a warp take 8 keys each, with a softmax and an output of their own, so that nothing passes
-// between them until the end. Of large heads each takes a quarter of the output's columns instead, and they exchange
-// weights: all columns would not fit its registers. What a warp reads goes through shared memory of its own, so warps
-// wait for each other only at the end.
+// What a warp reads goes through shared memory of its own, so warps wait for each other only at the end. DecodeLane
+// says what its lanes do together.
 #include "cache.cuh"
 
 #ifndef HEAD_SIZE
 #define HEAD_SIZE 128
 #endif
+#ifndef WARPS
+#define WARPS 4
+#endif
 
 namespace fastattention {
 
-constexpr int kWarps = 4;
+constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 8;
 constexpr int kTile = 32;                                           // keys
@@ -21,10 +22,8 @@ constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numb
 constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
 constexpr int kRowsOfPass = 32 / kPitch;                            // that a warp loads at once
 constexpr int kPasses = kTile / kRowsOfPass;
-constexpr int kColumns = (HEAD_SIZE + 15) / 16;  // pairs of products along the head
-constexpr bool kDivided = HEAD_SIZE > 128;       // among the quadpairs
-constexpr int kOwnColumns = kDivided ? kColumns / 4 : kColumns;
-static_assert(!kDivided || kColumns % 4 == 0, "as many columns for each quadpair");
+using WarpLane = DecodeLane<HEAD_SIZE, kPitch>;
+constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const Split s) {
   extern __shared__ uint4 shared[];
@@ -43,8 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
   if (part * length >= kv_len) return;
 
   const int warp = threadIdx.x / 32;
-  const Lane lane(threadIdx.x & 31);
-  const int quadpair = lane.down + 2 * lane.across;
+  const WarpLane lane(threadIdx.x & 31);
   uint4* const queries = shared;
   uint4* const tile = shared + kRows * kPitch + warp * kTile * kPitch;  // of this warp
 
@@ -96,17 +94,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
       tile[place<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = to_halves(coming[pass]);
   };
 
-  float output[kOwnColumns][2][8], reference[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
+  float output[kOutputs][kElements], reference[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
   FA_UNROLL
-  for (int t = 0; t < kOwnColumns; ++t) {
+  for (int t = 0; t < kOutputs; ++t) {
     FA_UNROLL
-    for (int s = 0; s < 2; ++s) {
-      FA_UNROLL
-      for (int e = 0; e < 8; ++e) output[t][s][e] = 0.0f;
-    }
+    for (int e = 0; e < kElements; ++e) output[t][e] = 0.0f;
   }
-  // The quadpair's keys, 4 from here on and 4 from 16 further on: eight rows of a phase differ modulo 8.
-  const int own_keys = 4 * (quadpair & 1) + 8 * (quadpair >> 1);
   int begin = first_key + warp * kTile;
   u32 here = offset_of(begin), next = offset_of(begin + kWarps * kTile);
   load(key_base, here);
@@ -119,17 +112,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
     float scores[8];
     FA_UNROLL
     for (int e = 0; e < 8; ++e) scores[e] = 0.0f;
-    FA_UNROLL
-    for (int c = 0; c < kChunks; ++c) {
-      const uint4 q = queries[place<kPitch>(lane.slot, c)];
-      const uint4 k = tile[place<kPitch>((lane.index & 3) + own_keys + 16 * lane.half, c)];
-      multiply_by_columns(scores, q.x, q.y, k.x, k.y);
-      multiply_by_columns(scores, q.z, q.w, k.z, k.w);
-    }
-    u32 weights[4];
+    lane.multiply_by_keys(scores, queries, tile);
+    float weights[2][4];
     FA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int row = lane.bit0 + 2 * r + 4 * lane.half, position = divide(row, p.group) + offset;
+      const int row = lane.row(r), position = divide(row, p.group) + offset;
       const int from = begin_of(position), to = min(part_end, end_of(position));
       float slope = 0.0f;
       if (p.alibi_slopes != nullptr && row < num_rows) {
@@ -138,105 +125,61 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
       float adjusted[4], most = reference[r];
       FA_UNROLL
       for (int e = 0; e < 4; ++e) {
-        const int key = begin + 2 * lane.bit1 + (e & 1) + own_keys + 16 * (e >> 1);
-        float score = scores[(e & 1) + 2 * r + 4 * (e >> 1)];
+        const int key = begin + lane.key(e);
+        float score = scores[WarpLane::score(r, e)];
         score = p.softcap > 0.0f ? p.softcap * tanh(score * p.into_cap) : score * p.scale;
         score -= slope * fabsf(static_cast<float>(key - position));
         adjusted[e] = key < from || key >= to ? -infinity() : score;
         most = fmaxf(most, adjusted[e]);
       }
-      most = fmaxf(most, of_lane_xor(most, 2));
-      if (kDivided) {
-        most = fmaxf(most, of_lane_xor(most, 4));
-        most = fmaxf(most, of_lane_xor(most, 8));
-      }
+      most = lane.most_of_row(most);
       const float shift = most == -infinity() ? 0.0f : most, rescale = exp2(reference[r] - shift);
       reference[r] = most;
       FA_UNROLL
-      for (int t = 0; t < kOwnColumns; ++t) {
+      for (int t = 0; t < kOutputs; ++t) {
         FA_UNROLL
-        for (int s = 0; s < 2; ++s) {
-          float (&o)[8] = output[t][s];
-          o[2 * r] *= rescale, o[2 * r + 1] *= rescale, o[4 + 2 * r] *= rescale, o[5 + 2 * r] *= rescale;
+        for (int e = 0; e < kElements; ++e) {
+          if (WarpLane::row_of(e) == r) output[t][e] *= rescale;
         }
       }
-      const float w0 = exp2(adjusted[0] - shift), w1 = exp2(adjusted[1] - shift);
-      const float w2 = exp2(adjusted[2] - shift), w3 = exp2(adjusted[3] - shift);
-      sum[r] = sum[r] * rescale + (w0 + w1) + (w2 + w3);
-      weights[r] = pack(w0, w1);
-      weights[2 + r] = pack(w2, w3);
+      FA_UNROLL
+      for (int e = 0; e < 4; ++e) weights[r][e] = exp2(adjusted[e] - shift);
+      sum[r] = sum[r] * rescale + (weights[r][0] + weights[r][1]) + (weights[r][2] + weights[r][3]);
     }
-    FA_UNROLL
-    for (int g = 0; g < 4; g += 2) {
-      const u32 give = lane.bit1 ? weights[g] : weights[g + 1];
-      const u32 got = of_lane_xor(give, 2);
-      if (lane.bit1) {
-        weights[g] = got;
-      } else {
-        weights[g + 1] = got;
-      }
-    }
+    u32 packed[4];
+    lane.to_operand(packed, weights);
     __syncwarp();
     store();
     load(key_base, next);
     __syncwarp();
-    FA_UNROLL
-    for (int of = 0; of < (kDivided ? 4 : 1); ++of) {  // the keys of this quadpair, then of the others
-      const int their_keys = 4 * ((quadpair ^ of) & 1) + 8 * ((quadpair ^ of) >> 1);
-      FA_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        const u32 w0 = of == 0 ? weights[2 * k] : of_lane_xor(weights[2 * k], 4 * of);
-        const u32 w1 = of == 0 ? weights[2 * k + 1] : of_lane_xor(weights[2 * k + 1], 4 * of);
-        FA_UNROLL
-        for (int t = 0; t < kOwnColumns; ++t) {
-          const int column = kDivided ? 4 * t + quadpair : t;
-          const uint4 v = tile[place<kPitch>(their_keys + (lane.index & 3) + 16 * k, 2 * column + lane.half)];
-          multiply_by_rows(output[t][0], w0, w1, v.x, v.y);
-          multiply_by_rows(output[t][1], w0, w1, v.z, v.w);
-        }
-      }
-    }
+    lane.multiply_by_values(output, packed, tile);
     __syncwarp();
     here = next;
     next = after_next;
   }
 
-  // The quadpairs' sums meet in the first, the warps' in shared memory, each row with its reference and its sum.
-  constexpr int kWidth = 16 * kColumns + 2;
+  // The warps' sums meet in shared memory, each row with its reference and its sum.
+  constexpr int kWidth = HEAD_SIZE + 2;
+  static_assert(HEAD_SIZE % 16 == 0, "products fill the head");
   float* const of_warps = reinterpret_cast<float*>(shared);  // [kWarps][kRows][kWidth]
-  float most[2], factor[2];
+  float factor[2];
   FA_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    most[r] = fmaxf(reference[r], of_lane_xor(reference[r], 4));
-    most[r] = fmaxf(most[r], of_lane_xor(most[r], 8));
-    factor[r] = kDivided ? 1.0f : reference[r] == -infinity() ? 0.0f : exp2(reference[r] - most[r]);
-    sum[r] *= factor[r];
-    FA_UNROLL
-    for (int mask = 2; mask < 16; mask *= 2) sum[r] += of_lane_xor(sum[r], mask);
-  }
+  for (int r = 0; r < 2; ++r) factor[r] = lane.meet(reference[r], sum[r]);
   __syncthreads();
   FA_UNROLL
-  for (int t = 0; t < kOwnColumns; ++t) {
+  for (int t = 0; t < kOutputs; ++t) {
     FA_UNROLL
-    for (int s = 0; s < 2; ++s) {
-      FA_UNROLL
-      for (int e = 0; e < 8; ++e) {
-        float x = output[t][s][e] * factor[e >> 1 & 1];
-        if (!kDivided) {
-          x += of_lane_xor(x, 4);
-          x += of_lane_xor(x, 8);
-        }
-        const int row = lane.bit0 + (e & 2) + 4 * lane.half;
-        const int column = 8 * (2 * (kDivided ? 4 * t + quadpair : t) + (e >> 2)) + 4 * s + 2 * lane.bit1 + (e & 1);
-        if (kDivided || quadpair == 0) of_warps[(warp * kRows + row) * kWidth + column] = x;
-      }
+    for (int e = 0; e < kElements; ++e) {
+      const int r = WarpLane::row_of(e);
+      const float x = lane.met_output(output[t][e] * factor[r]);
+      if (lane.has_output()) of_warps[(warp * kRows + lane.row(r)) * kWidth + lane.column(t, e)] = x;
     }
   }
-  if (quadpair == 0 && lane.bit1 == 0) {
+  if (lane.is_first_of_row()) {
     FA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float* const end_of_row = of_warps + (warp * kRows + lane.bit0 + 2 * r + 4 * lane.half + 1) * kWidth - 2;
-      end_of_row[0] = most[r];
+      float* const end_of_row = of_warps + (warp * kRows + lane.row(r) + 1) * kWidth - 2;
+      end_of_row[0] = reference[r];
       end_of_row[1] = sum[r];
     }
   }

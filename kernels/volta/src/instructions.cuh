@@ -33,16 +33,11 @@ FA_DEVICE void multiply_by_rows(float (&d)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
 }
 
 #if __CUDA_ARCH__ >= 750
-// One 16 x 8 x 8 product of the warp, in fp32: d += a * b, for the left and the right half of a 16 x 16 result.
-FA_DEVICE void multiply_left(float (&d)[8], u32 a0, u32 a1, u32 b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(b));
-}
-FA_DEVICE void multiply_right(float (&d)[8], u32 a0, u32 a1, u32 b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-      : "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a0), "r"(a1), "r"(b));
+// One 16 x 8 x 8 product of the warp, in fp32: d += a * b, of which a lane has four.
+FA_DEVICE void multiply_16x8(float* d, u32 a0, u32 a1, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
 }
 
 // Matrices of 8 rows of 8 numbers of fp16 in shared memory: lane 8 m + r says where row r of matrix m begins, which is
@@ -69,6 +64,12 @@ FA_DEVICE void load_transposed_matrices(u32 (&to)[4], const uint4* tile, int pla
       "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[a];}"
       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
       : "r"(shared_address(tile)), "r"(16 * place), "r"(16 * chunk));
+}
+// A matrix of 8 rows of 8 numbers of fp16: lane 4 r + c has the numbers 2 c and 2 c + 1 of row r, then of column r.
+FA_DEVICE u32 transpose_matrix(u32 pair) {
+  u32 transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 #endif
 

@@ -65,9 +65,9 @@ template <int kBlocks, int kColumns>
 FA_DEVICE void multiply_by_keys(float (&scores)[kBlocks][kColumns][8], int j, const Operand (&q)[kBlocks],
                                 const Operand& k) {
   FA_UNROLL
-  for (int i = 0; i < kBlocks; ++i) multiply_left(scores[i][j], q[i].low, q[i].high, k.low);
+  for (int i = 0; i < kBlocks; ++i) multiply_16x8(scores[i][j], q[i].low, q[i].high, k.low);
   FA_UNROLL
-  for (int i = 0; i < kBlocks; ++i) multiply_right(scores[i][j], q[i].low, q[i].high, k.high);
+  for (int i = 0; i < kBlocks; ++i) multiply_16x8(scores[i][j] + 4, q[i].low, q[i].high, k.high);
 }
 
 // --- output: weights times values -----------------------------------------------------------------------------------
@@ -87,17 +87,83 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
     FA_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const u32(&w)[4] = weights[i][j];
-      multiply_left(output[i][t], w[0], w[1], v[0]);
-      multiply_right(output[i][t], w[0], w[1], v[2]);
+      multiply_16x8(output[i][t], w[0], w[1], v[0]);
+      multiply_16x8(output[i][t] + 4, w[0], w[1], v[2]);
     }
     FA_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const u32(&w)[4] = weights[i][j];
-      multiply_left(output[i][t], w[2], w[3], v[1]);
-      multiply_right(output[i][t], w[2], w[3], v[3]);
+      multiply_16x8(output[i][t], w[2], w[3], v[1]);
+      multiply_16x8(output[i][t] + 4, w[2], w[3], v[3]);
     }
   }
 }
+
+// --- eight rows and 32 keys -----------------------------------------------------------------------------------------
+
+// Everything is transposed here, so that eight rows are the narrow side of a product: scores are keys times queries,
+// and the output's columns are values times weights.
+template <int kHeadSize, int kPitch>
+struct DecodeLane : Lane {
+  static constexpr int kOutputs = kHeadSize / 16, kElements = 4;
+  using Lane::Lane;
+
+  FA_DEVICE int row(int r) const { return 2 * (index & 3) + r; }
+  FA_DEVICE int key(int e) const { return (index >> 2) + 8 * e; }
+  static constexpr FA_DEVICE int score(int r, int e) { return r + 2 * e; }
+  static constexpr FA_DEVICE int row_of(int e) { return e & 1; }
+  FA_DEVICE int column(int t, int e) const { return 16 * t + (index >> 2) + 8 * (e >> 1); }
+
+  FA_DEVICE void multiply_by_keys(float (&scores)[8], const uint4* queries, const uint4* keys) const {
+    FA_UNROLL
+    for (int c = 0; c < kHeadSize / 8; c += 2) {
+      u32 q[2];
+      load_matrices(q, queries, place<kPitch>(index & 7, index >> 3 & 1), c);
+      FA_UNROLL
+      for (int also = 0; also < 2; ++also) {
+        u32 k[4];
+        load_matrices(k, keys, place<kPitch>(index, 0), c + also);
+        multiply_16x8(scores, k[0], k[1], q[also]);
+        multiply_16x8(scores + 4, k[2], k[3], q[also]);
+      }
+    }
+  }
+
+  FA_DEVICE float most_of_row(float x) const {
+    FA_UNROLL
+    for (int mask = 4; mask < 32; mask *= 2) x = fmaxf(x, of_lane_xor(x, mask));
+    return x;
+  }
+
+  FA_DEVICE void to_operand(u32 (&packed)[4], const float (&weights)[2][4]) const {
+    FA_UNROLL
+    for (int e = 0; e < 4; ++e) packed[e] = transpose_matrix(pack(weights[0][e], weights[1][e]));
+  }
+
+  FA_DEVICE void multiply_by_values(float (&output)[kOutputs][kElements], const u32 (&weights)[4],
+                                    const uint4* values) const {
+    FA_UNROLL
+    for (int t = 0; t < kOutputs; ++t) {
+      FA_UNROLL
+      for (int e = 0; e < 4; e += 2) {
+        u32 v[4];  // columns 0 to 7 and 8 to 15 of keys 0 to 7, then of keys 8 to 15
+        const int key = 8 * e + 8 * (index >> 4) + (index & 7);
+        load_transposed_matrices(v, values, place<kPitch>(key, index >> 3 & 1), 2 * t);
+        multiply_16x8(output[t], v[0], v[1], weights[e]);
+        multiply_16x8(output[t], v[2], v[3], weights[e + 1]);
+      }
+    }
+  }
+
+  FA_DEVICE float meet(float&, float& sum) const {
+    FA_UNROLL
+    for (int mask = 4; mask < 32; mask *= 2) sum += of_lane_xor(sum, mask);
+    return 1.0f;
+  }
+  FA_DEVICE float met_output(float x) const { return x; }
+  FA_DEVICE bool has_output() const { return true; }
+  FA_DEVICE bool is_first_of_row() const { return index < 4; }
+};
 
 }  // namespace fastattention
 

@@ -124,6 +124,105 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
   }
 }
 
+// --- eight rows and 32 keys -----------------------------------------------------------------------------------------
+
+// The four quadpairs of a warp take 8 keys each, with a softmax and an output of their own, so that nothing passes
+// between them until the end. Of large heads each takes a quarter of the output's columns instead, and they exchange
+// weights: all columns would not fit its registers. Of scores, a lane has two rows of four keys.
+template <int kHeadSize, int kPitch>
+struct DecodeLane : Lane {
+  static constexpr int kColumns = (kHeadSize + 15) / 16;  // pairs of products along the head
+  static constexpr bool kDivided = kHeadSize > 128;       // among the quadpairs
+  static constexpr int kOwnColumns = kDivided ? kColumns / 4 : kColumns;
+  static constexpr int kOutputs = 2 * kOwnColumns,
+                       kElements = 8;  // of the output: products, and what a lane has of one
+  static_assert(!kDivided || kColumns % 4 == 0, "as many columns for each quadpair");
+
+  int quadpair;
+  int own_keys;  // 4 from here on and 4 from 16 further on: eight rows of a phase differ modulo 8
+  FA_DEVICE explicit DecodeLane(int lane)
+      : Lane(lane), quadpair(down + 2 * across), own_keys(4 * (quadpair & 1) + 8 * (quadpair >> 1)) {}
+
+  FA_DEVICE int row(int r) const { return bit0 + 2 * r + 4 * half; }
+  FA_DEVICE int key(int e) const { return 2 * bit1 + (e & 1) + own_keys + 16 * (e >> 1); }
+  static constexpr FA_DEVICE int score(int r, int e) { return (e & 1) + 2 * r + 4 * (e >> 1); }
+  // Of an element of the output.
+  static constexpr FA_DEVICE int row_of(int e) { return e >> 1 & 1; }
+  FA_DEVICE int column(int t, int e) const {
+    return 8 * (2 * (kDivided ? 4 * (t >> 1) + quadpair : t >> 1) + (e >> 2)) + 4 * (t & 1) + 2 * bit1 + (e & 1);
+  }
+
+  FA_DEVICE void multiply_by_keys(float (&scores)[8], const uint4* queries, const uint4* keys) const {
+    FA_UNROLL
+    for (int c = 0; c < kHeadSize / 8; ++c) {
+      const uint4 q = queries[place<kPitch>(slot, c)];
+      const uint4 k = keys[place<kPitch>((index & 3) + own_keys + 16 * half, c)];
+      multiply_by_columns(scores, q.x, q.y, k.x, k.y);
+      multiply_by_columns(scores, q.z, q.w, k.z, k.w);
+    }
+  }
+
+  // Over the lanes whose keys share a softmax.
+  FA_DEVICE float most_of_row(float x) const {
+    x = fmaxf(x, of_lane_xor(x, 2));
+    if (kDivided) {
+      x = fmaxf(x, of_lane_xor(x, 4));
+      x = fmaxf(x, of_lane_xor(x, 8));
+    }
+    return x;
+  }
+
+  FA_DEVICE void to_operand(u32 (&packed)[4], const float (&weights)[2][4]) const {
+    FA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      packed[r] = pack(weights[r][0], weights[r][1]);
+      packed[2 + r] = pack(weights[r][2], weights[r][3]);
+    }
+    fastattention::to_operand(packed, *this);
+  }
+
+  FA_DEVICE void multiply_by_values(float (&output)[kOutputs][kElements], const u32 (&weights)[4],
+                                    const uint4* values) const {
+    FA_UNROLL
+    for (int of = 0; of < (kDivided ? 4 : 1); ++of) {  // the keys of this quadpair, then of the others
+      const int their_keys = 4 * ((quadpair ^ of) & 1) + 8 * ((quadpair ^ of) >> 1);
+      FA_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        const u32 w0 = of == 0 ? weights[2 * k] : of_lane_xor(weights[2 * k], 4 * of);
+        const u32 w1 = of == 0 ? weights[2 * k + 1] : of_lane_xor(weights[2 * k + 1], 4 * of);
+        FA_UNROLL
+        for (int t = 0; t < kOwnColumns; ++t) {
+          const int column = kDivided ? 4 * t + quadpair : t;
+          const uint4 v = values[place<kPitch>(their_keys + (index & 3) + 16 * k, 2 * column + half)];
+          multiply_by_rows(output[2 * t], w0, w1, v.x, v.y);
+          multiply_by_rows(output[2 * t + 1], w0, w1, v.z, v.w);
+        }
+      }
+    }
+  }
+
+  // At the end the quadpairs' sums meet in the first. Returns the factor of this quadpair's output.
+  FA_DEVICE float meet(float& reference, float& sum) const {
+    float most = fmaxf(reference, of_lane_xor(reference, 4));
+    most = fmaxf(most, of_lane_xor(most, 8));
+    const float factor = kDivided ? 1.0f : reference == -infinity() ? 0.0f : exp2(reference - most);
+    reference = most;
+    sum *= factor;
+    FA_UNROLL
+    for (int mask = 2; mask < 16; mask *= 2) sum += of_lane_xor(sum, mask);
+    return factor;
+  }
+  FA_DEVICE float met_output(float x) const {
+    if (!kDivided) {
+      x += of_lane_xor(x, 4);
+      x += of_lane_xor(x, 8);
+    }
+    return x;
+  }
+  FA_DEVICE bool has_output() const { return kDivided || quadpair == 0; }
+  FA_DEVICE bool is_first_of_row() const { return quadpair == 0 && bit1 == 0; }
+};
+
 }  // namespace fastattention
 
 #endif

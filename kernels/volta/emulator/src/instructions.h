@@ -24,12 +24,8 @@ inline void multiply_by_columns(float (&d)[8], unsigned a0, unsigned a1, unsigne
 inline void multiply_by_rows(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
   volta_emulator::multiply_quadpairs(d, a0, a1, b0, b1, true);
 }
-inline void multiply_left(float (&d)[8], unsigned a0, unsigned a1, unsigned b) {
-  volta_emulator::multiply_16(d, a0, a1, b);
-}
-inline void multiply_right(float (&d)[8], unsigned a0, unsigned a1, unsigned b) {
-  volta_emulator::multiply_16(d + 4, a0, a1, b);
-}
+inline void multiply_16x8(float* d, unsigned a0, unsigned a1, unsigned b) { volta_emulator::multiply_16(d, a0, a1, b); }
+inline unsigned transpose_matrix(unsigned pair) { return volta_emulator::transpose(pair); }
 template <int kCount>
 void load_matrices(unsigned (&to)[kCount], const uint4* tile, int place, int chunk) {
   volta_emulator::load_matrices(to, kCount, tile + (place ^ chunk), false);
