@@ -244,18 +244,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
             for (int j = 0; j < kKeyColumns; ++j) {
               FA_UNROLL
               for (int e = 0; e < 4; ++e) {
-                const int column = 16 * j + (e & 1) + kColumnStep * (e >> 1);
-                scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r] += slope * (distance + static_cast<float>(column));
-              }
-            }
-            if (p.window_right == 0) continue;  // no row sees keys behind its own token
-            FA_UNROLL
-            for (int j = 0; j < kKeyColumns; ++j) {
-              FA_UNROLL
-              for (int e = 0; e < 4; ++e) {
-                const int column = 16 * j + (e & 1) + kColumnStep * (e >> 1);
-                scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r] -=
-                    2.0f * slope * fmaxf(distance + static_cast<float>(column), 0.0f);
+                const float way = distance + static_cast<float>(16 * j + (e & 1) + kColumnStep * (e >> 1));
+                scores[i][j][(e & 1) + 4 * (e >> 1) + 2 * r] += slope * fminf(way, -way);
               }
             }
           }
