@@ -87,6 +87,50 @@ def cpu(
     raise typer.Exit(status)
 
 
+@bench.command()
+def volta(
+    tokens: Annotated[str, typer.Option(help="Lengths of prefill.")] = "1024,2048,4096,8192,16384",
+    context: Annotated[str, typer.Option(help="Lengths at which one token is decoded.")] = "4096,16384",
+    batch: Annotated[int, typer.Option(min=1, max=1024)] = 8,
+    heads: Annotated[int, typer.Option(min=1, max=256, help="Query heads.")] = 32,
+    head_size: Annotated[int, typer.Option()] = 64,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="Only ours and those whose name begins so: 'torch SDPA', xformers, eager.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved samples of each contender.")] = 9,
+    json: Annotated[Path, typer.Option(help="Write the rows there.")] = Path("fastattention-bench-volta.json"),
+) -> None:
+    """V100 kernels next to torch SDPA, xformers and Hugging Face's eager attention, on this NVIDIA GPU.
+
+    Without options: Figure 8 of the FastAttention paper, and decoding. Please send back the JSON of a V100 or a T4.
+    """
+    from fastattention_vllm.bench import volta as measuring
+    from fastattention_vllm.bench.volta_contenders import contenders as of_volta
+
+    try:
+        everyone = of_volta(contender)
+        everything = measuring.cases(
+            lengths("--tokens", tokens), lengths("--context", context), batch=batch, heads=heads, head_size=head_size
+        )
+        reason = measuring.why_not()
+        if reason is not None:
+            raise ValueError(reason)
+        json.touch()
+    except (ValueError, OSError) as error:
+        reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
+        typer.echo(f"fastattention bench: {reason}", err=True)
+        raise typer.Exit(2) from None
+    measuring.run(everything, everyone, rounds, json, new_console())
+
+
+def lengths(option: str, text: str) -> list[int]:
+    """Numbers separated by commas, none at all for an empty text; ``ValueError`` with one sentence."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{option} is {text!r}; write numbers separated by commas, as in 1024,4096.")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
 def new_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 180)
 

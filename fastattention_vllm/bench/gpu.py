@@ -1,0 +1,144 @@
+"""One NVIDIA GPU: its name and versions, and times of what runs on it, by CUDA events."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+SAMPLE_SECONDS = 0.02
+"""A sample repeats a call for about so long."""
+MOST_CALLS = 1000
+
+
+class Gpu(Protocol):
+    """What measuring needs of a device; tests have one without a GPU."""
+
+    device: torch.device
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """From the first kernel that ``call`` starts until its last one ends."""
+
+    def captured(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+        """All of them as one that costs the CPU next to nothing; raises where they cannot be captured."""
+
+    def free(self) -> None:
+        """Give memory back that nobody uses."""
+
+
+class CudaGpu:
+    """torch's current GPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+    def captured(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph.replay
+
+    def free(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+@dataclass(slots=True)
+class Timed:
+    """A contender's samples: seconds per call of one layer."""
+
+    name: str
+    call: Callable[[], Any]
+    layers: int = 1
+    """That one ``call`` goes through."""
+    samples: list[float] = field(default_factory=list)
+    repeats: int = 1
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def iqr(self) -> float:
+        """Interquartile range over the median."""
+        if len(self.samples) < 2:
+            return 0.0
+        first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return (third - first) / self.median
+
+
+def interleave(gpu: Gpu, timed: Sequence[Timed], rounds: int) -> None:
+    """Sample everyone once a round, every other round backwards: a GPU that gets hot slows everyone down."""
+    for one in timed:
+        gpu.seconds(one.call)
+        one.repeats = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(gpu.seconds(one.call), 1e-7))))
+    for number in range(rounds):
+        for one in timed if number % 2 == 0 else reversed(timed):
+            one.samples.append(gpu.seconds(_repeated(one)) / (one.repeats * one.layers))
+
+
+def _repeated(one: Timed) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(one.repeats):
+            one.call()
+
+    return run
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured here, in one sentence."""
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
+        return f"there is no NVIDIA GPU that torch can use{built}."
+    capability = torch.cuda.get_device_capability()
+    if capability < (7, 0):
+        name = torch.cuda.get_device_name()
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, the kernels need 7.0 (V100) or newer."
+    return None
+
+
+def hardware() -> dict[str, str]:
+    """Of torch's current GPU. What nvidia-smi does not say is left out."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = {
+        "gpu": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "SMs": str(properties.multi_processor_count),
+        "memory": f"{properties.total_memory / 2**30:.1f} GiB",
+    }
+    if shutil.which("nvidia-smi"):
+        asked = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
+        command = ["nvidia-smi", f"--id={torch.cuda.current_device()}", f"--query-gpu={','.join(asked)}"]
+        result = subprocess.run([*command, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+        values = [value.strip() for value in result.stdout.split("\n")[0].split(",")]
+        if result.returncode == 0 and len(values) == len(asked):
+            found |= dict(zip(asked, values, strict=True))
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
+    for name in ("fastattention-vllm", "xformers", "triton", "vllm"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

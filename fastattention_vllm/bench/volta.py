@@ -1,0 +1,281 @@
+"""`fastattention bench volta`: our V100 kernels beside torch's, xformers' and Hugging Face's attention on a real GPU.
+
+The set-up is that of Figure 8 of FastAttention (arXiv 2410.16663): batch 8, 32 heads of 64, 1K to 16K tokens, causal
+and not. GPUs other than the V100 run our kernels through PTX, where m8n8k4 products are emulated: slow, and said so.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from fastattention_vllm.attention import volta, volta_kernels
+from fastattention_vllm.bench import gpu as gpus
+from fastattention_vllm.bench.gpu import Gpu, Timed
+from fastattention_vllm.bench.report import geometric_mean
+from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Contender, Layer
+
+TOLERANCE = 1e-2
+"""Largest difference to float64, of numbers of unit variance, of an answer that counts as right."""
+LEAST_ROTATED = 4
+"""Decoding goes through so many times the L2 cache before it reads anything again."""
+
+
+class VoltaRow(BaseModel):
+    """One case and one contender. Rows that lose, fail or run out of memory stay."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    case: str
+    kind: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    context: int
+    causal: bool
+    contender: str
+    unit: str
+    """``TFLOPS`` of prefill, ``GB/s`` of keys and values of decoding."""
+    value: float | None = None
+    milliseconds: float | None = None
+    iqr: float | None = None
+    samples: int | None = None
+    error: float | None = None
+    """Largest difference to float64 on a sample of rows."""
+    ours_is: float | None = None
+    """Its time over ours: above 1, ours is faster. Of right answers only."""
+    captured: bool = False
+    """As a CUDA graph, without the CPU's part."""
+    note: str = ""
+    """Why there is no value, or what is wrong with it."""
+
+
+class VoltaReport(BaseModel):
+    hardware: dict[str, str]
+    kernels: str
+    """How ours run there."""
+    versions: dict[str, str]
+    date: str
+    rows: list[VoltaRow]
+
+
+def cases(tokens: Sequence[int], contexts: Sequence[int], *, batch: int, heads: int, head_size: int) -> list[Case]:
+    """Prefill of ``tokens``, causal and not; decoding at ``contexts`` with 1, 4 and 8 query heads per KV head."""
+    if head_size not in volta_kernels.HEAD_SIZES:
+        known = ", ".join(map(str, volta_kernels.HEAD_SIZES))
+        raise ValueError(f"the head size is {head_size}, the Volta kernels take {known}.")
+    for count in (*tokens, *contexts):
+        if not 16 <= count <= 1 << 20:
+            raise ValueError(f"a length is {count}; lengths lie between 16 and {1 << 20}.")
+    found = [
+        Case("prefill", batch, heads, heads, head_size, count, causal) for count in tokens for causal in (False, True)
+    ]
+    groups = [group for group in (1, 4, 8) if heads % group == 0]
+    found += [Case("decode", batch, heads, heads // group, head_size, count) for count in contexts for group in groups]
+    return found
+
+
+def how_kernels_run(capability: tuple[int, int]) -> str:
+    return "machine code of sm_70" if capability == (7, 0) else "PTX, m8n8k4 emulated"
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured here, in one sentence."""
+    reason = gpus.why_not()
+    if reason is not None:
+        return reason
+    try:
+        volta.load(64, adjusted=False)
+    except RuntimeError as error:  # not built, or refused by the driver
+        return str(error)
+    return None
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, everyone: Sequence[Contender], gpu: Gpu, rounds: int, l2_bytes: int) -> list[VoltaRow]:
+    """A row for each contender, in their order; the errors of those that fail are their rows' notes."""
+    rows = {one.name: _empty(case, one.name) for one in everyone}
+    timed: list[Timed] = []
+    try:
+        layers = _layers(case, gpu.device, l2_bytes)
+    except torch.OutOfMemoryError:
+        for row in rows.values():
+            row.note = "out of memory before anything was computed."
+        gpu.free()
+        return list(rows.values())
+    for one in everyone:
+        row = rows[one.name]
+        row.note = one.why_not(case) or ""
+        if row.note:
+            continue
+        try:
+            calls = [one.bind(case, layer) for layer in layers]
+            row.error = error_of(case, layers[0], one.shaped(case, calls[0]()))
+            whole, row.captured = _together(case, calls, gpu)
+            gpu.seconds(whole)
+            timed.append(Timed(one.name, whole, len(calls)))
+        except torch.OutOfMemoryError:
+            row.note = "out of memory."
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # a kernel that this GPU does not have
+            row.note = _first_sentence(error)
+        calls = []
+        gpu.free()
+        if row.error is not None and not row.error <= TOLERANCE:
+            row.note = f"wrong by {row.error:.1e}."
+    gpus.interleave(gpu, timed, rounds)
+    for sampled in timed:
+        row = rows[sampled.name]
+        row.milliseconds, row.iqr, row.samples = 1e3 * sampled.median, sampled.iqr, len(sampled.samples)
+        row.value = (case.flops / 1e12 if case.kind == "prefill" else case.kv_bytes / 1e9) / sampled.median
+    ours = rows[OURS]
+    for row in rows.values():
+        if row.milliseconds and ours.milliseconds and not row.note and not ours.note and row is not ours:
+            row.ours_is = row.milliseconds / ours.milliseconds
+    return list(rows.values())
+
+
+def _empty(case: Case, name: str) -> VoltaRow:
+    return VoltaRow(
+        case=str(case),
+        kind=case.kind,
+        batch=case.batch,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_size=case.head_size,
+        context=case.context,
+        causal=case.causal,
+        contender=name,
+        unit="TFLOPS" if case.kind == "prefill" else "GB/s",
+    )
+
+
+def _layers(case: Case, device: torch.device, l2_bytes: int) -> list[Layer]:
+    """Of unit variance. Decoding gets as many as it takes to leave the L2 cache behind."""
+    count = 1 if case.kind == "prefill" else max(1, -(-LEAST_ROTATED * l2_bytes // case.kv_bytes))
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def numbers(tokens: int, heads: int) -> torch.Tensor:
+        shape = (case.batch, tokens, heads, case.head_size)
+        return torch.randn(shape, dtype=torch.float16, device=device, generator=generator)
+
+    query = numbers(case.queries, case.heads)
+    return [
+        Layer(query, numbers(case.context, case.kv_heads), numbers(case.context, case.kv_heads)) for _ in range(count)
+    ]
+
+
+def _together(case: Case, calls: list[Call], gpu: Gpu) -> tuple[Callable[[], object], bool]:
+    """One call for all layers, and whether it is a graph. Decoding is one in vLLM: the CPU's part must not count."""
+
+    def one_by_one() -> None:
+        for call in calls:
+            call()
+
+    if case.kind == "prefill":
+        return one_by_one, False
+    try:
+        return gpu.captured(calls), True
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return one_by_one, False
+
+
+def error_of(case: Case, layer: Layer, out: torch.Tensor) -> float:
+    """Largest difference to float64 on up to 32 query rows of two heads of two sequences; infinity for NaN.
+
+    ``out``: ``[batch, queries, heads, head_size]``.
+    """
+    device = out.device
+    rows = torch.linspace(0, case.queries - 1, min(32, case.queries), device=device).round().long()
+    last = rows + case.context - case.queries if case.causal else torch.full_like(rows, case.context - 1)
+    visible = torch.arange(case.context, device=device) <= last[:, None]
+    most = 0.0
+    for sequence in {0, case.batch - 1}:
+        for head in {0, case.heads - 1}:
+            key, value = (t[sequence, :, head // case.group].double() for t in (layer.key, layer.value))
+            scores = layer.query[sequence, rows, head].double() @ key.T * case.head_size**-0.5
+            right = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1) @ value
+            difference = (out[sequence, rows, head].double() - right).abs().max().item()
+            most = max(most, difference if difference == difference else float("inf"))
+    return most
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+def report(rows: list[VoltaRow]) -> VoltaReport:
+    capability = torch.cuda.get_device_capability()
+    today = datetime.date.today().isoformat()
+    return VoltaReport(
+        hardware=gpus.hardware(),
+        kernels=how_kernels_run(capability),
+        versions=gpus.versions(),
+        date=today,
+        rows=rows,
+    )
+
+
+def run(everything: Sequence[Case], everyone: Sequence[Contender], rounds: int, json: Path, console: Console) -> None:
+    """Measure; ``json`` has the report so far after every case."""
+    gpu = gpus.CudaGpu()
+    l2_bytes = int(torch.cuda.get_device_properties(gpu.device).L2_cache_size)
+    rows: list[VoltaRow] = []
+    for case in everything:
+        found = measure(case, everyone, gpu, rounds, l2_bytes)
+        gpu.free()
+        rows += found
+        json.write_text(report(rows).model_dump_json(indent=1) + "\n")
+        ours = next(row for row in found if row.contender == OURS)
+        console.print(f"{case}: ours {_number(ours.value)} {ours.unit} {ours.note}", highlight=False)
+    print_report(console, report(rows))
+    console.print(f"wrote {json}: please send it back", highlight=False)
+
+
+def print_report(console: Console, found: VoltaReport) -> None:
+    title = f"{found.hardware['gpu']}, ours: {found.kernels}"
+    console.print(", ".join(f"{name} {value}" for name, value in found.hardware.items()), highlight=False)
+    console.print(", ".join(f"{name} {value}" for name, value in found.versions.items()), highlight=False)
+    for kind, unit in (("prefill", "TFLOPS"), ("decode", "GB/s of keys and values")):
+        members = [row for row in found.rows if row.kind == kind]
+        if not members:
+            continue
+        names = list(dict.fromkeys(row.contender for row in members))
+        table = Table("case", *names, title=f"{kind}, {unit}. {title}")
+        for case in dict.fromkeys(row.case for row in members):
+            of_case = {row.contender: row for row in members if row.case == case}
+            table.add_row(case, *(_cell(of_case[name]) if name in of_case else "" for name in names))
+        console.print(table)
+        for name in names:
+            ratios = [row.ours_is for row in members if row.contender == name and row.ours_is is not None]
+            mean = geometric_mean(ratios)
+            if mean is not None:
+                lost = sum(ratio < 1 for ratio in ratios)
+                console.print(f"  ours against {name}: {mean:.2f}x, geometric mean of {len(ratios)} cases, {lost} lost")
+    for note in dict.fromkeys(f"{row.contender}: {row.note}" for row in found.rows if row.note):
+        console.print(f"  {note}", style="yellow", highlight=False, markup=False)
+
+
+def _cell(row: VoltaRow) -> str:
+    if row.value is None:
+        return "out of memory" if row.note.startswith("out of memory") else "-"
+    ratio = "" if row.ours_is is None else f" ({row.ours_is:.2f}x)"
+    return f"{_number(row.value)}{ratio}" + ("" if row.error is None or row.error <= TOLERANCE else " wrong")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -1,0 +1,327 @@
+"""`fastattention bench volta` without a GPU: answers by the simulated V100, times by a clock that the tests set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fastattention_vllm.attention import volta as kernels
+from fastattention_vllm.bench import command, volta
+from fastattention_vllm.bench import gpu as gpus
+from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Layer, Sdpa, contenders
+from tests.volta import simulated_gpu
+
+PREFILL = Case("prefill", 2, 2, 2, 64, 48)
+DECODE = Case("decode", 2, 8, 2, 64, 160)
+L2_BYTES = 3 * DECODE.kv_bytes // volta.LEAST_ROTATED
+
+
+class Clock:
+    """In the place of a GPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, capturable: bool = False) -> None:
+        self.now, self.capturable, self.frees = 0.0, capturable, 0
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        begin = self.now
+        call()
+        return self.now - begin
+
+    def captured(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+        if not self.capturable:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return lambda: [call() for call in calls]
+
+    def free(self) -> None:
+        self.frees += 1
+
+
+class Played:
+    """Takes ``takes`` seconds on ``clock``, one after the other, and is right; unless ``error`` is raised."""
+
+    def __init__(self, name: str, clock: Clock, takes: Sequence[float], error: Exception | None = None) -> None:
+        self.name, self.clock, self.takes, self.error, self.calls = name, clock, list(takes), error, 0
+        self.off = 0.0
+
+    def why_not(self, case: Case) -> str | None:
+        return None
+
+    def bind(self, case: Case, layer: Layer) -> Call:
+        right = Sdpa("math", torch.nn.attention.SDPBackend.MATH)
+        call = right.bind(case, layer)
+
+        def run() -> torch.Tensor:
+            if self.error is not None:
+                raise self.error
+            self.clock.now += self.takes[self.calls % len(self.takes)]
+            self.calls += 1
+            return right.shaped(case, call()) + self.off
+
+        return run
+
+    def shaped(self, case: Case, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PREFILL,
+        Case("prefill", 1, 1, 1, 64, 64, causal=False),
+        DECODE,
+        Case("decode", 1, 2, 2, 64, 16),
+    ],
+    ids=str,
+)
+def test_everyone_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = simulated_gpu.use(monkeypatch)
+    monkeypatch.setattr(gpus, "interleave", lambda gpu, timed, rounds: [one.samples.append(1.0) for one in timed])
+    rows = {row.contender: row for row in volta.measure(case, contenders(), Clock(), 1, 0)}
+    assert len(rows) == 7
+    kernels_used = {name for name, _ in grids}
+    expected = {"fa_volta_prefill"} if case.kind == "prefill" else {"fa_volta_decode", "fa_volta_combine"}
+    assert kernels_used == expected
+    for name in (OURS, "ours, pages of 16", "torch SDPA, math", "eager (Hugging Face)"):
+        assert rows[name].note == ""
+        assert rows[name].error is not None
+        assert rows[name].error < 2e-3
+    # On CPUs torch has no memory-efficient kernel, and xformers is not there: rows that say why.
+    assert rows["torch SDPA, mem-efficient"].value is None
+    assert rows["torch SDPA, mem-efficient"].note
+    assert rows["xformers"].note.startswith("xformers is not installed") or rows["xformers"].error is not None
+
+
+def test_errors_are_of_the_rows_that_a_causal_mask_leaves() -> None:
+    layer = Layer(*(torch.randn(2, 48, 2, 64, dtype=torch.float16) for _ in range(3)))
+    sdpa = Sdpa("math", torch.nn.attention.SDPBackend.MATH)
+    causal, full = PREFILL, Case("prefill", 2, 2, 2, 64, 48, causal=False)
+    right = {case: sdpa.shaped(case, sdpa.bind(case, layer)()) for case in (causal, full)}
+    for case in (causal, full):
+        assert volta.error_of(case, layer, right[case]) < 2e-3
+    assert volta.error_of(causal, layer, right[full]) > 0.1
+    right[full][1, 47, 1, 3] = torch.nan
+    assert volta.error_of(full, layer, right[full]) == float("inf")
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+def test_medians_ratios_and_units() -> None:
+    clock = Clock()
+    ours, other = Played(OURS, clock, [0.02]), Played("other", clock, [0.05])
+    found = {row.contender: row for row in volta.measure(PREFILL, [ours, other], clock, 5, 0)}
+    assert found[OURS].milliseconds == pytest.approx(20.0)
+    assert found["other"].milliseconds == pytest.approx(50.0)
+    assert found["other"].ours_is == pytest.approx(2.5)
+    assert found[OURS].ours_is is None
+    pairs = 48 * 49 / 2
+    assert found[OURS].value == pytest.approx(4 * 64 * pairs * 2 * 2 / 0.02 / 1e12)
+    assert found[OURS].samples == 5
+    assert found[OURS].iqr == pytest.approx(0, abs=1e-9)
+    full = Case("prefill", 2, 2, 2, 64, 48, causal=False)
+    assert full.flops == 4 * 64 * 48 * 48 * 2 * 2
+
+
+def test_decoding_rotates_and_counts_a_layer() -> None:
+    for capturable in (False, True):
+        clock = Clock(capturable)
+        (row,) = volta.measure(DECODE, [Played(OURS, clock, [0.01])], clock, 3, L2_BYTES)
+        assert row.captured is capturable
+        assert row.milliseconds == pytest.approx(10.0)  # of one of the three layers
+        assert row.value == pytest.approx(4 * 64 * 160 * 2 * 2 / 0.01 / 1e9)
+    assert len(volta._layers(DECODE, clock.device, L2_BYTES)) == 3
+    assert len(volta._layers(PREFILL, clock.device, L2_BYTES)) == 1
+
+
+def test_samples_take_turns_and_a_slow_one_is_not_the_median() -> None:
+    clock, order = Clock(), []
+
+    def timed(name: str, takes: list[float]) -> gpus.Timed:
+        def call() -> None:
+            order.append(name)
+            clock.now += takes[sum(seen == name for seen in order) % len(takes)]
+
+        return gpus.Timed(name, call)
+
+    a, b = timed("a", [1.0]), timed("b", [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 9.0])
+    gpus.interleave(clock, [a, b], 5)
+    assert order[4:] == ["a", "b", "b", "a"] * 2 + ["a", "b"]
+    assert (a.median, b.median) == (1.0, 2.0)
+    assert 9.0 in b.samples
+    assert b.repeats == 1
+    quick = gpus.Timed("quick", lambda: setattr(clock, "now", clock.now + 1e-4))
+    gpus.interleave(clock, [quick], 2)
+    assert quick.repeats == 200
+    assert quick.median == pytest.approx(1e-4)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_failures_are_rows() -> None:
+    clock = Clock()
+    wrong = Played("wrong", clock, [0.01])
+    wrong.off = 0.5
+    everyone = [
+        Played(OURS, clock, [0.02]),
+        Played("large", clock, [0.02], torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128 GiB")),
+        Played("missing", clock, [0.01], RuntimeError("No available kernel. Aborting execution.\nmore")),
+        wrong,
+    ]
+    rows = {row.contender: row for row in volta.measure(PREFILL, everyone, clock, 3, 0)}
+    assert rows["large"].note == "out of memory."
+    assert rows["missing"].note == "RuntimeError: No available kernel. Aborting execution. more"
+    assert rows["wrong"].note.startswith("wrong by 5")
+    assert rows["wrong"].ours_is is None
+    assert rows["wrong"].value is not None
+    assert all(rows[name].value is None for name in ("large", "missing"))
+    assert rows[OURS].note == ""
+    assert clock.frees >= len(everyone)
+
+
+def test_no_memory_for_the_numbers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*arguments: object, **named: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    clock = Clock()
+    monkeypatch.setattr(torch, "randn", none)
+    (row,) = volta.measure(PREFILL, [Played(OURS, clock, [1.0])], clock, 1, 0)
+    assert row.note == "out of memory before anything was computed."
+    assert row.value is None
+
+
+def run_command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(command.app, ["bench", "volta", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", "many"], "--tokens is 'many'"),
+        (["--tokens", "8"], "a length is 8"),
+        (["--head-size", "72"], "the head size is 72"),
+        (["--contender", "nobody"], "there is no contender 'nobody'"),
+    ],
+)
+def test_bad_options(arguments: list[str], said: str) -> None:
+    status, output = run_command(*arguments)
+    assert status == 2
+    (line,) = output.splitlines()
+    assert line.startswith("fastattention bench: ")
+    assert said in line
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "result.json"
+    status, output = run_command("--json", str(out))
+    assert status == 2
+    (line,) = output.splitlines()
+    assert line.startswith("fastattention bench: there is no NVIDIA GPU that torch can use")
+    assert not out.exists()
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla P100")
+
+
+def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, (6, 0))
+    status, output = run_command()
+    assert status == 2
+    assert output == (
+        "fastattention bench: Tesla P100 has compute capability 6.0, the kernels need 7.0 (V100) or newer.\n"
+    )
+
+
+def test_kernels_that_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_gpu(monkeypatch, (7, 0))
+    monkeypatch.setattr(kernels, "IMAGES", tmp_path)
+    status, output = run_command()
+    assert status == 2
+    (line,) = output.splitlines()
+    assert line.startswith("fastattention bench: The Volta kernels are not built")
+    assert "make volta" in line
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_from_the_command_line_to_the_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    simulated_gpu.use(monkeypatch)
+    monkeypatch.setattr(volta, "why_not", lambda: None)
+    monkeypatch.setattr(gpus, "CudaGpu", lambda: WallClock())
+    monkeypatch.setattr(gpus, "hardware", lambda: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"L2_cache_size": 1})
+    )
+    out = tmp_path / "result.json"
+    status, output = run_command(
+        *("--tokens", "16", "--context", "16", "--batch", "1", "--heads", "1", "--rounds", "1"),
+        *("--contender", "eager", "--contender", "torch SDPA, math", "--json", str(out)),
+    )
+    assert status == 0, output
+    assert "PTX, m8n8k4 emulated" in output
+    assert "NVIDIA H200" in output
+    found = volta.VoltaReport.model_validate_json(out.read_text())
+    assert found.kernels == "PTX, m8n8k4 emulated"
+    assert {"torch", "python"} <= found.versions.keys()
+    assert [row.case for row in found.rows[::3]] == [
+        "prefill (1,1,64) 16 b1 not causal",
+        "prefill (1,1,64) 16 b1",
+        "decode (1,1,64) 16 b1",
+    ]
+    assert all(row.value for row in found.rows)
+    assert json.loads(out.read_text())["date"]
+
+
+class WallClock(Clock):
+    def seconds(self, call: Callable[[], Any]) -> float:
+        call()
+        return 0.1
+
+
+def test_the_table_keeps_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    everyone = [
+        Played(OURS, clock, [0.02]),
+        Played("quicker", clock, [0.01]),
+        Played("eager", clock, [0.02], torch.OutOfMemoryError("")),
+    ]
+    rows = volta.measure(PREFILL, everyone, clock, 3, 0)
+    found = volta.VoltaReport(
+        hardware={"gpu": "Tesla V100"}, kernels="machine code of sm_70", versions={}, date="", rows=rows
+    )
+    volta.print_report(Console(width=150), found)
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed
+    assert "(0.50x)" in printed
+    assert "1 lost" in printed
+    assert "Tesla V100, ours: machine code of sm_70" in printed
+
+
+def test_how_kernels_run() -> None:
+    assert volta.how_kernels_run((7, 0)) == "machine code of sm_70"
+    assert volta.how_kernels_run((9, 0)) == "PTX, m8n8k4 emulated"
+
+
+def test_the_paper_s_set_up() -> None:
+    found = volta.cases([1024, 2048], [4096], batch=8, heads=32, head_size=64)
+    assert str(found[0]) == "prefill (32,32,64) 1024 b8 not causal"
+    assert [case.kv_heads for case in found[4:]] == [32, 8, 4]
