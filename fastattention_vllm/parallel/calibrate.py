@@ -1,56 +1,53 @@
-"""How long a layer's matmul and all-reduce take on these ranks, alone and beside each other."""
+"""Which cut of a layer's rows is fastest on these ranks: a few that the model proposes are timed beside the plain layer.
+
+The model (plan.py) knows how long matmul and all-reduce take alone. What they take from each other is learned from its
+own first proposals. Only what was faster than the plain layer when it was timed is ever used.
+"""
 
 from __future__ import annotations
 
-import functools
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
-from fastattention_vllm.parallel.plan import GRANULE, plan
-from fastattention_vllm.parallel.tiled_linear import multiply_and_sum
+from fastattention_vllm.parallel.plan import GRANULE, LEAST_GAIN, even, plan
+from fastattention_vllm.parallel.tiled_linear import Linear
 
-ROUNDS = 5
-"""Of which the middle one counts: a sum waits for the slowest rank, and some rank is always the slowest."""
 MOST_SLOWDOWN = 8.0
 
+Candidate = tuple[str, tuple[int, ...]]
 
-def measure(collective: Collective, weight: torch.Tensor, most_rows: int) -> Pipeline:
-    """Time layers of ``weight`` ([outputs, inputs]) for up to ``most_rows`` rows; takes some 30 times the longest one.
 
-    Every rank of the group calls this with a weight of the same shape and gets the same answer: the ranks' mean.
+def measure(
+    collectives: Mapping[str, Collective], plain: Linear, weight: torch.Tensor, least_rows: int, most_rows: int
+) -> Choice:
+    """Try cuts of layers of ``weight`` ([outputs, inputs]) for ``least_rows`` to ``most_rows`` rows.
+
+    Every rank of the group calls this with a weight of the same shape and gets the same answer: the ranks' mean times
+    decide. Takes some hundred times as long as the longest layer.
+
+    Args:
+        collectives: those to choose from, by name. The first carries what the ranks tell each other.
+        plain: what the layer does without a cut, summed over the ranks.
 
     Raises:
         CollectiveError: a rank is gone, or has not answered in time.
     """
     numbers = row_counts(most_rows)
-    x = weight.new_empty(numbers[-1], weight.shape[1]).uniform_(-1, 1)  # zeros would let a GPU run cool and fast
-    out = weight.new_zeros(numbers[-1], weight.shape[0])
-
-    def multiply(rows: int) -> None:
-        torch.mm(x[:rows], weight.t(), out=out[:rows])
-
-    def reduce(rows: int) -> None:
-        collective.wait(collective.start(out[:rows]))
-
-    def seconds(*works: Callable[[], object]) -> list[float]:
-        return _agreed(_seconds(works, collective, weight), collective, weight.device)
-
-    alone = [seconds(functools.partial(multiply, rows), functools.partial(reduce, rows)) for rows in numbers]
-    matmul = Times.measured([(rows, times[0]) for rows, times in zip(numbers, alone, strict=True)])
-    all_reduce = Times.measured([(rows, times[1]) for rows, times in zip(numbers, alone, strict=True)])
-    # What the lanes take from each other shows in the cut that would be best if they took nothing.
-    whole, cut = (numbers[-1],), plan(numbers[-1], Pipeline(matmul, all_reduce)).blocks
-    if len(cut) == 1:
-        return Pipeline(matmul, all_reduce)
-    tried = [functools.partial(multiply_and_sum, x, weight, None, out, blocks, collective) for blocks in (whole, cut)]
-    whole_seconds, cut_seconds = seconds(*tried)
-    slow = slowdown(matmul, all_reduce, cut, cut_seconds / whole_seconds)
-    return Pipeline(matmul, all_reduce, slow, slow)
+    tried = [rows for rows in numbers if rows >= least_rows] or numbers[-1:]
+    bench = LayerTimer(collectives, plain, weight, numbers[-1])
+    matmul = Times.measured(list(zip(numbers, bench.seconds([bench.matmul(rows) for rows in numbers]), strict=True)))
+    sums = {
+        name: Times.measured(
+            list(zip(numbers, bench.seconds([bench.all_reduce(name, rows) for rows in numbers]), strict=True))
+        )
+        for name in collectives
+    }
+    return Choice(tuple(_trial(bench, rows, matmul, sums) for rows in tried))
 
 
 def row_counts(most: int) -> list[int]:
@@ -80,28 +77,25 @@ def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: floa
     return low
 
 
-def _agreed(seconds: Sequence[float], collective: Collective, device: torch.device) -> list[float]:
-    """The ranks' means."""
-    total = torch.tensor(seconds, dtype=torch.float64, device=device)
-    collective.wait(collective.start(total))
-    means: list[float] = (total / collective.size).tolist()
-    return means
+def _trial(bench: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times]) -> Trial:
+    """Two rounds of candidates: the model's, and the model's after what the first round has taught it."""
+    first = _distinct((name, plan(rows, Pipeline(matmul, times)).blocks) for name, times in sums.items())
+    first = _distinct([*first, *((name, even(rows, 2)) for name in sums)])
+    plain_seconds, *took = bench.seconds([bench.plain(rows), *(bench.cut(*one) for one in first)])
+    learned = []
+    for (name, blocks), seconds in zip(first, took, strict=True):
+        slow = slowdown(matmul, sums[name], blocks, seconds / (matmul(rows) + sums[name](rows)))
+        learned.append((name, plan(rows, Pipeline(matmul, sums[name], slow, slow)).blocks))
+    best = [one for _, one in sorted(zip(took, first, strict=True), key=lambda pair: pair[0])[:2]]
+    final = _distinct([*best, *learned])
+    plain_seconds, *took = bench.seconds([bench.plain(rows), *(bench.cut(*one) for one in final)])
+    hideable = min(matmul(rows), next(iter(sums.values()))(rows))
+    seconds, (name, blocks) = min(zip(took, final, strict=True), default=(plain_seconds, ("", (rows,))))
+    if seconds > (1 - LEAST_GAIN) * plain_seconds:
+        return Trial(rows, "", (rows,), plain_seconds, plain_seconds, hideable)
+    return Trial(rows, name, blocks, seconds, plain_seconds, hideable)
 
 
-def _seconds(works: Sequence[Callable[[], object]], collective: Collective, like: torch.Tensor) -> list[float]:
-    """The middle one of a few times for each, in turns; all ranks begin together."""
-    found: list[list[float]] = [[] for _ in works]
-    for _ in range(ROUNDS):
-        for work, times in zip(works, found, strict=True):
-            collective.wait(collective.start(like.new_zeros(1)))
-            _finish(like.device)
-            started = time.perf_counter()
-            work()
-            _finish(like.device)
-            times.append(time.perf_counter() - started)
-    return [statistics.median(times) for times in found]
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """In order, of several blocks each."""
+    return [one for one in dict.fromkeys(candidates) if len(one[1]) > 1]

@@ -1,4 +1,4 @@
-"""Measured pipelines on disk, so that a server measures each layer once on a machine and not at every start."""
+"""Measured choices on disk, so that a server measures each layer once on a machine and not at every start."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import json
 import os
 from pathlib import Path
 
-from fastattention_vllm.parallel.pipeline import Pipeline, Times
+from fastattention_vllm.parallel.choice import Choice, Trial
 
 
-def read(path: Path, key: str) -> Pipeline | None:
+def read(path: Path, key: str) -> Choice | None:
     """What was written for ``key``; None if nothing was, or the file is not one of ours."""
     entry = _entries(path).get(key)
     try:
-        return _pipeline(entry) if entry is not None else None
+        return _choice(entry) if entry is not None else None
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def write(path: Path, key: str, pipeline: Pipeline) -> None:
-    """Keep ``pipeline`` next to what is there. Readers see the old file or the new one, never a part.
+def write(path: Path, key: str, choice: Choice) -> None:
+    """Keep ``choice`` next to what is there. Readers see the old file or the new one, never a part.
 
     Raises:
         OSError: there is no room, or no permission.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = _entries(path) | {key: dataclasses.asdict(pipeline)}
+    entries = _entries(path) | {key: dataclasses.asdict(choice)}
     new = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         new.write_text(json.dumps(entries, indent=1))
@@ -45,11 +45,17 @@ def _entries(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _pipeline(entry: object) -> Pipeline:
+def _choice(entry: object) -> Choice:
     if not isinstance(entry, dict):
-        raise TypeError(f"{entry!r} is no pipeline")
-    matmul, all_reduce = (
-        Times(tuple((int(rows), float(seconds)) for rows, seconds in entry[lane]["points"]))
-        for lane in ("matmul", "all_reduce")
+        raise TypeError(f"{entry!r} is no choice")
+    return Choice(
+        tuple(
+            Trial(
+                int(one["rows"]),
+                str(one["collective"]),
+                tuple(int(rows) for rows in one["blocks"]),
+                *(float(one[name]) for name in ("seconds", "plain_seconds", "hideable_seconds")),
+            )
+            for one in entry["trials"]
+        )
     )
-    return Pipeline(matmul, all_reduce, float(entry["matmul_slowdown"]), float(entry["all_reduce_slowdown"]))

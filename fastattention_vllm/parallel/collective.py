@@ -21,6 +21,9 @@ class Collective(ABC):
     rank: int
     """In the group."""
     size: int
+    multiprocessors: int = 0
+    """Of a GPU, which the matmul leaves free while a sum runs beside it. A matmul that fills the GPU with blocks that
+    live as long as it does would else keep the sum waiting for its end."""
 
     @abstractmethod
     def start(self, block: torch.Tensor) -> Any:
@@ -48,10 +51,11 @@ class ProcessGroupCollective(Collective):
     computation's stream is now, and waiting keeps that stream alone (not yet run on a GPU).
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, multiprocessors: int = 0) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.multiprocessors = multiprocessors
 
     def start(self, block: torch.Tensor) -> Any:
         try:
@@ -73,7 +77,7 @@ class ProcessGroupCollective(Collective):
 
 
 def open_collective(
-    groups: Sequence[Sequence[int]], device_type: str, timeout: float, most_channels: int | None = None
+    groups: Sequence[Sequence[int]], device_type: str, timeout: float, channels: int | None = None
 ) -> ProcessGroupCollective:
     """Open a process group for each of ``groups``; returns the one that this process is in.
 
@@ -81,7 +85,8 @@ def open_collective(
         groups: global ranks of each. Every process of the world calls this with the same ones, its own among them.
         device_type: "cpu" (gloo) or "cuda" (NCCL, not yet run on a GPU).
         timeout: seconds that a rank waits for the others. gloo then raises; NCCL's watchdog ends the process.
-        most_channels: of NCCL's; each takes a multiprocessor from the matmul. None: NCCL chooses.
+        channels: of NCCL's; each works on a multiprocessor, which the matmul then leaves free. None: NCCL chooses, and
+            the matmul leaves none.
 
     Raises:
         ValueError: no such device type.
@@ -95,10 +100,10 @@ def open_collective(
             group = dist.new_group(list(ranks), timeout=limit, backend="gloo")
         else:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            if most_channels is not None:
-                options.config.max_ctas = most_channels
+            if channels is not None:
+                options.config.min_ctas = options.config.max_ctas = channels
             group = dist.new_group(list(ranks), timeout=limit, backend="nccl", pg_options=options)
         if dist.get_rank() in ranks:
             mine = group
     assert mine is not None, f"rank {dist.get_rank()} is in none of the groups {groups}"
-    return ProcessGroupCollective(mine)
+    return ProcessGroupCollective(mine, channels or 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.multiprocessors import leave_free
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -27,6 +28,8 @@ class Tiling:
     rank, or they wait for each other forever."""
     plain: Linear
     """Input, weight and this rank's bias to the summed output, without tiling: what the caller would do else."""
+    chosen: Callable[[int, torch.Tensor], Collective] | None = None
+    """By which so many rows are summed where there are several blocks; None: by :attr:`collective`."""
 
 
 _tilings: dict[str, Tiling] = {}
@@ -69,6 +72,8 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
     if len(blocks) < 2:
         return tiling.plain(x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
+    if tiling.chosen is not None:
+        collective = tiling.chosen(x.shape[0], weight)
     multiply_and_sum(x, weight, bias, out, blocks, collective)
     return out
 
@@ -91,7 +96,11 @@ def multiply_and_sum(
         else:
             torch.addmm(bias, x[begin : begin + rows], weight.t(), out=block)
         started.append(collective.start(block))
+        if begin == 0 and collective.multiprocessors:
+            leave_free(collective.multiprocessors, x.device)
         begin += rows
+    if collective.multiprocessors:
+        leave_free(0, x.device)
     assert begin == x.shape[0], f"blocks of {blocks} rows for {x.shape[0]}"
     for one in started:
         collective.wait(one)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fastattention_vllm.parallel import calibrate, tiled_linear
+from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective, CollectiveError
-from fastattention_vllm.parallel.pipeline import Pipeline
+from fastattention_vllm.parallel.copy_collective import CopyCollective
 from fastattention_vllm.parallel.plan import even
 from fastattention_vllm.parallel.tiled_linear import Tiling
 
@@ -141,11 +142,35 @@ def fall_silent_in_the_second_layer(rank: int, case: Case, seconds: float) -> fl
     raise AssertionError("a sum without one of its ranks was returned")
 
 
+def exchange(value: object) -> list[object]:
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def copied_sums(
+    rank: int, sizes: list[int], dtype: torch.dtype, channels: int, board_bytes: int, seed: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Sums of blocks of so many numbers by copies, all in flight together; the same by gloo; and the pieces it took."""
+    from tests.parallel.shared_copies import SharedCopies
+
+    copies = SharedCopies(rank, dist.get_world_size(), exchange, channels, board_bytes)
+    collective = CopyCollective(copies)
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    blocks = [torch.randint(-9, 10, (size,), generator=generator).to(dtype) for size in sizes]
+    expected = [block.clone() for block in blocks]
+    started = [collective.start(block) for block in blocks]
+    for one, block in zip(started, expected, strict=True):
+        collective.wait(one)
+        dist.all_reduce(block)
+    return blocks, expected, copies.pieces
+
+
 KEPT_BACK = 0.02
 """Seconds."""
 
 
-def measured(rank: int, outputs: int, inputs: int, most_rows: int) -> Pipeline:
+def measured(rank: int, outputs: int, inputs: int, least_rows: int, most_rows: int) -> Choice:
     """A calibration in which the last rank's matmuls take longer by ``KEPT_BACK``."""
     original = torch.mm
 
@@ -156,6 +181,7 @@ def measured(rank: int, outputs: int, inputs: int, most_rows: int) -> Pipeline:
     if rank == dist.get_world_size() - 1:
         torch.mm = slow  # type: ignore[assignment]
     try:
-        return calibrate.measure(COLLECTIVE, torch.zeros(outputs, inputs), most_rows)
+        lanes = {"first": COLLECTIVE, "second": COLLECTIVE}
+        return calibrate.measure(lanes, plain_layer, torch.zeros(outputs, inputs), least_rows, most_rows)
     finally:
         torch.mm = original  # type: ignore[assignment]

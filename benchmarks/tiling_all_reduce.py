@@ -1,0 +1,393 @@
+"""Row-parallel linear layers of 8B and 70B models in blocks, against the plain layer: what is hidden, what is lost.
+
+    python benchmarks/tiling_all_reduce.py --ranks 2 --links nvlink host --json FILE     # on GPUs of one machine
+    python benchmarks/tiling_all_reduce.py --ranks 2 --links gloo --tiny --json FILE     # anywhere
+    python benchmarks/tiling_all_reduce.py --draw FILE --timeline PICTURE                # from what a run has found
+
+"host" sets NCCL_P2P_DISABLE=1: all bytes between GPUs pass through host memory, as between V100s on PCIe without P2P.
+A row is a layer, a number of tokens and a way: "plain" (matmul, then NCCL's all-reduce), "auto" (what
+`tiling_all_reduce: "auto"` does, after its own calibration), "2", "4" and "8" (as many equal blocks). Times are medians
+of rounds in which all ways take turns, the mean of the ranks, by events on the GPU. "hidden" is (matmul + all-reduce -
+time) / min(matmul, all-reduce), both alone and of the plain layer; "speedup" is plain / time. Each way's result is
+compared with the plain layer's. `--sweep LANE...` times cuts by each of these lanes (see parallel/lanes.py) instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastattention_vllm.bench import machine
+from fastattention_vllm.parallel import calibrate
+from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.lanes import open_lanes
+from fastattention_vllm.parallel.layer_timer import LayerTimer
+from fastattention_vllm.parallel.plan import cut, even
+from fastattention_vllm.parallel.tiled_linear import multiply_and_sum
+
+LAYERS = {  # model: layer: (inputs of all ranks, outputs)
+    "8B": {"o_proj": (4096, 4096), "down_proj": (14336, 4096)},
+    "70B": {"o_proj": (8192, 8192), "down_proj": (28672, 8192)},
+}
+TINY = {"tiny": {"o_proj": (64, 32)}}
+TOKENS = [256 << i for i in range(8)]
+LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}, "gloo": {"GLOO_SOCKET_IFNAME": "lo"}}
+LANES = {
+    "nvlink": ["nccl", "nccl:8", "nccl:16", "copies:4x16"],
+    "host": ["nccl", "nccl:4", "copies:4x4"],
+    "gloo": ["gloo"],
+}
+FIXED = (2, 4, 8)
+SHAPES = {  # of a sweep's cuts
+    "even 2": [1, 1],
+    "even 4": [1] * 4,
+    "even 8": [1] * 8,
+    "growing": [1, 3, 12],
+    "small first": [1, 5, 5, 5],
+    "small last": [5, 5, 5, 1],
+}
+WORST = 1e-2
+"""Largest difference to the plain layer, as a part of its largest number, before the run is given up."""
+PLACE = {"limit": 240.0, "rounds": 9}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--least-tokens", type=int, default=2048, help="auto cuts none below")
+    parser.add_argument("--lanes", nargs="+", help="for auto to choose from")
+    parser.add_argument("--sweep", nargs="+", metavar="LANE", help="time cuts by each of these lanes instead")
+    parser.add_argument("--tiny", action="store_true", help="one small layer in fp32, to try the benchmark itself")
+    parser.add_argument("--models", nargs="+", default=list(LAYERS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for a link, after which it is ended")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--draw", type=Path, help="draw the timelines in this file of an earlier run, and end")
+    parser.add_argument("--timeline", type=Path, help="picture of them")
+    options = parser.parse_args()
+    if options.draw:
+        draw(json.loads(options.draw.read_text())["rows"], options.timeline or options.draw.with_suffix(".png"))
+        return 0
+    rows, complete = [], True
+    for link in options.links:
+        found, ended = run(link, options)
+        rows += found
+        complete &= ended
+        if options.json:
+            report = {
+                "hardware": _hardware(link),
+                "versions": machine.versions(),
+                "date": datetime.date.today().isoformat(),
+                "complete": complete,
+                "rows": rows,
+            }
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.timeline and rows:
+        draw(rows, options.timeline)
+    return 0 if complete else 1
+
+
+def run(link: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Its rows, as far as they got, and whether all ranks came to their end."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        before = dict(os.environ)
+        os.environ.update(LINKS[link])
+        try:
+            processes = [spawn.Process(target=work, args=(rank, link, folder, options)) for rank in range(options.ranks)]
+            for process in processes:
+                process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        until = time.monotonic() + options.limit
+        while any(process.is_alive() for process in processes) and time.monotonic() < until:
+            if any(process.exitcode not in (None, 0) for process in processes):
+                break  # the others would wait for it
+            time.sleep(0.2)
+        good = all(process.exitcode == 0 for process in processes)
+        if not good:
+            print(f"{link}: ended with {[process.exitcode for process in processes]}", flush=True)
+        for process in processes:
+            process.kill()
+            process.join()
+        file = Path(folder) / "rows"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], good
+
+
+def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None:
+    """One rank."""
+    on_gpu = link != "gloo"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=options.ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    talk = dist.new_group(backend="gloo")
+
+    def exchange(value: object) -> list[object]:
+        found: list[object] = [None] * options.ranks
+        dist.all_gather_object(found, value, group=talk)
+        return found
+
+    def tell(row: dict[str, Any]) -> None:
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+            with open(f"{folder}/rows", "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    names = options.sweep or options.lanes or LANES[link]
+    lanes = open_lanes(
+        names,
+        [list(range(options.ranks))],
+        rank,
+        "cuda" if on_gpu else "cpu",
+        60.0,
+        exchange,
+        lambda sentence: tell({"link": link, "note": sentence}),
+    )
+    models = TINY if options.tiny else {name: LAYERS[name] for name in options.models}
+    for model, layers in models.items():
+        for layer, (inputs, outputs) in layers.items():
+            place = {"link": link, "ranks": options.ranks, "model": model, "layer": layer}
+            place |= {"inputs": inputs // options.ranks, "outputs": outputs}
+            weight = torch.empty(
+                outputs,
+                inputs // options.ranks,
+                dtype=torch.float16 if on_gpu else torch.float32,
+                device="cuda" if on_gpu else "cpu",
+            ).uniform_(-1, 1)
+            measure = sweep if options.sweep else table
+            measure(weight, lanes, place, options, tell)
+    exchange(None)
+    os._exit(0)  # communicators and shared memory go with the process, whatever state they are in
+
+
+def plain_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = torch.nn.functional.linear(x, weight, bias)
+    dist.all_reduce(out)
+    return out
+
+
+def table(
+    weight: torch.Tensor,
+    lanes: dict[str, Collective],
+    place: dict[str, Any],
+    options: argparse.Namespace,
+    tell: Callable[[dict[str, Any]], None],
+) -> None:
+    most = max(options.tokens)
+    began = time.perf_counter()
+    choice = calibrate.measure(lanes, plain_layer, weight, min(options.least_tokens, most), most)
+    seconds = time.perf_counter() - began
+    tell(place | {"calibration seconds": seconds, "chosen": [(t.rows, t.collective, t.blocks) for t in choice.trials]})
+    timer = LayerTimer(lanes, plain_layer, weight, most)
+    first = next(iter(lanes))
+    for tokens in options.tokens:
+        name, blocks = choice.of(tokens) if tokens >= options.least_tokens else ("", (tokens,))
+        ways: dict[str, tuple[str, Sequence[int]]] = {"auto": (name, blocks)}
+        ways |= {str(count): (first, even(tokens, count)) for count in FIXED if len(even(tokens, count)) > 1}
+        plain = plain_layer(timer.x[:tokens], weight, None)
+        works = [timer.matmul(tokens), plain_sum(timer, tokens), timer.plain(tokens)]
+        wrong = {}
+        for way, (lane, cuts) in ways.items():
+            work = timer.cut(lane, cuts) if lane else timer.plain(tokens)
+            works.append(work)
+            timer.out.zero_()
+            result = work()
+            wrong[way] = difference(plain, timer.out[:tokens] if result is None else result)
+        matmul, all_reduce, plain_seconds, *took = timer.seconds(works, options.rounds)
+        for (way, (lane, cuts)), seconds in zip(
+            {"plain": ("", (tokens,)), **ways}.items(), [plain_seconds, *took], strict=True
+        ):
+            row = place | {"tokens": tokens, "way": way, "lane": lane, "blocks": list(cuts), "ms": 1e3 * seconds}
+            row |= {"matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain_seconds}
+            row["hidden"] = (matmul + all_reduce - seconds) / min(matmul, all_reduce)
+            row["speedup"] = plain_seconds / seconds
+            row["error"] = wrong.get(way, 0.0)
+            tell(row)
+        if max(wrong.values()) > WORST:
+            sys.exit(f"wrong by {wrong}")
+        if name and tokens == 8192 or options.tiny:
+            lane_name, cuts = (name, blocks) if name else (first, even(tokens, 2))
+            found = timeline(timer, lanes[lane_name], cuts)
+            tell(place | {"tokens": tokens, "lane": lane_name, "blocks": list(cuts), "timeline": found})
+
+
+def sweep(
+    weight: torch.Tensor,
+    lanes: dict[str, Collective],
+    place: dict[str, Any],
+    options: argparse.Namespace,
+    tell: Callable[[dict[str, Any]], None],
+) -> None:
+    """Each lane alone, and cuts of several shapes by it, with and without multiprocessors left free."""
+    timer = LayerTimer(lanes, plain_layer, weight, max(options.tokens))
+    for tokens in options.tokens:
+        works = [timer.matmul(tokens), plain_sum(timer, tokens), timer.plain(tokens)]
+        matmul, all_reduce, plain = timer.seconds(works, options.rounds)
+        tell(place | {"tokens": tokens, "matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain})
+        for name, lane in lanes.items():
+            cuts = {shape: cut(tokens, weights, 128) for shape, weights in SHAPES.items()}
+            parts = [tokens, max(128, tokens // 8)]
+            works = [timer.all_reduce(name, part) for part in parts] + [timer.cut(name, one) for one in cuts.values()]
+            alone, part, *took = timer.seconds(works, options.rounds)
+            row = place | {"tokens": tokens, "lane": name, "sum ms": 1e3 * alone, "sum of an eighth ms": 1e3 * part}
+            row |= {shape: 1e3 * seconds for shape, seconds in zip(cuts, took, strict=True)}
+            if lane.multiprocessors:
+                kept, lane.multiprocessors = lane.multiprocessors, 0
+                took = timer.seconds([timer.cut(name, one) for one in cuts.values()], options.rounds)
+                lane.multiprocessors = kept
+                row |= {f"{shape}, none free": 1e3 * one for shape, one in zip(cuts, took, strict=True)}
+            tell(row)
+
+
+def plain_sum(timer: LayerTimer, tokens: int) -> Callable[[], object]:
+    return lambda: dist.all_reduce(timer.out[:tokens])
+
+
+def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest, as a part of the largest number expected."""
+    return ((expected - found).abs().max() / expected.abs().max().clamp_min(1e-20)).item()
+
+
+def timeline(timer: LayerTimer, lane: Collective, blocks: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
+    """(begin, end) in ms of each block's matmul and sum, as this rank sees them. A sum begins when its matmul has ended
+    and the sum before it has."""
+    rows = sum(blocks)
+    clock = _GpuClock() if timer.weight.is_cuda else _Clock()
+    for turn in range(3):  # the last one counts
+        out = timer.out[:rows]
+        begins, ends, sums, started, begin = [], [], [], [], 0
+        timer.first.wait(timer.first.start(out[:1]))
+        clock.head_start()
+        origin = clock.now()
+        for count in blocks:
+            part = slice(begin, begin + count)
+            begins.append(clock.now())
+            torch.mm(timer.x[part], timer.weight.t(), out=out[part])
+            ends.append(clock.now())
+            started.append(lane.start(out[part]))
+            sums.append(clock.when(lambda one=started[-1]: lane.wait(one)))
+            begin += count
+        for one in started:
+            lane.wait(one)
+    times = [clock.milliseconds(origin, marks) for marks in (begins, ends, sums)]
+    matmuls = list(zip(times[0], times[1], strict=True))
+    reduces = [(max(ready, before), end) for ready, before, end in zip(times[1], [0.0, *times[2][:-1]], times[2], strict=True)]
+    return {"matmul": matmuls, "all-reduce": reduces}
+
+
+class _Clock:
+    """Of a CPU; a sum's end is noted by a thread that waits for it."""
+
+    def head_start(self) -> None:
+        pass
+
+    def now(self) -> Any:
+        return [time.perf_counter()]
+
+    def when(self, wait: Callable[[], object]) -> Any:
+        mark: list[float] = []
+        thread = threading.Thread(target=lambda: (wait(), mark.append(time.perf_counter())))
+        thread.start()
+        mark_and_thread = [mark, thread]
+        return mark_and_thread
+
+    def milliseconds(self, origin: Any, marks: list[Any]) -> list[float]:
+        found = []
+        for mark in marks:
+            if isinstance(mark[0], list):
+                mark[1].join()
+                mark = mark[0]
+            found.append(1e3 * (mark[0] - origin[0]))
+        return found
+
+
+class _GpuClock:
+    """Events; a sum's end on a stream that does nothing but wait for it."""
+
+    def __init__(self) -> None:
+        self.streams = [torch.cuda.Stream() for _ in range(16)]
+        self.turns = itertools.cycle(self.streams)
+
+    def head_start(self) -> None:
+        torch.cuda._sleep(2_000_000)
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def when(self, wait: Callable[[], object]) -> Any:
+        with torch.cuda.stream(next(self.turns)):
+            wait()
+            return self.now()
+
+    def milliseconds(self, origin: Any, marks: list[Any]) -> list[float]:
+        torch.cuda.synchronize()
+        return [origin.elapsed_time(mark) for mark in marks]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The timelines among ``rows``, one above the other, each with two lanes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    chosen = [row for row in rows if "timeline" in row]
+    if not chosen:
+        sys.exit("tiling_all_reduce: no timeline in these rows.")
+    figure, axes = plt.subplots(len(chosen), 1, figsize=(10, 1.7 * len(chosen)), squeeze=False, layout="constrained")
+    for axis, row in zip(axes[:, 0], chosen, strict=True):
+        for height, (lane, color) in enumerate({"all-reduce": "#c95f3c", "matmul": "#3c6fc9"}.items()):
+            for at, (begin, end) in enumerate(row["timeline"][lane]):
+                axis.barh(height, end - begin, left=begin, height=0.8, color=color, edgecolor="white", alpha=1 - 0.4 * (at % 2))
+        same = [
+            other
+            for other in rows
+            if other.get("way") == "plain" and all(other[key] == row[key] for key in ("link", "ranks", "model", "layer", "tokens"))
+        ]
+        for other in same:
+            axis.axvline(other["ms"], color="black", linestyle="--", linewidth=1)
+        axis.set_yticks([0, 1], ["communication", "computation"])
+        axis.set_xlim(left=0)
+        axis.set_title(
+            f"{row['model']} {row['layer']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['link']}, {row['lane']}; "
+            "dashed: the plain layer",
+            fontsize=9,
+        )
+    axes[-1, 0].set_xlabel("ms")
+    figure.savefig(path, dpi=110)
+
+
+def _hardware(link: str) -> str:
+    host = machine.hardware(os.cpu_count() or 1)
+    return host if link == "gloo" else f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {host}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Copies by the copy engines of one machine's GPUs; flags lie in host memory, where every GPU polls them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fastattention_vllm.parallel import cuda_driver
+from fastattention_vllm.parallel.copy_collective import PHASES, Copies
+from fastattention_vllm.parallel.shared_segment import Exchange, share
+
+LINE = 64
+"""Bytes between flags."""
+PAGE = 4096
+
+Result = TypeVar("Result")
+
+
+class CudaCopies(Copies):
+    """Between GPUs of one machine, one process each. Not yet run on a GPU."""
+
+    def __init__(
+        self, rank: int, size: int, exchange: Exchange, peer_to_peer: bool, channels: int, board_bytes: int
+    ) -> None:
+        """Called by all ranks alike, the GPU being current.
+
+        Args:
+            peer_to_peer: whether boards lie on the GPUs, else on the host.
+            board_bytes: of a channel.
+
+        Raises:
+            OSError: too little room in /dev/shm, on every rank.
+            DriverError: memory cannot be shared so.
+        """
+        self.rank, self.size, self.channels, self.board_bytes = rank, size, channels, board_bytes
+        torch.empty(1, device="cuda")  # the driver's calls need the context that torch makes late
+        all_boards = channels * board_bytes
+        flag_bytes = -(-channels * PHASES * size * LINE // PAGE) * PAGE
+        segment_bytes = flag_bytes + (0 if peer_to_peer else all_boards)
+        self._segments = share(segment_bytes, exchange)  # kept, for they are unmapped with the last reference
+        self._flags = _on_all(
+            exchange,
+            lambda: [
+                cuda_driver.register_host(ctypes.addressof(ctypes.c_char.from_buffer(segment)), segment_bytes)
+                for segment in self._segments
+            ],
+        )[rank]
+        if peer_to_peer:
+            self._boards = self._open_boards(exchange, all_boards)
+        else:
+            self._boards = [address + flag_bytes for address in self._flags]
+        self._streams = [torch.cuda.Stream(priority=-1) for _ in range(channels)]
+        self._fetched = [torch.empty(board_bytes // size, dtype=torch.uint8, device="cuda") for _ in range(channels)]
+        torch.cuda.synchronize()
+        exchange(None)
+
+    def _open_boards(self, exchange: Exchange, size: int) -> list[int]:
+        def own() -> tuple[int, bytes]:
+            address = cuda_driver.allocate(size)
+            return address, cuda_driver.handle_of(address)
+
+        allocated = _on_all(exchange, own)
+
+        def opened() -> list[int]:
+            return [
+                address if peer == self.rank else cuda_driver.open_handle(handle)
+                for peer, (address, handle) in enumerate(allocated)
+            ]
+
+        return _on_all(exchange, opened)[self.rank]
+
+    def begin(self, channel: int) -> None:
+        self._streams[channel].wait_stream(torch.cuda.current_stream())
+
+    def put(self, channel: int, offset: int, tensor: torch.Tensor) -> None:
+        cuda_driver.copy(
+            self._board(channel, self.rank, offset), tensor.data_ptr(), tensor.nbytes, self._stream(channel)
+        )
+
+    def fetch(self, channel: int, peer: int, offset: int, tensor: torch.Tensor) -> None:
+        cuda_driver.copy(tensor.data_ptr(), self._board(channel, peer, offset), tensor.nbytes, self._stream(channel))
+
+    def add(self, channel: int, tensor: torch.Tensor, peer: int, offset: int) -> None:
+        fetched = self._fetched[channel][: tensor.nbytes].view(tensor.dtype)
+        self.fetch(channel, peer, offset, fetched)
+        with torch.cuda.stream(self._streams[channel]):
+            tensor.add_(fetched)
+
+    def tell(self, channel: int, phase: int) -> None:
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        told = [(cuda_driver.WRITE, self._flag(channel, phase, peer, self.rank), 1) for peer in others]
+        cuda_driver.flags(told, self._stream(channel))
+
+    def hear(self, channel: int, phase: int) -> None:
+        heard = []
+        for peer in range(self.size):
+            if peer != self.rank:
+                flag = self._flag(channel, phase, self.rank, peer)
+                heard += [(cuda_driver.WAIT, flag, 1), (cuda_driver.WRITE, flag, 0)]
+        cuda_driver.flags(heard, self._stream(channel))
+
+    def end(self, channel: int) -> Any:
+        return self._streams[channel].record_event()
+
+    def wait(self, ended: Any) -> None:
+        torch.cuda.current_stream().wait_event(ended)
+
+    def _stream(self, channel: int) -> int:
+        stream: int = self._streams[channel].cuda_stream
+        return stream
+
+    def _board(self, channel: int, rank: int, offset: int) -> int:
+        return self._boards[rank] + channel * self.board_bytes + offset
+
+    def _flag(self, channel: int, phase: int, rank: int, teller: int) -> int:
+        """Where ``rank`` hears it from ``teller``."""
+        return self._flags[rank] + ((channel * PHASES + phase) * self.size + teller) * LINE
+
+
+def _on_all(exchange: Exchange, work: Callable[[], Result]) -> list[Result]:
+    """What ``work`` returns on each rank.
+
+    Raises:
+        DriverError: on all ranks, if it failed on one.
+    """
+    result, problem = None, ""
+    try:
+        result = work()
+    except cuda_driver.DriverError as error:
+        problem = str(error)
+    answers: list[Any] = exchange((result, problem))
+    for rank, (_, failed) in enumerate(answers):
+        if failed:
+            raise cuda_driver.DriverError(f"rank {rank}: {failed}")
+    return [answer for answer, _ in answers]

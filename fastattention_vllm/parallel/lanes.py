@@ -1,0 +1,87 @@
+"""The collectives among which a calibration chooses, by name.
+
+"gloo" or "nccl": a process group of its own. "nccl:8": one that works on 8 multiprocessors, which the matmul leaves free.
+"copies:4x16": copies on 4 channels in pieces of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fastattention_vllm.parallel.collective import Collective, open_collective
+from fastattention_vllm.parallel.copy_collective import CopyCollective
+from fastattention_vllm.parallel.cuda_driver import DriverError
+from fastattention_vllm.parallel.shared_segment import Exchange
+
+MIB = 1 << 20
+
+
+def open_lanes(
+    names: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    device_type: str,
+    timeout: float,
+    exchange: Exchange,
+    complain: Callable[[str], object],
+) -> dict[str, Collective]:
+    """Those of ``names`` that this machine has; all ranks of all groups call this alike and get the same.
+
+    Args:
+        groups: global ranks of each, as for :func:`open_collective`.
+        rank: global.
+        exchange: within this rank's group.
+        complain: told in a sentence about each that cannot be had.
+    """
+    (mine,) = (list(group) for group in groups if rank in group)
+    lanes: dict[str, Collective] = {}
+    for name in names:
+        kind, _, detail = name.partition(":")
+        if kind == "copies":
+            channels, mib = (int(number) for number in detail.split("x"))
+            try:
+                lanes[name] = open_copies(mine.index(rank), len(mine), exchange, channels, mib * MIB)
+            except (OSError, DriverError) as error:
+                complain(f"no {name}: {error}")
+        elif kind in ("nccl", "gloo"):
+            lanes[name] = open_collective(groups, device_type, timeout, int(detail) if detail else None)
+        else:
+            raise ValueError(f"no collective {name!r}; available: gloo, nccl, nccl:CHANNELS, copies:CHANNELSxMIB.")
+    return lanes
+
+
+def open_copies(rank: int, size: int, exchange: Exchange, channels: int, board_bytes: int) -> CopyCollective:
+    """Copies between the GPUs of one machine, over boards on the GPUs where all of them reach each other.
+
+    Raises:
+        OSError: the ranks are on different machines, or their /dev/shm is too small.
+        DriverError: memory cannot be shared.
+    """
+    from fastattention_vllm.parallel.cuda_copies import CudaCopies
+
+    machines = exchange((os.uname().nodename, _boot_id()))
+    if len(set(machines)) > 1:
+        raise OSError(f"the ranks are on different machines: {', '.join(sorted({str(one) for one in machines}))}")
+    peer_to_peer = all(exchange(reaches_all(exchange(torch.cuda.current_device()))))
+    return CopyCollective(CudaCopies(rank, size, exchange, peer_to_peer, channels, board_bytes))
+
+
+def reaches_all(devices: Sequence[object]) -> bool:
+    """Whether the current GPU reads the others' memory itself, and has not been told not to (NCCL_P2P_DISABLE=1)."""
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        return False
+    own = torch.cuda.current_device()
+    if any(device >= torch.cuda.device_count() for device in devices if isinstance(device, int)):
+        return False
+    return all(device == own or torch.cuda.can_device_access_peer(own, device) for device in devices)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

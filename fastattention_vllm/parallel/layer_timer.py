@@ -1,0 +1,77 @@
+"""Times of one layer's parts and cuts on all ranks: by events on a GPU, by the clock on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.tiled_linear import Linear, multiply_and_sum
+
+ROUNDS = 7
+"""Of which the middle one counts: a sum waits for the slowest rank, and some rank is always the slowest."""
+HEAD_START = 400_000
+"""Cycles that a GPU sleeps before what is timed, so that it waits for nothing that Python has yet to order."""
+
+
+class LayerTimer:
+    """One layer, and how its parts are timed."""
+
+    def __init__(self, collectives: Mapping[str, Collective], plain: Linear, weight: torch.Tensor, rows: int) -> None:
+        self.collectives, self._plain, self.weight = collectives, plain, weight
+        self.first = next(iter(collectives.values()))
+        self.x = weight.new_empty(rows, weight.shape[1]).uniform_(-1, 1)  # zeros would let a GPU run cool and fast
+        self.out = weight.new_zeros(rows, weight.shape[0])
+
+    def matmul(self, rows: int) -> Callable[[], object]:
+        return functools.partial(torch.mm, self.x[:rows], self.weight.t(), out=self.out[:rows])
+
+    def all_reduce(self, name: str, rows: int) -> Callable[[], object]:
+        collective = self.collectives[name]
+
+        def work() -> None:
+            collective.wait(collective.start(self.out[:rows]))
+
+        return work
+
+    def plain(self, rows: int) -> Callable[[], object]:
+        return functools.partial(self._plain, self.x[:rows], self.weight, None)
+
+    def cut(self, name: str, blocks: Sequence[int]) -> Callable[[], object]:
+        rows = sum(blocks)
+        x, out = self.x[:rows], self.out[:rows]
+        return functools.partial(multiply_and_sum, x, self.weight, None, out, blocks, self.collectives[name])
+
+    def seconds(self, works: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
+        """The middle one of a few times for each, in turns, as the mean of all ranks, which begin together."""
+        found: list[list[float]] = [[] for _ in works]
+        for turn in range(rounds + 1):
+            for work, times in zip(works, found, strict=True):
+                took = self._once(work)
+                if turn:  # the first one warms up
+                    times.append(took)
+        total = torch.tensor([statistics.median(times) for times in found], dtype=torch.float64)
+        total = total.to(self.weight.device)
+        self.first.wait(self.first.start(total))
+        means: list[float] = (total / self.first.size).tolist()
+        return means
+
+    def _once(self, work: Callable[[], object]) -> float:
+        together = self.weight.new_zeros(1)
+        if self.weight.device.type != "cuda":
+            self.first.wait(self.first.start(together))
+            started = time.perf_counter()
+            work()
+            return time.perf_counter() - started
+        torch.cuda._sleep(HEAD_START)
+        self.first.wait(self.first.start(together))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000

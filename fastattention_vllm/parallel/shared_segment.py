@@ -1,0 +1,47 @@
+"""Memory of the host that all ranks of one machine see: one piece of it per rank, under /dev/shm."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+
+Exchange = Callable[[object], list[object]]
+"""Gives an object to all ranks of the group, and returns those of all, by rank. All ranks call it alike."""
+
+FOLDER = "/dev/shm"  # noqa: S108 - the one place where memory has a name
+
+
+def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
+    """Each rank's segment of ``size`` zeroed bytes, by rank. No name of it outlives this call.
+
+    Raises:
+        OSError: too little room in /dev/shm, on every rank.
+    """
+    handle, path = tempfile.mkstemp(prefix="fastattention-", dir=FOLDER)
+    try:
+        failure = None
+        try:
+            os.posix_fallocate(handle, 0, size)
+        except OSError as error:
+            failure = error
+        answers = exchange((path, failure is None))
+        short = [rank for rank, (_, there) in enumerate(answers) if not there]  # type: ignore[misc]
+        segments = []
+        if not short:
+            for name, _ in answers:  # type: ignore[misc]
+                other = os.open(name, os.O_RDWR)
+                try:
+                    segments.append(mmap.mmap(other, size))
+                finally:
+                    os.close(other)
+        exchange(None)  # all have opened all
+    finally:
+        os.close(handle)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    if short:
+        raise OSError(f"{FOLDER} has no room for {size} bytes on rank {short[0]}; make it larger (docker --shm-size).")
+    return segments

@@ -1,0 +1,50 @@
+"""Sums made of copies between boards, with copies of a CPU's in the place of a GPU's engines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.parallel import tasks
+from tests.parallel.ranks import Ranks
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def compare(ranks: Ranks, *arguments: object) -> int:
+    pieces = set()
+    for found, expected, count in ranks.run(tasks.copied_sums, *arguments):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+        pieces.add(count)
+    (count,) = pieces
+    return count
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=4),
+    st.sampled_from(DTYPES),
+    st.integers(1, 3),
+    st.integers(3 * 256, 6000),
+    st.integers(0, 99),
+)
+def test_two_ranks_sum_as_gloo_does(
+    two_ranks: Ranks, sizes: list[int], dtype: torch.dtype, channels: int, board_bytes: int, seed: int
+) -> None:
+    compare(two_ranks, sizes, dtype, channels, board_bytes, seed)
+
+
+def test_large_blocks_go_in_pieces_over_all_channels(two_ranks: Ranks) -> None:
+    """A board of 3 x 1024 bytes holds a piece of 2 x 1024, which are 1024 numbers of two bytes."""
+    count = compare(two_ranks, [1024, 10 * 1024 + 1], torch.float16, 3, 3 * 1024, 5)
+    assert count == 1 + 11
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.more)])
+def test_more_ranks_sum_as_gloo_does(size: int) -> None:
+    with Ranks(size) as ranks:
+        for seed, numbers in enumerate(([1], [size * 128 + 1, 7], [40_000])):
+            compare(ranks, numbers, torch.float16, 2, 4096, seed)
