@@ -37,7 +37,6 @@ from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.lanes import open_lanes
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import cut, even
-from fastattention_vllm.parallel.tiled_linear import multiply_and_sum
 
 LAYERS = {  # model: layer: (inputs of all ranks, outputs)
     "8B": {"o_proj": (4096, 4096), "down_proj": (14336, 4096)},
@@ -110,7 +109,9 @@ def run(link: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], b
         before = dict(os.environ)
         os.environ.update(LINKS[link])
         try:
-            processes = [spawn.Process(target=work, args=(rank, link, folder, options)) for rank in range(options.ranks)]
+            processes = [
+                spawn.Process(target=work, args=(rank, link, folder, options)) for rank in range(options.ranks)
+            ]
             for process in processes:
                 process.start()
         finally:
@@ -230,7 +231,7 @@ def table(
             tell(row)
         if max(wrong.values()) > WORST:
             sys.exit(f"wrong by {wrong}")
-        if name and tokens == 8192 or options.tiny:
+        if (name and tokens == 8192) or options.tiny:
             lane_name, cuts = (name, blocks) if name else (first, even(tokens, 2))
             found = timeline(timer, lanes[lane_name], cuts)
             tell(place | {"tokens": tokens, "lane": lane_name, "blocks": list(cuts), "timeline": found})
@@ -248,7 +249,10 @@ def sweep(
     for tokens in options.tokens:
         works = [timer.matmul(tokens), plain_sum(timer, tokens), timer.plain(tokens)]
         matmul, all_reduce, plain = timer.seconds(works, options.rounds)
-        tell(place | {"tokens": tokens, "matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain})
+        tell(
+            place
+            | {"tokens": tokens, "matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain}
+        )
         for name, lane in lanes.items():
             cuts = {shape: cut(tokens, weights, 128) for shape, weights in SHAPES.items()}
             parts = [tokens, max(128, tokens // 8)]
@@ -278,7 +282,7 @@ def timeline(timer: LayerTimer, lane: Collective, blocks: Sequence[int]) -> dict
     and the sum before it has."""
     rows = sum(blocks)
     clock = _GpuClock() if timer.weight.is_cuda else _Clock()
-    for turn in range(3):  # the last one counts
+    for _ in range(3):  # the last one counts
         out = timer.out[:rows]
         begins, ends, sums, started, begin = [], [], [], [], 0
         timer.first.wait(timer.first.start(out[:1]))
@@ -296,7 +300,9 @@ def timeline(timer: LayerTimer, lane: Collective, blocks: Sequence[int]) -> dict
             lane.wait(one)
     times = [clock.milliseconds(origin, marks) for marks in (begins, ends, sums)]
     matmuls = list(zip(times[0], times[1], strict=True))
-    reduces = [(max(ready, before), end) for ready, before, end in zip(times[1], [0.0, *times[2][:-1]], times[2], strict=True)]
+    reduces = [
+        (max(ready, before), end) for ready, before, end in zip(times[1], [0.0, *times[2][:-1]], times[2], strict=True)
+    ]
     return {"matmul": matmuls, "all-reduce": reduces}
 
 
@@ -313,8 +319,7 @@ class _Clock:
         mark: list[float] = []
         thread = threading.Thread(target=lambda: (wait(), mark.append(time.perf_counter())))
         thread.start()
-        mark_and_thread = [mark, thread]
-        return mark_and_thread
+        return [mark, thread]
 
     def milliseconds(self, origin: Any, marks: list[Any]) -> list[float]:
         found = []
@@ -365,19 +370,28 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, row in zip(axes[:, 0], chosen, strict=True):
         for height, (lane, color) in enumerate({"all-reduce": "#c95f3c", "matmul": "#3c6fc9"}.items()):
             for at, (begin, end) in enumerate(row["timeline"][lane]):
-                axis.barh(height, end - begin, left=begin, height=0.8, color=color, edgecolor="white", alpha=1 - 0.4 * (at % 2))
+                axis.barh(
+                    height,
+                    end - begin,
+                    left=begin,
+                    height=0.8,
+                    color=color,
+                    edgecolor="white",
+                    alpha=1 - 0.4 * (at % 2),
+                )
         same = [
             other
             for other in rows
-            if other.get("way") == "plain" and all(other[key] == row[key] for key in ("link", "ranks", "model", "layer", "tokens"))
+            if other.get("way") == "plain"
+            and all(other[key] == row[key] for key in ("link", "ranks", "model", "layer", "tokens"))
         ]
         for other in same:
             axis.axvline(other["ms"], color="black", linestyle="--", linewidth=1)
         axis.set_yticks([0, 1], ["communication", "computation"])
         axis.set_xlim(left=0)
         axis.set_title(
-            f"{row['model']} {row['layer']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['link']}, {row['lane']}; "
-            "dashed: the plain layer",
+            f"{row['model']} {row['layer']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['link']}, "
+            f"{row['lane']}; dashed: the plain layer",
             fontsize=9,
         )
     axes[-1, 0].set_xlabel("ms")

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 
 from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import compat, host_layers
+from fastattention_vllm.integration import compat, host_layers, row_parallel
 from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -47,9 +47,8 @@ class FastAttentionFlashImpl(FlashAttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
         vllm_config = get_current_vllm_config()
-        tiling = options_of(vllm_config).tiling_all_reduce
-        if tiling != "off":
-            raise Refusal(f'tiling_all_reduce {tiling} is for CPUs so far, not yet run on a GPU; leave it "off".')
+        if options_of(vllm_config).tiling_all_reduce != "off":
+            compat.before_gpu_profiling(row_parallel.adopt)
         named = f"FlashAttention {flash.version(self.head_size)}"
         host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerFlashBackend, flash, named))
 

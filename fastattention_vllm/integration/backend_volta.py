@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from fastattention_vllm.attention import volta
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, partial_floats
-from fastattention_vllm.integration import host_layers, support
+from fastattention_vllm.integration import compat, host_layers, row_parallel, support
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
 from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
@@ -164,9 +164,8 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to("cuda")
         vllm_config = get_current_vllm_config()
-        tiling = options_of(vllm_config).tiling_all_reduce
-        if tiling != "off":
-            raise Refusal(f'tiling_all_reduce {tiling} is for CPUs so far, not yet run on a GPU; leave it "off".')
+        if options_of(vllm_config).tiling_all_reduce != "off":
+            compat.before_gpu_profiling(row_parallel.adopt)
         own = torch.cuda.get_device_capability() == (7, 0)
         named = "fastattention Volta, " + ("machine code of sm_70" if own else "compiled from PTX by the driver")
         logger.info_once("Attention kernels: %s.", named)

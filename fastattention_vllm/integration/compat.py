@@ -175,6 +175,29 @@ def extend_gpu_worker(find: Callable[[Any], Any]) -> None:
     worker.initialize_from_config = initialize_from_config
 
 
+def before_gpu_profiling(adopt: Callable[[Any, torch.nn.Module], None]) -> None:
+    """Have ``adopt(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
+
+    All versions: on GPUs a plugin has no hook between the two. Done in the worker process, only where it is asked for.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    worker: Any = Worker
+    if hasattr(worker, "_fastattention_adopt"):
+        return
+    worker._fastattention_adopt = staticmethod(adopt)
+    determine = worker.determine_available_memory
+
+    @functools.wraps(determine)
+    def determine_available_memory(self: Any) -> int:
+        with torch.inference_mode():
+            adopt(self.vllm_config, self.model_runner.get_model())
+        available: int = determine(self)
+        return available
+
+    worker.determine_available_memory = determine_available_memory
+
+
 @contextmanager
 def without_fp8_cache(vllm_config: VllmConfig) -> Iterator[None]:
     """An fp8 KV cache out of sight of vLLM's CPU platform: 0.19's refuses it, or goes back to another one in silence.

@@ -39,7 +39,7 @@ class Options(BaseModel):
     tiling_all_reduce: Literal["auto", "off"] | Annotated[int, Field(ge=2, le=64)] = "off"
     """Blocks of tokens into which row-parallel linear layers are cut under tensor parallelism, so that one block is
     summed over the ranks while the next is multiplied. "auto": as measured at the first start on a machine, and none
-    where none are faster. On CPUs so far."""
+    where none are faster."""
 
     tiling_min_tokens: Annotated[int, Field(ge=2)] = 2048
     """Steps of fewer tokens are not cut: their sums are short messages, which gain nothing by being shorter."""

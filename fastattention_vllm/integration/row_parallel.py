@@ -1,13 +1,14 @@
 """vLLM's RowParallelLinear with the all-reduce hidden behind the matmul, where ``tiling_all_reduce`` asks for it.
 
 vLLM makes its layers through a registry in which a class of one's own takes the place of one of its own, in every
-version. Ours does what the registered one does, but for layers that :func:`adopt` has found fit.
+version. Ours does what the registered one does, but for layers that :func:`adopt` has found fit. On a GPU this plugin's
+code first runs when layers are there already: those become ours when they are adopted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +21,22 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from fastattention_vllm.integration import cpu_ops, tiling_times
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.parallel import tiled_linear
-from fastattention_vllm.parallel.collective import Collective, open_collective
-from fastattention_vllm.parallel.pipeline import Pipeline
-from fastattention_vllm.parallel.plan import Plan, even, plan
-from fastattention_vllm.parallel.tiled_linear import Tiling
+from fastattention_vllm.parallel.choice import Choice, Trial
+from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.lanes import open_lanes
+from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.fastattention")
 
-Blocks = Callable[[int, torch.Tensor], Sequence[int]]
+Cut = Callable[[int, torch.Tensor], tuple[str, Sequence[int]]]
+"""Rows and a layer's weight to the collective and the blocks."""
 
+LANES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:8", "copies:4x4", "copies:4x16"]}
+"""Those to choose from, by type of device; a fixed number of blocks takes the first."""
 NAME = "RowParallelLinear"
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others' part of a sum; vLLM itself gives up a step after as many."""
@@ -72,56 +77,78 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     reasons: Counter[str] = Counter()
     tiled: list[Any] = []
     for name, layer in model.named_modules():
-        if isinstance(layer, TiledRowParallel):
+        if isinstance(layer, RowParallelLinear):
             reason = why_not(layer, name)
             if reason:
                 reasons[reason] += 1
             else:
                 tiled.append(layer)
-    collective = open_collective(_all_tensor_parallel_groups(), "cpu", TIMEOUT)
-    blocks, how = _blocks(vllm_config, [layer.weight for layer in tiled], collective)
+    device = group.device.type
+    fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
+    lanes = open_lanes(
+        LANES[device][: 1 if fixed else None],
+        _all_tensor_parallel_groups(),
+        dist.get_rank(),
+        device,
+        TIMEOUT,
+        _exchange,
+        lambda problem: logger.info_once("Tiling-AllReduce: %s", problem),
+    )
 
     def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
         return summed
 
-    tiled_linear.register(group.unique_name, Tiling(collective, blocks, plain))
+    cut, how = _cut(vllm_config, [layer.weight for layer in tiled], lanes, plain)
+    tiling = Tiling(
+        next(iter(lanes.values())),
+        lambda rows, weight: cut(rows, weight)[1],
+        plain,
+        lambda rows, weight: lanes[cut(rows, weight)[0]],
+    )
+    tiled_linear.register(group.unique_name, tiling)
     for layer in tiled:
+        if not isinstance(layer, TiledRowParallel):
+            layer.__class__ = type(NAME, (TiledRowParallel, type(layer)), {})
         layer.tiled_group = group.unique_name
     rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
     logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", len(tiled), how, rest)
 
 
-def _blocks(vllm_config: VllmConfig, weights: list[torch.Tensor], collective: Collective) -> tuple[Blocks, str]:
-    """The cut of so many rows for a weight, and what the log says of it."""
+def _cut(
+    vllm_config: VllmConfig, weights: list[torch.Tensor], lanes: Mapping[str, Collective], plain: Linear
+) -> tuple[Cut, str]:
+    """How so many rows are cut for a weight, and what the log says of it."""
     options = options_of(vllm_config)
     count, least = options.tiling_all_reduce, options.tiling_min_tokens
+    first = next(iter(lanes))
     if isinstance(count, int):
         return (
-            lambda rows, weight: even(rows, count) if rows >= least else (rows,),
+            lambda rows, weight: (first, even(rows, count) if rows >= least else (rows,)),
             f"{count} blocks from {least} tokens on",
         )
     most = vllm_config.scheduler_config.max_num_batched_tokens
-    pipelines: dict[torch.Size, Pipeline] = {}
+    choices: dict[torch.Size, Choice] = {}
     for weight in weights if most >= least else []:
-        if weight.shape not in pipelines:
-            pipelines[weight.shape] = pipeline = tiling_times.of(weight, collective, most)
-            logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, plan(most, pipeline)))
+        if weight.shape not in choices:
+            choices[weight.shape] = choice = tiling_times.of(weight, lanes, plain, least, most)
+            for trial in choice.trials:
+                logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
 
-    def planned(rows: int, weight: torch.Tensor) -> tuple[int, ...]:
-        return plan(rows, pipelines[weight.shape]).blocks if rows >= least and pipelines else (rows,)
+    def chosen(rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
+        return choices[weight.shape].of(rows) if rows >= least and choices else (first, (rows,))
 
-    return planned, f"as many blocks as are fastest from {least} tokens on"
+    return chosen, f"as many blocks as are fastest from {least} tokens on"
 
 
-def describe(shape: torch.Size, chosen: Plan) -> str:
+def describe(shape: torch.Size, trial: Trial) -> str:
     """One line for the log."""
-    layer, rows = f"{shape[1]} inputs of a rank, {shape[0]} outputs", sum(chosen.blocks)
-    if len(chosen.blocks) == 1:
-        return f"{layer}: {rows} tokens stay in one block, no cut is predicted to be faster"
+    layer = f"{shape[1]} inputs of a rank, {shape[0]} outputs"
+    if len(trial.blocks) == 1:
+        return f"{layer}: {trial.rows} tokens stay in one block, no cut that was timed is enough faster"
     return (
-        f"{layer}: {rows} tokens in blocks of {', '.join(map(str, chosen.blocks))}, predicted "
-        f"{chosen.one_block_seconds / chosen.seconds:.2f}x as fast, {100 * chosen.hidden:.0f} % of the shorter one of "
+        f"{layer}: {trial.rows} tokens in blocks of {', '.join(map(str, trial.blocks))} by {trial.collective}, timed "
+        f"{trial.plain_seconds / trial.seconds:.2f}x as fast, {100 * trial.hidden:.0f} % of the shorter one of "
         "matmul and all-reduce hidden"
     )
 
@@ -136,11 +163,9 @@ def why_not(layer: Any, name: str) -> str:
         return "they split their input themselves"
     if type(layer.quant_method) is not UnquantizedLinearMethod:
         return f"quantised ({type(layer.quant_method).__name__})"
-    if cpu_ops.has_compiled_vllm_ops() or tuple(layer.weight.shape) != (
-        layer.output_size,
-        layer.input_size_per_partition,
-    ):
-        return "their weights are packed for this CPU"
+    packed = layer.weight.device.type == "cpu" and cpu_ops.has_compiled_vllm_ops()
+    if packed or tuple(layer.weight.shape) != (layer.output_size, layer.input_size_per_partition):
+        return "their weights are packed for this processor"
     return ""
 
 
@@ -153,3 +178,10 @@ def _all_tensor_parallel_groups() -> list[list[int]]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(get_tp_group().ranks))
     return sorted({tuple(ranks): ranks for ranks in found}.values())
+
+
+def _exchange(value: object) -> list[object]:
+    group = get_tp_group()
+    found: list[object] = [None] * group.world_size
+    dist.all_gather_object(found, value, group=group.cpu_group)
+    return found

@@ -1,10 +1,12 @@
-"""The times of a layer's matmul and all-reduce on this machine: from vLLM's cache folder, or measured and put there."""
+"""Which cuts of a layer's rows are fastest on this machine: from vLLM's cache folder, or measured and put there."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,25 +14,32 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 
 from fastattention_vllm.parallel import calibrate, calibration_file
+from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.pipeline import Pipeline
+from fastattention_vllm.parallel.tiled_linear import Linear
 
 logger = init_logger("vllm.fastattention")
 
 
-def of(weight: torch.Tensor, collective: Collective, most_rows: int) -> Pipeline:
+def of(weight: torch.Tensor, lanes: Mapping[str, Collective], plain: Linear, least_rows: int, most_rows: int) -> Choice:
     """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
 
     Args:
         weight: [outputs, inputs of this rank].
+        lanes: collectives to choose from, by name.
+        plain: the layer without a cut.
         most_rows: tokens of the longest step.
     """
-    path, key = file(), key_of(weight, collective.size, most_rows)
+    first = next(iter(lanes.values()))
+    path, key = file(), key_of(weight, lanes, least_rows, most_rows)
     known = calibration_file.read(path, key)
-    if _all_alike(known, weight.device, collective) and known is not None:
+    if _all_alike(known, weight.device, first) and known is not None:
         return known
-    logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs of a rank and %d outputs.", *weight.shape[::-1])
-    measured = calibrate.measure(collective, weight, most_rows)
+    outputs, inputs = weight.shape
+    logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs of a rank and %d outputs.", inputs, outputs)
+    began = time.perf_counter()
+    measured = calibrate.measure(lanes, plain, weight, least_rows, most_rows)
+    logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
     try:
         calibration_file.write(path, key, measured)
     except OSError as error:
@@ -42,25 +51,29 @@ def file() -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "fastattention" / "tiling.json"
 
 
-def key_of(weight: torch.Tensor, ranks: int, most_rows: int) -> str:
+def key_of(weight: torch.Tensor, lanes: Mapping[str, Collective], least_rows: int, most_rows: int) -> str:
     """All that times depend on, in words."""
     if weight.device.type == "cpu":
         device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
         device += f", {torch.get_num_threads()} threads"
     else:
         device = torch.cuda.get_device_name(weight.device)
+        told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("NCCL_"))
+        device += "".join(f", {one}" for one in told)
     outputs, inputs = weight.shape
     dtype = str(weight.dtype).removeprefix("torch.")
     calibrated = calibrate.row_counts(most_rows)[-1]
+    ranks = next(iter(lanes.values())).size
     return (
-        f"{inputs} to {outputs} {dtype}, {ranks} ranks, {calibrated} tokens, {device} of {platform.node()}, "
+        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join(lanes)}, {least_rows} to {calibrated} tokens, "
+        f"{device} of {platform.node()}, "
         f"torch {torch.__version__}"
     )
 
 
-def _all_alike(pipeline: Pipeline | None, device: torch.device, collective: Collective) -> bool:
+def _all_alike(choice: Choice | None, device: torch.device, collective: Collective) -> bool:
     """Whether all ranks have the same one: those on other machines have files of their own, and files get lost."""
-    digest = hashlib.sha256(repr(pipeline).encode()).digest()
+    digest = hashlib.sha256(repr(choice).encode()).digest()
     digests = torch.zeros(collective.size, dtype=torch.float64, device=device)
     digests[collective.rank] = int.from_bytes(digest[:6], "big")  # 48 bits, which float64 holds exactly
     collective.wait(collective.start(digests))

@@ -1,4 +1,4 @@
-"""Which cut of a layer's rows is fastest on these ranks: a few that the model proposes are timed beside the plain layer.
+"""Which cut of a layer's rows is fastest on these ranks: a few that the model proposes are timed.
 
 The model (plan.py) knows how long matmul and all-reduce take alone. What they take from each other is learned from its
 own first proposals. Only what was faster than the plain layer when it was timed is ever used.

@@ -131,7 +131,7 @@ def _on_all(exchange: Exchange, work: Callable[[], Result]) -> list[Result]:
         result = work()
     except cuda_driver.DriverError as error:
         problem = str(error)
-    answers: list[Any] = exchange((result, problem))
+    answers = exchange((result, problem))
     for rank, (_, failed) in enumerate(answers):
         if failed:
             raise cuda_driver.DriverError(f"rank {rank}: {failed}")

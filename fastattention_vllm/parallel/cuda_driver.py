@@ -66,9 +66,7 @@ def register_host(address: int, size: int) -> int:
 
 def copy(to: int, source: int, size: int, stream: int) -> None:
     """In the stream's order; host memory must be registered."""
-    _call(
-        "cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream)
-    )
+    _call("cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream))
 
 
 def flags(operations: Sequence[tuple[int, int, int]], stream: int) -> None:

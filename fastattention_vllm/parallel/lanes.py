@@ -1,6 +1,6 @@
 """The collectives among which a calibration chooses, by name.
 
-"gloo" or "nccl": a process group of its own. "nccl:8": one that works on 8 multiprocessors, which the matmul leaves free.
+"gloo" or "nccl": a process group of its own. "nccl:8": one on 8 multiprocessors, which the matmul leaves free.
 "copies:4x16": copies on 4 channels in pieces of 16 MiB.
 """
 
@@ -69,13 +69,11 @@ def open_copies(rank: int, size: int, exchange: Exchange, channels: int, board_b
     return CopyCollective(CudaCopies(rank, size, exchange, peer_to_peer, channels, board_bytes))
 
 
-def reaches_all(devices: Sequence[object]) -> bool:
+def reaches_all(devices: Sequence[int]) -> bool:
     """Whether the current GPU reads the others' memory itself, and has not been told not to (NCCL_P2P_DISABLE=1)."""
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return False
     own = torch.cuda.current_device()
-    if any(device >= torch.cuda.device_count() for device in devices if isinstance(device, int)):
-        return False
     return all(device == own or torch.cuda.can_device_access_peer(own, device) for device in devices)
 
 

@@ -74,4 +74,5 @@ class LayerTimer:
         work()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000

@@ -7,11 +7,12 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
-Exchange = Callable[[object], list[object]]
+Exchange = Callable[[Any], list[Any]]
 """Gives an object to all ranks of the group, and returns those of all, by rank. All ranks call it alike."""
 
-FOLDER = "/dev/shm"  # noqa: S108 - the one place where memory has a name
+FOLDER = "/dev/shm"
 
 
 def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
@@ -28,10 +29,10 @@ def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
         except OSError as error:
             failure = error
         answers = exchange((path, failure is None))
-        short = [rank for rank, (_, there) in enumerate(answers) if not there]  # type: ignore[misc]
+        short = [rank for rank, (_, there) in enumerate(answers) if not there]
         segments = []
         if not short:
-            for name, _ in answers:  # type: ignore[misc]
+            for name, _ in answers:
                 other = os.open(name, os.O_RDWR)
                 try:
                     segments.append(mmap.mmap(other, size))

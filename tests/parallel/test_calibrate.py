@@ -1,4 +1,4 @@
-"""Measured pipelines: that the ranks agree on them, that they outlive the process; never how fast they are."""
+"""Measured choices: that the ranks agree on them, that they outlive the process; never how fast they are."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.parallel import calibration_file
 from fastattention_vllm.parallel.calibrate import MOST_SLOWDOWN, row_counts, slowdown
+from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.pipeline import Pipeline
-from fastattention_vllm.parallel.plan import GRANULE, even, plan
+from fastattention_vllm.parallel.plan import GRANULE, cut, even, plan
 from tests.parallel import tasks
-from tests.parallel.models import AFFINE, SLOWED_PIPELINES
+from tests.parallel.models import AFFINE
 from tests.parallel.ranks import Ranks
 
 
-def test_ranks_that_differ_agree_on_one_pipeline(two_ranks: Ranks) -> None:
+def test_ranks_that_differ_agree_on_one_choice(two_ranks: Ranks) -> None:
     """One of them is kept back in its matmuls, so what they measure is not the same."""
-    first, second = two_ranks.run(tasks.measured, 48, 32, 500)
+    first, second = two_ranks.run(tasks.measured, 48, 32, 200, 500)
     assert first == second
-    assert isinstance(first, Pipeline)
-    for times in (first.matmul, first.all_reduce):
-        assert [rows for rows, _ in times.points] == [128, 256, 512]
-    slept = first.matmul(512)
-    assert slept >= tasks.KEPT_BACK / 2, "the mean of both ranks"
+    assert isinstance(first, Choice)
+    assert [trial.rows for trial in first.trials] == [256, 512]
+    for trial in first.trials:
+        assert trial.seconds <= trial.plain_seconds
+        assert (trial.collective == "") == (len(trial.blocks) == 1)
 
 
 @given(st.integers(1, 100_000))
@@ -56,8 +57,56 @@ def test_a_cut_that_was_tried_and_lost_is_not_planned(pipeline: Pipeline) -> Non
     assert len(blocks) == 1 or after.blocks != blocks
 
 
-@given(SLOWED_PIPELINES, SLOWED_PIPELINES)
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: Pipeline, other: Pipeline) -> None:
+def trial(rows: int, blocks: tuple[int, ...], seconds: float = 0.9) -> Trial:
+    return Trial(rows, "nccl" if len(blocks) > 1 else "", blocks, seconds, 1.0, 0.5)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice:
+    trials = []
+    for rows in sorted(draw(st.lists(st.sampled_from([GRANULE << i for i in range(9)]), min_size=1, unique=True))):
+        weights = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+        trials.append(trial(rows, cut(rows, weights, GRANULE), draw(st.floats(1e-6, 1))))
+    return Choice(tuple(trials))
+
+
+@given(choices(), st.integers(0, 50_000))
+def test_any_number_of_rows_is_cut_without_a_row_lost(choice: Choice, rows: int) -> None:
+    name, blocks = choice.of(rows)
+    assert sum(blocks) == rows
+    assert all(blocks)
+    assert all(block % GRANULE == 0 for block in blocks[:-1])
+    assert name in ("", "nccl")
+    if len(blocks) > 1:
+        below = [one for one in choice.trials if one.rows <= rows]
+        above = [one for one in choice.trials if one.rows >= rows]
+        assert below
+        assert all(len(one.blocks) > 1 for one in (below[-1:] + above[:1])), "both neighbours gained"
+        assert name == "nccl"
+
+
+@given(choices())
+def test_what_was_timed_is_what_is_done(choice: Choice) -> None:
+    for one in choice.trials:
+        assert choice.of(one.rows) == (one.collective, one.blocks)
+
+
+def test_between_two_the_nearer_one_is_followed() -> None:
+    choice = Choice((trial(1024, (512, 512)), trial(2048, (512, 1536)), trial(4096, (4096,))))
+    assert choice.of(1023) == ("", (1023,)), "fewer than were tried"
+    assert choice.of(1408) == ("nccl", (768, 640))
+    assert choice.of(1792) == ("nccl", (512, 1280))
+    assert choice.of(2049) == ("", (2049,)), "what does not gain above"
+    assert choice.of(9000) == ("", (9000,))
+
+
+def test_blocks_that_are_not_the_rows_are_no_trial() -> None:
+    with pytest.raises(ValueError, match="are not 1024"):
+        trial(1024, (512, 256))
+
+
+@given(choices(), choices())
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: Choice, other: Choice) -> None:
     path = tmp_path_factory.mktemp("cache") / "new" / "tiling.json"
     assert calibration_file.read(path, "a") is None
     calibration_file.write(path, "a", one)
@@ -70,7 +119,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: 
     assert [entry.name for entry in path.parent.iterdir()] == ["tiling.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', '{"a": {"matmul": {"points": [[1, -1]]}}}'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', '{"a": {"trials": [{"rows": 1}]}}'])
 def test_a_file_that_is_not_ours_is_measured_anew(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tiling.json"
     path.write_text(text)

@@ -1,0 +1,80 @@
+"""What ranks with a GPU each are told to do; see tests/parallel/ranks.py. Runs in the ranks' processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fastattention_vllm.parallel import tiled_linear
+from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.lanes import open_lanes
+from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.tiled_linear import Tiling
+from tests.parallel.tasks import exchange
+
+GROUP = "gpu test"
+LANES: dict[str, Collective] = {}
+
+
+def open_all(rank: int, names: list[str], peer_to_peer: bool) -> list[str]:
+    """Sentences about those that could not be had."""
+    import os
+
+    if not peer_to_peer:
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+    torch.cuda.set_device(rank)
+    problems: list[str] = []
+    everyone = [list(range(dist.get_world_size()))]
+    LANES.update(open_lanes(names, everyone, rank, "cuda", 60.0, exchange, problems.append))
+    return problems
+
+
+def sums(rank: int, name: str, sizes: list[int], dtype: torch.dtype) -> bool:
+    """Whether blocks in flight together are summed exactly."""
+    generator = torch.Generator().manual_seed(rank)
+    blocks = [torch.randint(-9, 10, (size,), generator=generator).to(dtype) for size in sizes]
+    there = [block.cuda() for block in blocks]
+    started = [LANES[name].start(block) for block in there]
+    for one in started:
+        LANES[name].wait(one)
+    for block in blocks:
+        dist.all_reduce(block)
+    return all(torch.equal(one.cpu(), other) for one, other in zip(there, blocks, strict=True))
+
+
+def layer(rank: int, name: str, rows: int, count: int, graph: bool) -> float:
+    """The largest difference between the op and float64, as a part of the largest number."""
+    lane = LANES[name]
+    tiled_linear.register(GROUP, Tiling(lane, lambda rows, weight: even(rows, count), _never))
+    generator = torch.Generator().manual_seed(rank)
+    weight = torch.randn((512, 768), generator=generator).half()
+    bias = torch.arange(512).half() / 64
+    x = torch.empty((rows, 768), dtype=torch.float16, device="cuda")
+    arguments = weight.cuda(), bias.cuda(), GROUP
+    replay = None
+    if graph:
+        x.zero_()
+        tiled_linear.tiled_linear_all_reduce(x, *arguments)  # what is made at the first use is not for a graph
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
+            answer = tiled_linear.tiled_linear_all_reduce(x, *arguments)
+        replay = recorded
+    worst = 0.0
+    for _ in range(3):
+        numbers = torch.randn((rows, 768), generator=generator).half()
+        x.copy_(numbers)
+        if replay is not None:
+            replay.replay()
+            found = answer
+        else:
+            found = tiled_linear.tiled_linear_all_reduce(x, *arguments)
+        expected = numbers.double() @ weight.double().t()
+        dist.all_reduce(expected)
+        expected += bias.double()
+        worst = max(worst, ((found.cpu().double() - expected).abs().max() / expected.abs().max()).item())
+    return worst
+
+
+def _never(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    raise AssertionError("not for one block")
