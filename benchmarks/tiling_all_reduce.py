@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ TINY = {"tiny": {"o_proj": (64, 32)}}
 TOKENS = [256 << i for i in range(8)]
 LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}, "gloo": {"GLOO_SOCKET_IFNAME": "lo"}}
 LANES = {
-    "nvlink": ["nccl", "nccl:8", "nccl:16", "copies:4x16"],
-    "host": ["nccl", "nccl:4", "copies:4x4"],
+    "nvlink": ["nccl", "nccl:16", "copies:2x32", "copies:4x8"],
+    "host": ["nccl", "nccl:16", "copies:4x16"],
     "gloo": ["gloo"],
 }
 FIXED = (2, 4, 8)
@@ -61,7 +62,8 @@ SHAPES = {  # of a sweep's cuts
 }
 WORST = 1e-2
 """Largest difference to the plain layer, as a part of its largest number, before the run is given up."""
-PLACE = {"limit": 240.0, "rounds": 9}
+SHORT = 2048
+"""Up to so many tokens there are three times as many rounds: what takes a tenth of a millisecond varies more."""
 
 
 def main() -> int:
@@ -83,9 +85,14 @@ def main() -> int:
     if options.draw:
         draw(json.loads(options.draw.read_text())["rows"], options.timeline or options.draw.with_suffix(".png"))
         return 0
+    return 0 if run_all(work, options) else 1
+
+
+def run_all(work: Callable[..., None], options: argparse.Namespace) -> bool:
+    """``work(rank, link, folder, options)`` on all ranks, for each link; rows go into the file. Whether all ended."""
     rows, complete = [], True
     for link in options.links:
-        found, ended = run(link, options)
+        found, ended = run(work, link, options)
         rows += found
         complete &= ended
         if options.json:
@@ -97,12 +104,12 @@ def main() -> int:
                 "rows": rows,
             }
             options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.timeline and rows:
+    if getattr(options, "timeline", None) and rows:
         draw(rows, options.timeline)
-    return 0 if complete else 1
+    return complete
 
 
-def run(link: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+def run(work: Callable[..., None], link: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     """Its rows, as far as they got, and whether all ranks came to their end."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -132,8 +139,21 @@ def run(link: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], b
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], good
 
 
-def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None:
-    """One rank."""
+@dataclass
+class World:
+    """What a rank has."""
+
+    rank: int
+    size: int
+    device: str
+    lanes: dict[str, Collective]
+    tell: Callable[[dict[str, Any]], None]
+    """Print a row and keep it, on the first rank alone."""
+    exchange: Callable[[object], list[object]]
+
+
+def join(rank: int, link: str, folder: str, names: Sequence[str], size: int) -> World:
+    """Begin as one rank."""
     on_gpu = link != "gloo"
     if on_gpu:
         torch.cuda.set_device(rank)
@@ -143,13 +163,13 @@ def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None
         "nccl" if on_gpu else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=options.ranks,
+        world_size=size,
         timeout=datetime.timedelta(seconds=60),
     )
     talk = dist.new_group(backend="gloo")
 
     def exchange(value: object) -> list[object]:
-        found: list[object] = [None] * options.ranks
+        found: list[object] = [None] * size
         dist.all_gather_object(found, value, group=talk)
         return found
 
@@ -159,16 +179,18 @@ def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None
             with open(f"{folder}/rows", "a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    names = options.sweep or options.lanes or LANES[link]
-    lanes = open_lanes(
-        names,
-        [list(range(options.ranks))],
-        rank,
-        "cuda" if on_gpu else "cpu",
-        60.0,
-        exchange,
-        lambda sentence: tell({"link": link, "note": sentence}),
-    )
+    def complain(sentence: str) -> None:
+        tell({"link": link, "note": sentence})
+
+    device = "cuda" if on_gpu else "cpu"
+    names = names if size > 1 else names[:1]
+    lanes = open_lanes(names, [list(range(size))], rank, device, 60.0, exchange, complain)
+    return World(rank, size, device, lanes, tell, exchange)
+
+
+def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None:
+    """One rank."""
+    world = join(rank, link, folder, options.sweep or options.lanes or LANES[link], options.ranks)
     models = TINY if options.tiny else {name: LAYERS[name] for name in options.models}
     for model, layers in models.items():
         for layer, (inputs, outputs) in layers.items():
@@ -177,12 +199,16 @@ def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None
             weight = torch.empty(
                 outputs,
                 inputs // options.ranks,
-                dtype=torch.float16 if on_gpu else torch.float32,
-                device="cuda" if on_gpu else "cpu",
+                dtype=torch.float32 if world.device == "cpu" else torch.float16,
+                device=world.device,
             ).uniform_(-1, 1)
             measure = sweep if options.sweep else table
-            measure(weight, lanes, place, options, tell)
-    exchange(None)
+            measure(weight, world.lanes, place, options, world.tell)
+    leave(world)
+
+
+def leave(world: World) -> None:
+    world.exchange(None)
     os._exit(0)  # communicators and shared memory go with the process, whatever state they are in
 
 
@@ -219,7 +245,8 @@ def table(
             timer.out.zero_()
             result = work()
             wrong[way] = difference(plain, timer.out[:tokens] if result is None else result)
-        matmul, all_reduce, plain_seconds, *took = timer.seconds(works, options.rounds)
+        rounds = options.rounds * (3 if tokens <= SHORT else 1)
+        matmul, all_reduce, plain_seconds, *took = timer.seconds(works, rounds)
         for (way, (lane, cuts)), seconds in zip(
             {"plain": ("", (tokens,)), **ways}.items(), [plain_seconds, *took], strict=True
         ):
@@ -259,6 +286,7 @@ def sweep(
             works = [timer.all_reduce(name, part) for part in parts] + [timer.cut(name, one) for one in cuts.values()]
             alone, part, *took = timer.seconds(works, options.rounds)
             row = place | {"tokens": tokens, "lane": name, "sum ms": 1e3 * alone, "sum of an eighth ms": 1e3 * part}
+            row["launch of even 8 ms"] = launch(timer.cut(name, cuts["even 8"]))
             row |= {shape: 1e3 * seconds for shape, seconds in zip(cuts, took, strict=True)}
             if lane.multiprocessors:
                 kept, lane.multiprocessors = lane.multiprocessors, 0
@@ -266,6 +294,18 @@ def sweep(
                 lane.multiprocessors = kept
                 row |= {f"{shape}, none free": 1e3 * one for shape, one in zip(cuts, took, strict=True)}
             tell(row)
+
+
+def launch(work: Callable[[], object]) -> float:
+    """Milliseconds that Python needs to order a work."""
+    times = []
+    for _ in range(5):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return 1e3 * sorted(times)[2]
 
 
 def plain_sum(timer: LayerTimer, tokens: int) -> Callable[[], object]:

@@ -18,6 +18,14 @@ from fastattention_vllm.parallel.plan import GRANULE, LEAST_GAIN, even, plan
 from fastattention_vllm.parallel.tiled_linear import Linear
 
 MOST_SLOWDOWN = 8.0
+COUNTS = (2, 4, 8)
+"""Of equal blocks, which are tried whatever the model says of them."""
+LEAST_BLOCK = 256
+"""Rows of those."""
+FEW_ROUNDS, MANY_ROUNDS = 3, 11
+MOST_FINALISTS = 4
+SLOW = 0.8
+"""Part of the rounds that are faster than what counts for a cut, while the middle one counts for the plain layer."""
 
 Candidate = tuple[str, tuple[int, ...]]
 
@@ -77,20 +85,31 @@ def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: floa
     return low
 
 
-def _trial(bench: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times]) -> Trial:
-    """Two rounds of candidates: the model's, and the model's after what the first round has taught it."""
-    first = _distinct((name, plan(rows, Pipeline(matmul, times)).blocks) for name, times in sums.items())
-    first = _distinct([*first, *((name, even(rows, 2)) for name in sums)])
-    plain_seconds, *took = bench.seconds([bench.plain(rows), *(bench.cut(*one) for one in first)])
+def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times]) -> Trial:
+    """Heats: all candidates in a few rounds, the best of them and what they have taught the model in more rounds, and
+    the winner beside the plain layer, where it must be faster even when it is slow."""
+    alone = {name: Pipeline(matmul, times) for name, times in sums.items()}
+    counts = [count for count in COUNTS if rows >= count * LEAST_BLOCK]
+    first = _distinct(
+        [(name, plan(rows, pipeline).blocks) for name, pipeline in alone.items()]
+        + [(name, even(rows, count)) for name in sums for count in counts]
+    )
+    timed = sorted(zip(timer.seconds([timer.cut(*one) for one in first], FEW_ROUNDS), first, strict=True))
+    best = [one for _, one in timed[:MOST_FINALISTS]]
     learned = []
-    for (name, blocks), seconds in zip(first, took, strict=True):
-        slow = slowdown(matmul, sums[name], blocks, seconds / (matmul(rows) + sums[name](rows)))
-        learned.append((name, plan(rows, Pipeline(matmul, sums[name], slow, slow)).blocks))
-    best = [one for _, one in sorted(zip(took, first, strict=True), key=lambda pair: pair[0])[:2]]
+    for name in sums:
+        seconds, blocks = next(((seconds, one[1]) for seconds, one in timed if one[0] == name), (0.0, ()))
+        if blocks:
+            slow = slowdown(matmul, sums[name], blocks, seconds / (matmul(rows) + sums[name](rows)))
+            learned.append((name, plan(rows, Pipeline(matmul, sums[name], slow, slow)).blocks))
     final = _distinct([*best, *learned])
-    plain_seconds, *took = bench.seconds([bench.plain(rows), *(bench.cut(*one) for one in final)])
     hideable = min(matmul(rows), next(iter(sums.values()))(rows))
-    seconds, (name, blocks) = min(zip(took, final, strict=True), default=(plain_seconds, ("", (rows,))))
+    if not final:
+        return Trial(rows, "", (rows,), (plain := timer.seconds([timer.plain(rows)])[0]), plain, hideable)
+    _, (name, blocks) = min(zip(timer.seconds([timer.cut(*one) for one in final]), final, strict=True))
+    works = [timer.plain(rows), timer.cut(name, blocks)]
+    plain_seconds, _ = timer.seconds(works, MANY_ROUNDS)
+    _, seconds = timer.seconds(works, MANY_ROUNDS, SLOW)
     if seconds > (1 - LEAST_GAIN) * plain_seconds:
         return Trial(rows, "", (rows,), plain_seconds, plain_seconds, hideable)
     return Trial(rows, name, blocks, seconds, plain_seconds, hideable)

@@ -5,7 +5,13 @@ additions: the paper's SDMA (arXiv 2410.16663, section 4.2) on NVIDIA GPUs. A bo
 ranks read: the GPU's own where they reach it (NVLink, PCIe), else the host's.
 
 A block goes in pieces, which take turns on a few channels, so that one piece is fetched while another is put on the
-board. A piece of n ranks is n slices; each rank adds up one of them:
+board. Two ranks swap their pieces, and both add:
+
+    hear "free" from the other, put the piece on the board, tell "partial"
+    hear "partial", fetch the other's piece and add it, tell "free"
+
+That is as many bytes as below, in half as many steps. A piece of more ranks is one slice for each; each rank adds up
+one of them:
 
     put the piece on the board, tell "partial"
     hear "partial" from all, fetch the own slice from each of their boards, add; put the sum on the board, tell "summed"
@@ -25,6 +31,8 @@ import torch
 from fastattention_vllm.parallel.collective import Collective
 
 PARTIAL, SUMMED = 0, 1
+FREE = SUMMED
+"""Among two ranks, who have no sums to tell of."""
 PHASES = 2
 ALIGNMENT = 256
 """Bytes to which slices are rounded."""
@@ -79,10 +87,14 @@ class CopyCollective(Collective):
         self.copies = copies
         self.rank = copies.rank
         self.size = copies.size
-        # A board holds a piece and one slice of its sum.
-        self._slice_bytes = copies.board_bytes // (self.size + 1) // ALIGNMENT * ALIGNMENT
+        # A board holds a piece, and among more than two ranks one slice of its sum.
+        slices = 2 if self.size == 2 else self.size + 1
+        self._slice_bytes = copies.board_bytes // slices // ALIGNMENT * ALIGNMENT
         assert self._slice_bytes > 0, f"boards of {copies.board_bytes} bytes for {self.size} ranks"
         self._next = 0
+        if self.size == 2:
+            for channel in range(copies.channels):
+                copies.tell(channel, FREE)
 
     def start(self, block: torch.Tensor) -> Any:
         flat = block.view(-1)
@@ -94,13 +106,26 @@ class CopyCollective(Collective):
             if channel not in used:
                 self.copies.begin(channel)
                 used.append(channel)
-            self._sum(channel, flat[begin : begin + most])
+            piece = flat[begin : begin + most]
+            if self.size == 2:
+                self._swap(channel, piece)
+            else:
+                self._sum(channel, piece)
             self._next = (channel + 1) % self.copies.channels
         return [self.copies.end(channel) for channel in used]
 
     def wait(self, started: Any) -> None:
         for ended in started:
             self.copies.wait(ended)
+
+    def _swap(self, channel: int, piece: torch.Tensor) -> None:
+        copies = self.copies
+        copies.hear(channel, FREE)
+        copies.put(channel, 0, piece)
+        copies.tell(channel, PARTIAL)
+        copies.hear(channel, PARTIAL)
+        copies.add(channel, piece, 1 - self.rank, 0)
+        copies.tell(channel, FREE)
 
     def _sum(self, channel: int, piece: torch.Tensor) -> None:
         copies, size = self.copies, piece.element_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 
 from fastattention_vllm.parallel import cuda_driver
 from fastattention_vllm.parallel.copy_collective import PHASES, Copies
+from fastattention_vllm.parallel.cuda_driver import Operations
 from fastattention_vllm.parallel.shared_segment import Exchange, share
 
 LINE = 64
@@ -52,8 +54,13 @@ class CudaCopies(Copies):
             self._boards = self._open_boards(exchange, all_boards)
         else:
             self._boards = [address + flag_bytes for address in self._flags]
+        self._tells, self._hears = self._all_flags()
         self._streams = [torch.cuda.Stream(priority=-1) for _ in range(channels)]
-        self._fetched = [torch.empty(board_bytes // size, dtype=torch.uint8, device="cuda") for _ in range(channels)]
+        self._numbers = [stream.cuda_stream for stream in self._streams]
+        self._fetched = [
+            torch.empty(board_bytes // (1 if size == 2 else size), dtype=torch.uint8, device="cuda")
+            for _ in range(channels)
+        ]
         torch.cuda.synchronize()
         exchange(None)
 
@@ -90,17 +97,10 @@ class CudaCopies(Copies):
             tensor.add_(fetched)
 
     def tell(self, channel: int, phase: int) -> None:
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        told = [(cuda_driver.WRITE, self._flag(channel, phase, peer, self.rank), 1) for peer in others]
-        cuda_driver.flags(told, self._stream(channel))
+        cuda_driver.run(self._tells[channel, phase], self._stream(channel))
 
     def hear(self, channel: int, phase: int) -> None:
-        heard = []
-        for peer in range(self.size):
-            if peer != self.rank:
-                flag = self._flag(channel, phase, self.rank, peer)
-                heard += [(cuda_driver.WAIT, flag, 1), (cuda_driver.WRITE, flag, 0)]
-        cuda_driver.flags(heard, self._stream(channel))
+        cuda_driver.run(self._hears[channel, phase], self._stream(channel))
 
     def end(self, channel: int) -> Any:
         return self._streams[channel].record_event()
@@ -108,9 +108,22 @@ class CudaCopies(Copies):
     def wait(self, ended: Any) -> None:
         torch.cuda.current_stream().wait_event(ended)
 
+    def _all_flags(self) -> tuple[dict[tuple[int, int], Operations], dict[tuple[int, int], Operations]]:
+        """What is told and heard, by channel and phase: made once, for it is the same for each piece."""
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        tells, hears = {}, {}
+        for channel, phase in itertools.product(range(self.channels), range(PHASES)):
+            heard = [self._flag(channel, phase, self.rank, peer) for peer in others]
+            tells[channel, phase] = cuda_driver.operations(
+                [(cuda_driver.WRITE, self._flag(channel, phase, peer, self.rank), 1) for peer in others]
+            )
+            hears[channel, phase] = cuda_driver.operations(
+                [step for flag in heard for step in ((cuda_driver.WAIT, flag, 1), (cuda_driver.WRITE, flag, 0))]
+            )
+        return tells, hears
+
     def _stream(self, channel: int) -> int:
-        stream: int = self._streams[channel].cuda_stream
-        return stream
+        return self._numbers[channel]
 
     def _board(self, channel: int, rank: int, offset: int) -> int:
         return self._boards[rank] + channel * self.board_bytes + offset

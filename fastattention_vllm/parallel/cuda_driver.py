@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 WAIT, WRITE = 1, 2
 _EQUAL = 1
@@ -32,6 +33,9 @@ class _Operation(ctypes.Structure):
         ("alias", ctypes.c_uint64),
         ("padding", ctypes.c_uint64),
     )
+
+
+Operations = ctypes.Array[_Operation]
 
 
 def allocate(size: int) -> int:
@@ -66,24 +70,51 @@ def register_host(address: int, size: int) -> int:
 
 def copy(to: int, source: int, size: int, stream: int) -> None:
     """In the stream's order; host memory must be registered."""
-    _call("cuMemcpyAsync", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream))
+    status = _copy()(to, source, size, stream)
+    if status:
+        raise _error("cuMemcpyAsync", status)
 
 
-def flags(operations: Sequence[tuple[int, int, int]], stream: int) -> None:
-    """(``WAIT`` or ``WRITE``, address, value) in the stream's order, 32 bits each. A write comes after all that the
-    stream has done before can be seen by everyone; a wait ends when the value is there."""
-    array = (_Operation * len(operations))()
-    for at, (operation, address, value) in enumerate(operations):
+def operations(steps: Sequence[tuple[int, int, int]]) -> Operations:
+    """(``WAIT`` or ``WRITE``, address, value), 32 bits each, for :func:`run`."""
+    array = (_Operation * len(steps))()
+    for at, (operation, address, value) in enumerate(steps):
         array[at] = _Operation(operation, address, value, _EQUAL if operation == WAIT else 0, 0, 0)
-    _call("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(array)), array, ctypes.c_uint(0))
+    return array
+
+
+def run(steps: Operations, stream: int) -> None:
+    """In the stream's order. A write comes when all see what the stream has done before; a wait ends when the value is
+    there."""
+    status = _run()(stream, len(steps), steps, 0)
+    if status:
+        raise _error("cuStreamBatchMemOp", status)
 
 
 def _call(name: str, *arguments: object) -> None:
     status = getattr(_driver(), name)(*arguments)
     if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise DriverError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status}).")
+        raise _error(name, status)
+
+
+def _error(name: str, status: int) -> DriverError:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    return DriverError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status}).")
+
+
+@functools.cache
+def _copy() -> Any:
+    function = _driver().cuMemcpyAsync
+    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return function
+
+
+@functools.cache
+def _run() -> Any:
+    function = _driver().cuStreamBatchMemOp_v2
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    return function
 
 
 @functools.cache

@@ -46,15 +46,16 @@ class LayerTimer:
         x, out = self.x[:rows], self.out[:rows]
         return functools.partial(multiply_and_sum, x, self.weight, None, out, blocks, self.collectives[name])
 
-    def seconds(self, works: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
-        """The middle one of a few times for each, in turns, as the mean of all ranks, which begin together."""
+    def seconds(self, works: Sequence[Callable[[], object]], rounds: int = ROUNDS, rank: float = 0.5) -> list[float]:
+        """Of a few times for each, in turns, the middle one (or that of which ``rank`` are shorter), as the mean of all
+        ranks, which begin together."""
         found: list[list[float]] = [[] for _ in works]
         for turn in range(rounds + 1):
             for work, times in zip(works, found, strict=True):
                 took = self._once(work)
                 if turn:  # the first one warms up
                     times.append(took)
-        total = torch.tensor([statistics.median(times) for times in found], dtype=torch.float64)
+        total = torch.tensor([_quantile(times, rank) for times in found], dtype=torch.float64)
         total = total.to(self.weight.device)
         self.first.wait(self.first.start(total))
         means: list[float] = (total / self.first.size).tolist()
@@ -76,3 +77,7 @@ class LayerTimer:
         end.synchronize()
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000
+
+
+def _quantile(times: list[float], rank: float) -> float:
+    return statistics.median(times) if rank == 0.5 else sorted(times)[round(rank * (len(times) - 1))]

@@ -87,21 +87,37 @@ def multiply_and_sum(
     collective: Collective,
 ) -> None:
     """Into ``out`` the sum over the ranks of ``x @ weight.T + bias``, in blocks of so many rows."""
+
+    def multiply(rows: slice, block: torch.Tensor) -> None:
+        if bias is None:
+            torch.mm(x[rows], weight.t(), out=block)
+        else:
+            torch.addmm(bias, x[rows], weight.t(), out=block)
+
+    compute_and_sum(multiply, out, blocks, collective)
+
+
+def compute_and_sum(
+    compute: Callable[[slice, torch.Tensor], object], out: torch.Tensor, blocks: Sequence[int], collective: Collective
+) -> None:
+    """Into ``out`` ([rows, outputs]) the sum over the ranks of what ``compute`` puts there, in blocks of so many rows.
+
+    Args:
+        compute: told which rows, and where they go. Anything that ends in a row-parallel layer: its matmul alone, or
+            attention and o_proj, or a whole MLP, which have more to hide a sum behind.
+    """
     started = []
     begin = 0
     for rows in blocks:
         block = out[begin : begin + rows]
-        if bias is None:
-            torch.mm(x[begin : begin + rows], weight.t(), out=block)
-        else:
-            torch.addmm(bias, x[begin : begin + rows], weight.t(), out=block)
+        compute(slice(begin, begin + rows), block)
         started.append(collective.start(block))
         if begin == 0 and collective.multiprocessors:
-            leave_free(collective.multiprocessors, x.device)
+            leave_free(collective.multiprocessors, out.device)
         begin += rows
     if collective.multiprocessors:
-        leave_free(0, x.device)
-    assert begin == x.shape[0], f"blocks of {blocks} rows for {x.shape[0]}"
+        leave_free(0, out.device)
+    assert begin == out.shape[0], f"blocks of {blocks} rows for {out.shape[0]}"
     for one in started:
         collective.wait(one)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastattention_vllm.parallel.copy_collective import PHASES, Copies
+from fastattention_vllm.parallel.copy_collective import PARTIAL, PHASES, Copies
 from fastattention_vllm.parallel.shared_segment import Exchange, share
 
 SECONDS = 20.0
@@ -39,7 +39,7 @@ class SharedCopies(Copies):
         tensor.add_(fetched)
 
     def tell(self, channel: int, phase: int) -> None:
-        self.pieces += phase
+        self.pieces += phase == PARTIAL
         for peer in range(self.size):
             if peer != self.rank:
                 assert self._flags[peer][channel, phase, self.rank] == 0, "told twice, heard once"

@@ -1,0 +1,38 @@
+"""Sums of blocks on two GPUs, by NCCL and by copy engines, eagerly and in graphs. Needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu import tiling_tasks
+from tests.parallel.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+LANES = ["nccl", "nccl:4", "copies:2x1"]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["peer-to-peer", "host-memory"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(2) as started:
+        for problems in started.run(tiling_tasks.open_all, LANES, request.param):
+            assert problems == []
+        yield started
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_blocks_are_summed_exactly(lane: str, ranks: Ranks) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert ranks.run(tiling_tasks.sums, lane, [1, 300_001, 4_000_000, 128], dtype) == [True, True]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("lane", LANES)
+def test_a_layer_is_summed(lane: str, graph: bool, ranks: Ranks) -> None:
+    """fp16 has 11 bits, and each rank rounds its part."""
+    for rows, count in ((1000, 4), (4096, 2)):
+        for error in ranks.run(tiling_tasks.layer, lane, rows, count, graph):
+            assert error < 2**-10
