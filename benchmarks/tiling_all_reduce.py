@@ -18,14 +18,11 @@ import argparse
 import datetime
 import itertools
 import json
-import multiprocessing
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +30,11 @@ import torch
 import torch.distributed as dist
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.parallel import calibrate
+from fastattention_vllm.parallel import calibrate, world
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import open_lanes
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import cut, even
+from fastattention_vllm.parallel.world import World, plain_layer
 
 LAYERS = {  # model: layer: (inputs of all ranks, outputs)
     "8B": {"o_proj": (4096, 4096), "down_proj": (14336, 4096)},
@@ -88,13 +85,17 @@ def main() -> int:
     return 0 if run_all(work, options) else 1
 
 
-def run_all(work: Callable[..., None], options: argparse.Namespace) -> bool:
-    """``work(rank, link, folder, options)`` on all ranks, for each link; rows go into the file. Whether all ended."""
-    rows, complete = [], True
+def run_all(work: Callable[[int, str, Any], None], options: argparse.Namespace) -> bool:
+    """``work(rank, folder, (link, options))`` on all ranks, for each link; rows go into the file. Whether all ended."""
+    rows: list[dict[str, Any]] = []
+    complete = True
+
+    def see(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+
     for link in options.links:
-        found, ended = run(work, link, options)
-        rows += found
-        complete &= ended
+        complete &= world.run(work, options.ranks, (link, options), LINKS[link], options.limit, see)
         if options.json:
             report = {
                 "hardware": _hardware(link),
@@ -109,88 +110,15 @@ def run_all(work: Callable[..., None], options: argparse.Namespace) -> bool:
     return complete
 
 
-def run(work: Callable[..., None], link: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
-    """Its rows, as far as they got, and whether all ranks came to their end."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        before = dict(os.environ)
-        os.environ.update(LINKS[link])
-        try:
-            processes = [
-                spawn.Process(target=work, args=(rank, link, folder, options)) for rank in range(options.ranks)
-            ]
-            for process in processes:
-                process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        until = time.monotonic() + options.limit
-        while any(process.is_alive() for process in processes) and time.monotonic() < until:
-            if any(process.exitcode not in (None, 0) for process in processes):
-                break  # the others would wait for it
-            time.sleep(0.2)
-        good = all(process.exitcode == 0 for process in processes)
-        if not good:
-            print(f"{link}: ended with {[process.exitcode for process in processes]}", flush=True)
-        for process in processes:
-            process.kill()
-            process.join()
-        file = Path(folder) / "rows"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], good
+def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> World:
+    device = "cpu" if link == "gloo" else "cuda"
+    return world.join(rank, folder, size, device, names, lambda sentence: {"link": link, "note": sentence})
 
 
-@dataclass
-class World:
-    """What a rank has."""
-
-    rank: int
-    size: int
-    device: str
-    lanes: dict[str, Collective]
-    tell: Callable[[dict[str, Any]], None]
-    """Print a row and keep it, on the first rank alone."""
-    exchange: Callable[[object], list[object]]
-
-
-def join(rank: int, link: str, folder: str, names: Sequence[str], size: int) -> World:
-    """Begin as one rank."""
-    on_gpu = link != "gloo"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    talk = dist.new_group(backend="gloo")
-
-    def exchange(value: object) -> list[object]:
-        found: list[object] = [None] * size
-        dist.all_gather_object(found, value, group=talk)
-        return found
-
-    def tell(row: dict[str, Any]) -> None:
-        if rank == 0:
-            print(json.dumps(row), flush=True)
-            with open(f"{folder}/rows", "a") as file:
-                file.write(json.dumps(row) + "\n")
-
-    def complain(sentence: str) -> None:
-        tell({"link": link, "note": sentence})
-
-    device = "cuda" if on_gpu else "cpu"
-    names = names if size > 1 else names[:1]
-    lanes = open_lanes(names, [list(range(size))], rank, device, 60.0, exchange, complain)
-    return World(rank, size, device, lanes, tell, exchange)
-
-
-def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None:
+def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
-    world = join(rank, link, folder, options.sweep or options.lanes or LANES[link], options.ranks)
+    link, options = said
+    here = join(rank, folder, link, options.sweep or options.lanes or LANES[link], options.ranks)
     models = TINY if options.tiny else {name: LAYERS[name] for name in options.models}
     for model, layers in models.items():
         for layer, (inputs, outputs) in layers.items():
@@ -199,23 +127,12 @@ def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None
             weight = torch.empty(
                 outputs,
                 inputs // options.ranks,
-                dtype=torch.float32 if world.device == "cpu" else torch.float16,
-                device=world.device,
+                dtype=torch.float32 if here.device == "cpu" else torch.float16,
+                device=here.device,
             ).uniform_(-1, 1)
             measure = sweep if options.sweep else table
-            measure(weight, world.lanes, place, options, world.tell)
-    leave(world)
-
-
-def leave(world: World) -> None:
-    world.exchange(None)
-    os._exit(0)  # communicators and shared memory go with the process, whatever state they are in
-
-
-def plain_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = torch.nn.functional.linear(x, weight, bias)
-    dist.all_reduce(out)
-    return out
+            measure(weight, here.lanes, place, options, here.tell)
+    world.leave(here)
 
 
 def table(

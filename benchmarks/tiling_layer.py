@@ -27,12 +27,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiling_all_reduce import LANES, LINKS, World, difference, join, leave, plain_layer, run_all
+from tiling_all_reduce import LANES, LINKS, difference, join, run_all
 
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import LEAST_GAIN, cut
 from fastattention_vllm.parallel.tiled_linear import compute_and_sum
+from fastattention_vllm.parallel.world import World, leave, plain_layer
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,10 @@ def main() -> int:
     return 0 if run_all(work, options) else 1
 
 
-def work(rank: int, link: str, folder: str, options: argparse.Namespace) -> None:
+def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
-    world = join(rank, link, folder, options.lanes or LANES[link], options.ranks)
+    link, options = said
+    world = join(rank, folder, link, options.lanes or LANES[link], options.ranks)
     for model, shape in {"tiny": TINY}.items() if options.tiny else [(name, MODELS[name]) for name in options.models]:
         for tokens in options.tokens:
             measure(world, Layer(shape, world, tokens), link, model, options)

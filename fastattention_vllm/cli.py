@@ -13,7 +13,9 @@ def main() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"fastattention needs {' and '.join(missing)}: pip install 'fastattention-vllm[bench]'")
-    importlib.import_module("fastattention_vllm.bench.command").app()
+    app = importlib.import_module("fastattention_vllm.bench.command").app
+    app.command()(importlib.import_module("fastattention_vllm.doctor.command").doctor)
+    app()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import open_lanes
+from fastattention_vllm.parallel.lanes import DEFAULT_LANES, open_lanes
 from fastattention_vllm.parallel.plan import even
 from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
 
@@ -35,8 +35,6 @@ logger = init_logger("vllm.fastattention")
 Cut = Callable[[int, torch.Tensor], tuple[str, Sequence[int]]]
 """Rows and a layer's weight to the collective and the blocks."""
 
-LANES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:8", "copies:4x4", "copies:4x16"]}
-"""Those to choose from, by type of device; a fixed number of blocks takes the first."""
 NAME = "RowParallelLinear"
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others' part of a sum; vLLM itself gives up a step after as many."""
@@ -86,7 +84,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     device = group.device.type
     fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
     lanes = open_lanes(
-        LANES[device][: 1 if fixed else None],
+        DEFAULT_LANES[device][: 1 if fixed else None],
         _all_tensor_parallel_groups(),
         dist.get_rank(),
         device,

@@ -17,6 +17,8 @@ from fastattention_vllm.parallel.cuda_driver import DriverError
 from fastattention_vllm.parallel.shared_segment import Exchange
 
 MIB = 1 << 20
+DEFAULT_LANES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:16", "copies:4x16"]}
+"""Those to choose from, by type of device; a fixed number of blocks takes the first."""
 
 
 def open_lanes(

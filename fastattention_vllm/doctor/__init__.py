@@ -1,0 +1,1 @@
+"""What this machine and this plugin make of each other: `fastattention doctor`. No vLLM import."""
