@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
 from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, host_layers, row_parallel
+from fastattention_vllm.integration.attention_rows import row_blocks
 from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -30,6 +31,10 @@ class FastAttentionFlashBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FastAttentionFlashImpl]:
         return FastAttentionFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return BlockedMetadataBuilder
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -51,6 +56,30 @@ class FastAttentionFlashImpl(FlashAttentionImpl):
             compat.before_gpu_profiling(row_parallel.adopt)
         named = f"FlashAttention {flash.version(self.head_size)}"
         host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerFlashBackend, flash, named))
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *more: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        cut = getattr(attn_metadata, "row_blocks", None)
+        blocks = row_parallel.attention_blocks()
+        if cut is None or blocks is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
+        blocks.ready.begin(output)
+        for block in cut:
+            rows = slice(block.begin, block.end)
+            part = block.of(attn_metadata)
+            super().forward(layer, query[rows], key, value, kv_cache, part, output[rows], *more, **named)
+            blocks.ready.mark(output, block.end)
+        return output
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
         """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
@@ -80,6 +109,24 @@ class FastAttentionFlashImpl(FlashAttentionImpl):
         if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
             return f"--kv-cache-dtype {self.kv_cache_dtype}"
         return None if self.attn_type == AttentionType.DECODER else f"attention type {self.attn_type}"
+
+
+class BlockedMetadataBuilder(FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]
+    """vLLM's, and where ``tiling_attention`` asks for it the blocks of a step, made once for all layers."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        blocks = row_parallel.attention_blocks()
+        if blocks is None or metadata.use_cascade or not metadata.causal:
+            return metadata
+        common = common_attn_metadata
+        starts_cpu = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        sizes = blocks.of(starts_cpu[-1])
+        if len(sizes) > 1:
+            metadata.row_blocks = row_blocks(sizes, starts_cpu, metadata.query_start_loc, metadata.seq_lens)
+        return metadata
 
 
 class HostLayerFlashBackend(FastAttentionFlashBackend):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,13 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 
 from fastattention_vllm.integration import cpu_ops, tiling_times
 from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.lanes import DEFAULT_LANES, open_lanes
 from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.rows_ready import RowsReady
 from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
 
 if TYPE_CHECKING:
@@ -98,11 +101,16 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         return summed
 
     cut, how = _cut(vllm_config, [layer.weight for layer in tiled], lanes, plain)
+    first = next(iter(lanes.values()))
+    ready = None
+    if options_of(vllm_config).tiling_attention:
+        ready = _follow_attention(tiled, reasons, cut)
     tiling = Tiling(
-        next(iter(lanes.values())),
+        first,
         lambda rows, weight: cut(rows, weight)[1],
         plain,
-        lambda rows, weight: lanes[cut(rows, weight)[0]],
+        lambda rows, weight: lanes.get(cut(rows, weight)[0], first),
+        ready,
     )
     tiled_linear.register(group.unique_name, tiling)
     for layer in tiled:
@@ -111,6 +119,39 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         layer.tiled_group = group.unique_name
     rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
     logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", len(tiled), how, rest)
+
+
+@dataclass(frozen=True)
+class AttentionBlocks:
+    """How attention cuts its rows for the o_proj behind it."""
+
+    ready: RowsReady
+    of: Callable[[int], Sequence[int]]
+
+
+_attention_blocks: AttentionBlocks | None = None
+
+
+def attention_blocks() -> AttentionBlocks | None:
+    """None where attention is computed as a whole."""
+    return _attention_blocks
+
+
+def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> RowsReady:
+    """
+    Raises:
+        Refusal: not every row-parallel layer is tiled. What attention has marked for one that is not would be taken by
+            the next that is.
+    """
+    global _attention_blocks
+    weights = {layer.weight.shape: layer.weight for layer in tiled if layer.prefix.endswith(".o_proj")}
+    if reasons or len(weights) != 1:
+        what = ", ".join(sorted(reasons)) or f"{len(weights)} shapes of layers called o_proj"
+        raise Refusal(f"tiling_attention is for models all of whose row-parallel layers are tiled; here: {what}.")
+    (weight,) = weights.values()
+    ready = RowsReady(weight.shape[0])
+    _attention_blocks = AttentionBlocks(ready, lambda rows: cut(rows, weight)[1])
+    return ready
 
 
 def _cut(

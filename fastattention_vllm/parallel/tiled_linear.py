@@ -14,6 +14,7 @@ import torch
 
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.multiprocessors import leave_free
+from fastattention_vllm.parallel.rows_ready import RowsReady
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -30,6 +31,8 @@ class Tiling:
     """Input, weight and this rank's bias to the summed output, without tiling: what the caller would do else."""
     chosen: Callable[[int, torch.Tensor], Collective] | None = None
     """By which so many rows are summed where there are several blocks; None: by :attr:`collective`."""
+    ready: RowsReady | None = None
+    """Where attention says which rows of its output are there before the rest; then its blocks are taken."""
 
 
 _tilings: dict[str, Tiling] = {}
@@ -68,12 +71,18 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
         # Before the sum on one rank, as vLLM has it: free inside the matmul, where after the sum it would be one more
         # pass over the output on every rank.
         bias = None
-    blocks = tiling.blocks(x.shape[0], weight)
+    taken = tiling.ready.take(x) if tiling.ready is not None else None
+    blocks = taken.blocks if taken is not None else tiling.blocks(x.shape[0], weight)
     if len(blocks) < 2:
         return tiling.plain(x, weight, bias)
-    out = x.new_empty(x.shape[0], weight.shape[0])
     if tiling.chosen is not None:
         collective = tiling.chosen(x.shape[0], weight)
+    if taken is not None:
+        assert taken.out.shape[1] == weight.shape[0], f"{taken.out.shape} for {weight.shape[0]} outputs"
+        with taken.beside():
+            compute_and_sum(taken.waiting(_multiply(x, weight, bias)), taken.out, blocks, collective)
+        return taken.out
+    out = x.new_empty(x.shape[0], weight.shape[0])
     multiply_and_sum(x, weight, bias, out, blocks, collective)
     return out
 
@@ -88,13 +97,19 @@ def multiply_and_sum(
 ) -> None:
     """Into ``out`` the sum over the ranks of ``x @ weight.T + bias``, in blocks of so many rows."""
 
+    compute_and_sum(_multiply(x, weight, bias), out, blocks, collective)
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[slice, torch.Tensor], None]:
     def multiply(rows: slice, block: torch.Tensor) -> None:
         if bias is None:
             torch.mm(x[rows], weight.t(), out=block)
         else:
             torch.addmm(bias, x[rows], weight.t(), out=block)
 
-    compute_and_sum(multiply, out, blocks, collective)
+    return multiply
 
 
 def compute_and_sum(

@@ -37,9 +37,10 @@ def expected(model: Path) -> Callable[[bool], list[Steps]]:
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("blocks", [3, "auto"])
+@pytest.mark.parametrize(("blocks", "full"), [(3, False), (3, True), ("auto", False)])
 def test_answers_are_those_without(
     blocks: Any,
+    full: bool,
     eager: bool,
     model: Path,
     expected: Callable[[bool], list[Steps]],
@@ -47,11 +48,11 @@ def test_answers_are_those_without(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """With graphs, those of up to 512 tokens have tiled layers in them."""
+    """With graphs, those of up to 512 tokens have tiled layers in them. ``full``: attention is cut as well."""
     wanted = expected(eager)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     capfd.readouterr()
-    section = {"host_kv_layers": 0, "tiling_all_reduce": blocks, "tiling_min_tokens": LEAST}
+    section = {"host_kv_layers": 0, "tiling_all_reduce": blocks, "tiling_min_tokens": LEAST, "tiling_attention": full}
     check(answers(model, enforce_eager=eager, additional_config={"fastattention": section}, **CHANGES), wanted)
     captured = capfd.readouterr()
     log = captured.out + captured.err

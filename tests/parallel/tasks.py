@@ -15,6 +15,7 @@ from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective, CollectiveError
 from fastattention_vllm.parallel.copy_collective import CopyCollective
 from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.rows_ready import RowsReady
 from fastattention_vllm.parallel.tiled_linear import Tiling
 
 COLLECTIVE: Any = None  # a Collective, set when the process has joined the world
@@ -76,6 +77,38 @@ def tiled_and_plain(rank: int, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def several(rank: int, cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tiled_and_plain(rank, case) for case in cases]
+
+
+def after_attention(rank: int, case: Case, ends: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The tiled layer behind something that has computed its input in blocks; the plain layer; sums it has ordered."""
+    x, weight, bias = case.tensors(rank)
+    ready = RowsReady(case.outputs)
+    counted = Counted(COLLECTIVE)
+    tiled_linear.register(GROUP, Tiling(counted, lambda rows, weight: (rows,), plain_layer, None, ready))
+    attended = torch.full_like(x, 99)
+    ready.begin(attended.view(case.rows, 4, -1))
+    begin = 0
+    for end in ends:
+        attended[begin:end] = x[begin:end]
+        ready.mark(attended, end)
+        begin = end
+    attended[begin:] = x[begin:]
+    result = tiled_linear.tiled_linear_all_reduce(attended, weight, bias, GROUP).clone()
+    return result, plain_layer(x, weight, bias if rank == 0 else None), counted.started
+
+
+class Counted(Collective):
+    """One that counts what it is asked to sum."""
+
+    def __init__(self, other: Collective) -> None:
+        self.other, self.rank, self.size, self.started = other, other.rank, other.size, 0
+
+    def start(self, block: torch.Tensor) -> Any:
+        self.started += 1
+        return self.other.start(block)
+
+    def wait(self, started: Any) -> None:
+        self.other.wait(started)
 
 
 def all_in_flight(rank: int, case: Case, layers: int) -> torch.Tensor:
