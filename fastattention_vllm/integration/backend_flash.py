@@ -72,7 +72,8 @@ class FastAttentionFlashImpl(FlashAttentionImpl):
         cut = getattr(attn_metadata, "row_blocks", None)
         blocks = row_parallel.attention_blocks()
         if cut is None or blocks is None:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
+            return output
         blocks.ready.begin(output)
         for block in cut:
             rows = slice(block.begin, block.end)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastattention_vllm.parallel.copy_collective import Copies, CopyCollective
 from tests.parallel import tasks
 from tests.parallel.ranks import Ranks
 
@@ -50,3 +51,59 @@ def test_more_ranks_sum_as_gloo_does(size: int) -> None:
             compare(ranks, numbers, torch.float16, 2, 4096, seed)
         slices = 4096 // (size + 1) // 256 * 256 * size // 2
         assert compare(ranks, [40_000], torch.float16, 2, 4096, 9) == -(-40_000 // slices)
+
+
+class Recorded(Copies):
+    """Copies of one rank of two that are written down in place of done."""
+
+    rank, size, channels, board_bytes = 0, 2, 3, 512
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[object, ...]] = []
+
+    def begin(self, channel: int) -> None:
+        self.steps.append(("begin", channel))
+
+    def put(self, channel: int, offset: int, tensor: torch.Tensor) -> None:
+        self.steps.append(("put", channel))
+
+    def fetch(self, channel: int, peer: int, offset: int, tensor: torch.Tensor) -> None:
+        self.steps.append(("fetch", channel))
+
+    def add(self, channel: int, tensor: torch.Tensor, peer: int, offset: int) -> None:
+        self.steps.append(("add", channel))
+
+    def tell(self, channel: int, phase: int) -> None:
+        pass
+
+    def hear(self, channel: int, phase: int) -> None:
+        pass
+
+    def end(self, channel: int) -> int:
+        self.steps.append(("end", channel))
+        return channel
+
+    def wait(self, ended: int) -> None:
+        self.steps.append(("wait", ended))
+
+
+def test_each_channel_begins_and_ends_once_for_a_block() -> None:
+    """Nothing is copied on a channel that has not waited for the block, and all that were used are waited for."""
+    copies = Recorded()
+    collective = CopyCollective(copies)
+    collective.wait(collective.start(torch.zeros(5 * 256, dtype=torch.float16)))  # five pieces
+    begun, ended = set(), set()
+    for step, channel in copies.steps:
+        if step == "begin":
+            assert channel not in begun
+            begun.add(channel)
+        elif step == "end":
+            ended.add(channel)
+        elif step == "wait":
+            ended.remove(channel)
+        else:
+            assert channel in begun
+            assert channel not in ended
+    assert begun == {0, 1, 2}
+    assert not ended
+    assert [step for step, _ in copies.steps].count("put") == 5
