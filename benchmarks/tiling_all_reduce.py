@@ -32,6 +32,7 @@ import torch.distributed as dist
 from fastattention_vllm.bench import machine
 from fastattention_vllm.parallel import calibrate, world
 from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.lanes import DEFAULT_LANES
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import cut, even
 from fastattention_vllm.parallel.world import World, plain_layer
@@ -43,11 +44,6 @@ LAYERS = {  # model: layer: (inputs of all ranks, outputs)
 TINY = {"tiny": {"o_proj": (64, 32)}}
 TOKENS = [256 << i for i in range(8)]
 LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}, "gloo": {"GLOO_SOCKET_IFNAME": "lo"}}
-LANES = {
-    "nvlink": ["nccl", "nccl:16", "copies:2x32", "copies:4x8"],
-    "host": ["nccl", "nccl:16", "copies:4x16"],
-    "gloo": ["gloo"],
-}
 FIXED = (2, 4, 8)
 SHAPES = {  # of a sweep's cuts
     "even 2": [1, 1],
@@ -110,6 +106,10 @@ def run_all(work: Callable[[int, str, Any], None], options: argparse.Namespace) 
     return complete
 
 
+def lanes_of(link: str) -> list[str]:
+    return DEFAULT_LANES["cpu" if link == "gloo" else "cuda"]
+
+
 def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> World:
     device = "cpu" if link == "gloo" else "cuda"
     return world.join(rank, folder, size, device, names, lambda sentence: {"link": link, "note": sentence})
@@ -118,7 +118,7 @@ def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
     link, options = said
-    here = join(rank, folder, link, options.sweep or options.lanes or LANES[link], options.ranks)
+    here = join(rank, folder, link, options.sweep or options.lanes or lanes_of(link), options.ranks)
     models = TINY if options.tiny else {name: LAYERS[name] for name in options.models}
     for model, layers in models.items():
         for layer, (inputs, outputs) in layers.items():

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiling_all_reduce import LANES, LINKS, difference, join, run_all
+from tiling_all_reduce import LINKS, difference, join, lanes_of, run_all
 
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
@@ -82,7 +82,7 @@ def main() -> int:
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
     link, options = said
-    world = join(rank, folder, link, options.lanes or LANES[link], options.ranks)
+    world = join(rank, folder, link, options.lanes or lanes_of(link), options.ranks)
     for model, shape in {"tiny": TINY}.items() if options.tiny else [(name, MODELS[name]) for name in options.models]:
         for tokens in options.tokens:
             measure(world, Layer(shape, world, tokens), link, model, options)

@@ -24,6 +24,9 @@ LEAST_BLOCK = 256
 """Rows of those."""
 FEW_ROUNDS, MANY_ROUNDS = 3, 11
 MOST_FINALISTS = 4
+LEAST_HIDDEN = 0.4
+"""Part of what can be hidden that a cut must hide: what hides less gains little, and is the first to lose on a bad
+day for it."""
 SLOW = 0.8
 """Part of the rounds that are faster than what counts for a cut, while the middle one counts for the plain layer."""
 
@@ -110,7 +113,7 @@ def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times
     works = [timer.plain(rows), timer.cut(name, blocks)]
     plain_seconds, _ = timer.seconds(works, MANY_ROUNDS)
     _, seconds = timer.seconds(works, MANY_ROUNDS, SLOW)
-    if seconds > (1 - LEAST_GAIN) * plain_seconds:
+    if plain_seconds - seconds < max(LEAST_GAIN * plain_seconds, LEAST_HIDDEN * hideable):
         return Trial(rows, "", (rows,), plain_seconds, plain_seconds, hideable)
     return Trial(rows, name, blocks, seconds, plain_seconds, hideable)
 

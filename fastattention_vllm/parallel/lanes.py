@@ -17,7 +17,7 @@ from fastattention_vllm.parallel.cuda_driver import DriverError
 from fastattention_vllm.parallel.shared_segment import Exchange
 
 MIB = 1 << 20
-DEFAULT_LANES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:16", "copies:4x16"]}
+DEFAULT_LANES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:16", "nccl:24", "copies:4x8", "copies:2x32"]}
 """Those to choose from, by type of device; a fixed number of blocks takes the first."""
 
 
