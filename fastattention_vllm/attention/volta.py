@@ -141,7 +141,7 @@ def attend(
         workspace: fp32, :func:`~.volta_kernels.partial_floats` of them, for parts of sequences until they are summed;
             by default one of its own. A captured graph goes on using it.
     """
-    query, kv_heads, seqs = problem.query, problem.num_kv_heads, problem.num_seqs
+    kv_heads, seqs = problem.num_kv_heads, problem.num_seqs
     head_size, device = problem.head_size, problem.query.device
     most_rows = problem.num_heads // kv_heads * extent.most_tokens
     argument = parameters(problem, out, lse)
@@ -184,7 +184,7 @@ def write_kv(
     ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``, fp16, fp8 or int8; strides of
     the caches alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
 
-    Caches of 8 bits get fp16 rows divided by ``key_scale`` or ``value_scale``, rounded to the nearest, ties to even. What
+    Caches of 8 bits get fp16 rows divided by ``key_scale`` or ``value_scale``, rounded to nearest, ties to even. What
     lies beyond the largest finite number, infinity included, becomes that number; NaN stays NaN, in int8 it becomes 0.
     """
     assert key_scale == value_scale == 1.0 or key_cache.dtype != torch.float16

@@ -10,8 +10,8 @@ struct Divisor {
   unsigned divisor, multiplier, shift;
 };
 
-// All tensors are fp16 but for lse, and for key and value where they are stored in 8 bits. Strides are in elements, those
-// of key and value alike, and multiples of 8.
+// All tensors are fp16 but for lse, and for key and value where they are stored in 8 bits. Strides are in elements,
+// those of key and value alike, and multiples of 8.
 struct Prefill {
   const void* query;  // [num_tokens, num_heads, head_size]
   const void* key;    // [num_blocks, page_size, num_kv_heads, head_size]; without a block table [kv_tokens, ...]
@@ -42,10 +42,11 @@ struct Prefill {
 struct Split {
   Prefill problem;
   float* partial_out;  // [num_seqs, num_kv_heads, parts, rows, head_size], normalised
-  float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf: nothing was seen, and out is not written
-  Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
-  int rows;            // room for so many of each sequence
-  int by_length;       // decoding: parts are as long as part_length says
+  float*
+      partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf: nothing was seen, and out is not written
+  Divisor parts;    // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
+  int rows;         // room for so many of each sequence
+  int by_length;    // decoding: parts are as long as part_length says
 };
 
 // New keys and values, in fp16, on their way into pages. Strides as above, those of key and value alike.

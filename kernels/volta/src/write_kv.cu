@@ -11,7 +11,8 @@ extern "C" __global__ void fa_volta_write_kv(const WriteKv w) {
   for (int i = threadIdx.x; i < w.num_kv_heads * chunks; i += blockDim.x) {
     const int head = i / chunks, chunk = i - head * chunks;
     const long long to = block * w.block_stride + row * w.page_token_stride + head * w.page_head_stride + chunk * 8;
-    const auto copy = [&](const void* source, long long token_stride, long long head_stride, void* target, float scale) {
+    const auto copy = [&](const void* source, long long token_stride, long long head_stride, void* target,
+                          float scale) {
       const Half* const from = static_cast<const Half*>(source) + token * token_stride + head * head_stride;
       *reinterpret_cast<Eight*>(static_cast<Stored*>(target) + to) =
           to_stored(reinterpret_cast<const uint4*>(from)[chunk], scale);
