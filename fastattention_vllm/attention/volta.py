@@ -20,6 +20,8 @@ from fastattention_vllm.attention.volta_kernels import (
     CHUNK,
     DECODE_ROWS,
     HEAD_SIZES,
+    TURING,
+    VOLTA,
     Divisor,
     Prefill,
     Split,
@@ -28,7 +30,7 @@ from fastattention_vllm.attention.volta_kernels import (
 )
 
 IMAGES = Path(__file__).resolve().parents[1] / "lib" / "volta"
-"""``NAME.cubin`` for sm_70 and ``NAME.ptx`` for newer GPUs, of each variant."""
+"""``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx``, or ``sm_75``, of each variant."""
 LOG2E = math.log2(math.e)
 MOST_OFFSET = 1 << 32
 """Chunks of 16 bytes that the kernels can count in a cache."""
@@ -46,6 +48,55 @@ UNITS = {torch.float8_e4m3fn: 256.0}
 """What the kernels leave out when they make fp16 numbers of stored ones."""
 TENSORS = ("query", "key", "value", *NUMBERS)
 """What the kernels read; those that a problem lacks have the address 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which kernels run, and what they are loaded from."""
+
+    architecture: int
+    """``VOLTA`` or ``TURING``."""
+    suffix: str
+    """``cubin``, or ``ptx``, which the driver compiles."""
+
+    def __str__(self) -> str:
+        form = "machine code" if self.suffix == "cubin" else "compiled from PTX by the driver"
+        return f"sm_{self.architecture}, {form}"
+
+
+CHOICES = {"ptx": Target(VOLTA, "ptx"), "ptx-sm_75": Target(TURING, "ptx")}
+"""What may be asked for instead of a GPU's own kernels: newer GPUs have Turing's products, the V100's only in name."""
+
+
+def target_of(capability: tuple[int, int], kernels: str = "auto") -> Target:
+    """``kernels``: ``auto`` or one of ``CHOICES``. Raises ``ValueError`` for Turing's kernels on an older GPU."""
+    if kernels == "auto":
+        own = {(7, 0): Target(VOLTA, "cubin"), (7, 2): Target(VOLTA, "cubin"), (7, 5): Target(TURING, "cubin")}
+        return own.get(capability, CHOICES["ptx"])
+    target = CHOICES[kernels]
+    if 10 * capability[0] + capability[1] < target.architecture:
+        raise ValueError(
+            f"volta_kernels is {kernels}, but this GPU's compute capability is {capability[0]}.{capability[1]}; "
+            "leave it at auto."
+        )
+    return target
+
+
+_asked = "auto"
+
+
+def choose(kernels: str) -> Target:
+    """From now on, which kernels this process launches on its GPU: as :func:`target_of`."""
+    global _asked  # noqa: PLW0603  one choice for the process
+    _asked = kernels
+    target.cache_clear()
+    return target()
+
+
+@functools.cache
+def target() -> Target:
+    """Of this process's GPU."""
+    return target_of(torch.cuda.get_device_capability(), _asked)
 
 
 def can_run(problem: AttentionProblem) -> str | None:
@@ -147,12 +198,14 @@ def attend(
     argument = parameters(problem, out, lse)
     stream = torch.cuda.current_stream(device).cuda_stream
     decoding = most_rows <= DECODE_ROWS
+    cache, architecture = CACHES[problem.key.dtype], target().architecture
     if decoding:
-        variant = volta_kernels.decode(head_size, CACHES[problem.key.dtype])
+        variant = volta_kernels.decode(head_size, cache, architecture)
         parts = volta_kernels.decode_parts(extent.longest)
         grid = (parts, kv_heads, seqs)
     else:
-        variant = volta_kernels.prefill(head_size, adjusted=_is_adjusted(problem), cache=CACHES[problem.key.dtype])
+        adjusted = _is_adjusted(problem)
+        variant = volta_kernels.prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
         blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (blocks[0], kv_heads * parts, seqs)
@@ -205,12 +258,12 @@ def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) 
         RuntimeError: the kernels are not built.
         DriverError: the GPU refuses.
     """
-    name = CACHES[cache]
+    name, architecture = CACHES[cache], target().architecture
     variants = (
         volta_kernels.write_kv(name),
         volta_kernels.COMBINE,
-        volta_kernels.decode(head_size, name),
-        volta_kernels.prefill(head_size, adjusted=adjusted, cache=name),
+        volta_kernels.decode(head_size, name, architecture),
+        volta_kernels.prefill(head_size, adjusted=adjusted, cache=name, architecture=architecture),
     )
     for variant in variants:
         _kernel(variant)
@@ -298,10 +351,14 @@ def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, **moved)
 
 
-@functools.cache
 def _kernel(variant: Variant) -> volta_driver.Kernel:
-    architecture = torch.cuda.get_device_capability()
-    path = IMAGES / f"{variant.name}.{'cubin' if architecture == (7, 0) else 'ptx'}"
+    return _loaded(variant, target().suffix)
+
+
+@functools.cache
+def _loaded(variant: Variant, suffix: str) -> volta_driver.Kernel:
+    # Turing runs the V100's machine code too: kernels without matrix products have no other.
+    path = IMAGES / variant.image(suffix)
     try:
         image = path.read_bytes()
     except OSError as error:

@@ -54,6 +54,10 @@ class Variant:
         parts = (f"d{self.head_size}" * bool(self.head_size), "adjusted" * self.adjusted, self.cache)
         return "_".join([stem, *filter(None, parts)])
 
+    def image(self, suffix: str) -> str:
+        """Its file: ``suffix`` is ``cubin`` or ``ptx``."""
+        return f"{self.name}.sm_{self.architecture}.{suffix}"
+
     @property
     def defines(self) -> dict[str, str | int]:
         cache: dict[str, str | int] = {"KV_CACHE": CACHES.index(self.cache)}
@@ -111,8 +115,10 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    warps = 2 if architecture == TURING and head_size > 128 else 4
-    return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, 2, cache=cache, architecture=architecture)
+    warps, ctas = 4, 2
+    if architecture == TURING and head_size > 64:
+        warps, ctas = 4 if head_size <= 128 else 2, 1
+    return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)
 
 
 def write_kv(cache: str = "") -> Variant:

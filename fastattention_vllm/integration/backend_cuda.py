@@ -22,7 +22,7 @@ def chosen() -> type[Any]:
     from fastattention_vllm.integration.options import options_of
 
     config = get_current_vllm_config_or_none()
-    asked = config is not None and options_of(config).volta_kernels == "ptx"
+    asked = config is not None and options_of(config).volta_kernels != "auto"
     capability = current_platform.get_device_capability()
     if asked or (capability is not None and capability < FLASH):
         from fastattention_vllm.integration.backend_volta import FastAttentionVoltaBackend

@@ -1,6 +1,6 @@
 """The attention backend on NVIDIA GPUs older than compute capability 8.0, by the kernels for the V100.
 
-``volta_kernels: ptx`` runs it on a newer GPU, for tests.
+``volta_kernels: ptx`` or ``ptx-sm_75`` runs it on a newer GPU, for tests.
 """
 
 from __future__ import annotations
@@ -160,14 +160,14 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         adjusted = self.softcap > 0 or self.alibi_slopes is not None
+        vllm_config = get_current_vllm_config()
+        target = volta.choose(options_of(vllm_config).volta_kernels)
         volta.load(self.head_size, adjusted=adjusted, cache=self.fp8 or torch.float16)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to("cuda")
-        vllm_config = get_current_vllm_config()
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.adopt)
-        own = torch.cuda.get_device_capability() == (7, 0)
-        named = "fastattention Volta, " + ("machine code of sm_70" if own else "compiled from PTX by the driver")
+        named = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", named)
         host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerVoltaBackend, volta, named))
 

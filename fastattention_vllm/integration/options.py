@@ -48,9 +48,9 @@ class Options(BaseModel):
     tiling_min_tokens: Annotated[int, Field(ge=2)] = 2048
     """Steps of fewer tokens are not cut: their sums are short messages, which gain nothing by being shorter."""
 
-    volta_kernels: Literal["auto", "ptx"] = "auto"
-    """"auto": the V100's kernels on GPUs below compute capability 8.0. "ptx": on any newer one too, compiled by its
-    driver; for tests, for they are slow there."""
+    volta_kernels: Literal["auto", "ptx", "ptx-sm_75"] = "auto"
+    """"auto": the V100's kernels, or Turing's, on GPUs below compute capability 8.0. "ptx": the V100's on any newer one
+    too, compiled by its driver; for tests, for they are slow there. "ptx-sm_75": Turing's, from 7.5 on."""
 
 
 def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Compile all variants of the attention kernels: a cubin for sm_70 and PTX for newer GPUs of each.
+"""Compile all variants of the attention kernels, for V100 and Turing: a cubin and PTX for newer GPUs of each.
 
     python -m kernels.volta.build FOLDER
 
@@ -16,7 +16,7 @@ from fastattention_vllm.attention.volta_kernels import COMPILER_OPTIONS, VARIANT
 from kernels.volta.nvrtc import compile_cuda
 
 SOURCES = Path(__file__).resolve().parent / "src"
-MOST_SPILLED = {"decode_d256": 124, "prefill_d128_adjusted_e4m3": 4}
+MOST_SPILLED = {"decode_d256.sm_70": 124, "prefill_d128_adjusted_e4m3.sm_70": 4}
 """Bytes; 0 for all others."""
 
 
@@ -24,17 +24,17 @@ def build(variant: Variant, folder: Path) -> str:
     """The compiler's report."""
     source = (SOURCES / variant.source).read_text()
     log = ""
-    for architecture, suffix in (("sm_70", "cubin"), ("compute_70", "ptx")):
+    for kind, suffix in (("sm", "cubin"), ("compute", "ptx")):
         options = [*COMPILER_OPTIONS, *(["--ptxas-options=-v"] if suffix == "cubin" else [])]
         compiled = compile_cuda(
             source,
-            architecture=architecture,
+            architecture=f"{kind}_{variant.architecture}",
             name=variant.source,
             defines=variant.defines,
             include=[SOURCES],
             options=options,
         )
-        (folder / f"{variant.name}.{suffix}").write_bytes(compiled.binary)
+        (folder / variant.image(suffix)).write_bytes(compiled.binary)
         log += compiled.log
     return log
 
@@ -48,10 +48,11 @@ def main() -> int:
     for variant, log in zip(VARIANTS, logs, strict=True):
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-        allowed = MOST_SPILLED.get(variant.name, 0)
+        name = f"{variant.name}.sm_{variant.architecture}"
+        allowed = MOST_SPILLED.get(name, 0)
         failed |= spilled > allowed
         note = f", more than {allowed}" if spilled > allowed else ""
-        print(f"{variant.name:<24} {registers:>3} registers {spilled:>4} bytes spilled{note} "
+        print(f"{name:<34} {registers:>3} registers {spilled:>4} bytes spilled{note} "
               f"{variant.shared_bytes:>6} bytes shared")  # fmt: skip
     return int(failed)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastattention_vllm.attention import volta
-from fastattention_vllm.attention.volta_kernels import Variant
+from fastattention_vllm.attention.volta_kernels import VOLTA, Variant
 from kernels.volta.sim import Simulation
 from tests.volta.attention import cubin, execute_all
 
@@ -67,5 +67,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int]
     """From now on launches are simulated; returns the list that their grids go to."""
     grids: list[tuple[str, tuple[int, int, int]]] = []
     monkeypatch.setattr(volta, "_kernel", lambda variant: SimulatedKernel(variant, grids))
+    monkeypatch.setattr(volta, "target", lambda: volta.Target(VOLTA, "cubin"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     return grids

@@ -38,7 +38,9 @@ def config(**changes: Any) -> Any:
 
 
 def builder() -> backend_volta.VoltaMetadataBuilder:
-    return backend_volta.VoltaMetadataBuilder(SimpleNamespace(block_size=PAGE, head_size=SIZE), ["layer"], config(), CPU)
+    return backend_volta.VoltaMetadataBuilder(
+        SimpleNamespace(block_size=PAGE, head_size=SIZE), ["layer"], config(), CPU
+    )
 
 
 def case(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **changes: Any) -> AttentionProblem:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,17 +95,54 @@ def test_what_they_can(problem: AttentionProblem) -> None:
     assert volta.can_run(on_gpu(problem)) is None
 
 
-@pytest.mark.parametrize(("capability", "suffix"), [((7, 0), "cubin"), ((9, 0), "ptx")])
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test chooses ends with it."""
+    yield
+    monkeypatch.undo()
+    volta._asked = "auto"
+    volta.target.cache_clear()
+
+
+TARGETS = [
+    ((7, 0), "auto", "sm_70.cubin"),
+    ((7, 2), "auto", "sm_70.cubin"),
+    ((7, 5), "auto", "sm_75.cubin"),
+    ((9, 0), "auto", "sm_70.ptx"),
+    ((7, 0), "ptx", "sm_70.ptx"),
+    ((7, 5), "ptx-sm_75", "sm_75.ptx"),
+    ((9, 0), "ptx-sm_75", "sm_75.ptx"),
+]
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize(("capability", "kernels", "image"), TARGETS)
 def test_kernels_that_are_not_built(
-    capability: tuple[int, int], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], kernels: str, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each GPU has its own, and newer ones the PTX of either."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(volta, "IMAGES", tmp_path)
-    variant = volta_kernels.decode(64)
-    with pytest.raises(
-        RuntimeError, match=rf"not built: there is no {tmp_path}/decode_d64\.{suffix}; run `make volta`"
-    ):
+    variant = volta_kernels.decode(64, architecture=volta.choose(kernels).architecture)
+    said = rf"not built: there is no {tmp_path}/decode_d64\.{re.escape(image)}; run `make volta`"
+    with pytest.raises(RuntimeError, match=said):
         volta._kernel(variant)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_kernels_of_a_newer_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    said = r"volta_kernels is ptx-sm_75, but this GPU's compute capability is 7\.0; leave it at auto\."
+    with pytest.raises(ValueError, match=said):
+        volta.choose("ptx-sm_75")
+
+
+def test_turings_kernels_fit_turing() -> None:
+    """64 KiB of shared memory and 1024 threads for all CTAs of an SM."""
+    for variant in volta_kernels.VARIANTS:
+        if variant.architecture == volta_kernels.TURING:
+            assert variant.shared_bytes * variant.ctas_per_sm <= 64 << 10, variant
+            assert variant.threads * variant.ctas_per_sm <= 1024
 
 
 # --- driver -----------------------------------------------------------------------------------------------------------
