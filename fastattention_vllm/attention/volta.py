@@ -240,6 +240,11 @@ def write_kv(
     Caches of 8 bits get fp16 rows divided by ``key_scale`` or ``value_scale``, rounded to nearest, ties to even. What
     lies beyond the largest finite number, infinity included, becomes that number; NaN stays NaN, in int8 it becomes 0.
     """
+    if key_cache.dtype not in CACHES or key.dtype != torch.float16:
+        raise ValueError(
+            f"the Volta kernels write float16 into float16, float8_e5m2, float8_e4m3fn or int8, not {key.dtype} into "
+            f"{key_cache.dtype}."
+        )
     assert key_scale == value_scale == 1.0 or key_cache.dtype != torch.float16
     assert key_cache.stride() == value_cache.stride()
     if not len(slot_mapping):

@@ -25,7 +25,7 @@ SMS = 80
 """Of a V100. Taken on any GPU, so that results do not depend on it."""
 PREFILL_WAVES = 4
 """The most that a prompt's keys are cut for: bounds what its parts need of memory, to 42 MB."""
-PART_KEYS = 256
+PART_KEYS = 128
 """What a prompt's part costs beside its keys, as a number of keys (benchmarks/NOTES.md)."""
 CHUNK = 8
 """Numbers in 16 bytes: strides are multiples of it."""

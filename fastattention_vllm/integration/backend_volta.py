@@ -90,6 +90,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        support.check_kv_cache(vllm_config)
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         kv_heads = model.get_num_kv_heads(parallel)
         group = model.get_num_attention_heads(parallel) // kv_heads

@@ -70,6 +70,17 @@ def check_supported(vllm_config: VllmConfig) -> None:
             raise Refusal(f"{row.feature}{named} is not supported: {row.why}; {row.instead}.")
 
 
+def check_kv_cache(vllm_config: VllmConfig) -> None:
+    """As :func:`check_supported`, of the KV cache alone: on GPUs, where vLLM's own code does the rest.
+
+    Raises:
+        Refusal: the cache is quantised in a way that the kernels do not read.
+    """
+    if asked := _kv_cache_quantisation(vllm_config):
+        raise Refusal(f"{QUANTISED_CACHE.feature} ({asked}) is not supported: {QUANTISED_CACHE.why}; "
+                      f"{QUANTISED_CACHE.instead}.")  # fmt: skip
+
+
 def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
@@ -234,6 +245,13 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
 )
 
+QUANTISED_CACHE = Unsupported(
+    "this quantised KV cache",
+    "the kernels store KV in one dtype for all layers: fp32, fp16, bf16, or fp8 with a layer's own two scales",
+    "pass --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2 alone",
+    _kv_cache_quantisation,
+)
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "multi-head latent attention",
@@ -271,12 +289,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "serve another model",
         _head_size,
     ),
-    Unsupported(
-        "this quantised KV cache",
-        "the kernels store KV in one dtype for all layers: fp32, fp16, bf16, or fp8 with a layer's own two scales",
-        "pass --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2 alone",
-        _kv_cache_quantisation,
-    ),
+    QUANTISED_CACHE,
     Unsupported(
         "speculative decoding with this old a vLLM",
         "its CPU worker does not verify speculated tokens",

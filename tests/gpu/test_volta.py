@@ -10,15 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention import volta
+from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import HEAD_SIZES
 from tests.attention import oracle
 from tests.attention.oracle import Case
 from tests.volta.attention import LSE_TOLERANCE, TOLERANCE
 from tests.volta.test_attention_kernels import FEATURES
+from tests.volta.test_cache import DTYPES, EVERYTHING, SCALES, assert_same, cast
+from tests.volta.test_cache import case as eight_bits
 
 FP16 = torch.float16
+FIELDS = ("query", "key", "value", "query_start_loc", "seq_lens", "block_table")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,6 +80,60 @@ def test_values_with_strides_of_their_own() -> None:
     check(problem, replace(on_gpu(problem), value=wide[:, 1:3]))
 
 
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["causal", "all of it"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_caches_of_8_bits_at_every_head_size(
+    kind: str, dtype: torch.dtype, changes: dict[str, Any], head_size: int
+) -> None:
+    check(eight_bits(dtype, kind, head_size, **changes).build())
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+def test_a_chunk_behind_a_long_context_is_cut(changes: dict[str, Any], head_size: int) -> None:
+    """Few CTAs, so that keys are cut into parts."""
+    case = Case((100, 40), (3000, 40), 6, 2, head_size, dtype=FP16, **changes)
+    variant = volta_kernels.prefill(head_size)
+    assert volta_kernels.prefill_parts(variant, volta_kernels.prefill_grid(variant, 300, 2, 2), 3000) > 1
+    check(case.build())
+
+
+@pytest.mark.parametrize("dtype", [FP16, *DTYPES], ids=str)
+def test_every_number_is_cast_as_torch_does(dtype: torch.dtype) -> None:
+    """All numbers of fp16, into pages of 16 tokens whose order is turned around."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(FP16).view(-1, 2, 64)
+    slots = torch.arange(len(numbers)).flip(0)
+    scales = (1.0, 1.0) if dtype == FP16 else (1.0, 0.3)
+    caches = torch.zeros(2, len(numbers) // 16, 16, 2, 64).to(dtype).cuda()
+    volta.write_kv(numbers.cuda(), numbers.cuda(), *caches, slots.cuda(), *scales)
+    for written, scale in zip(caches.cpu(), scales, strict=True):
+        expected = numbers if dtype == FP16 else cast(numbers, dtype, scale)
+        assert_same(written.view(-1, 2, 64)[slots], expected)
+
+
+def test_a_graph_goes_on_with_its_workspace() -> None:
+    """Captured with the largest extent, replayed with other keys and lengths; its parts lie in one workspace."""
+    problem = on_gpu(Case((3, 2), (500, 900), 32, 2, 64, dtype=FP16).build())
+    problem = volta._on(problem.query.device, problem)
+    workspace = torch.empty(volta_kernels.partial_floats(64, 16, 2, 2, 4096), device="cuda")
+    out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
+    extent = volta.Extent(3, 4096)
+    volta.load(64, adjusted=False)
+    volta.attend(problem, extent, out, workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        volta.attend(problem, extent, out, workspace=workspace)
+    problem.seq_lens.copy_(torch.tensor([37, 640], dtype=torch.int32))
+    workspace.fill_(float("nan"))
+    graph.replay()
+    expected, _ = oracle.attention(
+        replace(problem, **{name: tensor.cpu() for name in FIELDS if (tensor := getattr(problem, name)) is not None})
+    )
+    assert float((out.cpu().double() - expected).abs().max()) < TOLERANCE
+
+
 @settings(max_examples=100)
 @given(st.data())
 def test_drawn_problems(data: st.DataObject) -> None:
@@ -93,6 +150,8 @@ def test_drawn_problems(data: st.DataObject) -> None:
         causal=data.draw(st.booleans()),
         window=(data.draw(st.sampled_from([-1, 0, 5, 100])), -1),
         softcap=data.draw(st.sampled_from([0.0, 3.0])),
+        kv_dtype=(kv_dtype := data.draw(st.sampled_from([None, *DTYPES]))),
+        **dict(zip(("key_scale", "value_scale"), SCALES.get(kv_dtype, (1.0, 1.0)), strict=True)),
         seed=data.draw(st.integers(0, 100)),
     )
     check(case.build())

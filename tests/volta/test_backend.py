@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import backend_volta
+from fastattention_vllm.integration.refusal import Refusal
 from tests.attention import oracle
 from tests.attention.oracle import Case
 from tests.volta import simulated_gpu
@@ -29,10 +30,12 @@ def config(**changes: Any) -> Any:
             get_num_attention_heads=lambda parallel: HEADS,
             get_num_kv_heads=lambda parallel: KV_HEADS,
             max_model_len=600,
+            hf_config=SimpleNamespace(),
         ),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
         "scheduler_config": SimpleNamespace(max_num_seqs=6),
         "speculative_config": None,
+        "cache_config": SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], calculate_kv_scales=False),
     }
     return SimpleNamespace(**(parts | changes))
 
@@ -76,6 +79,10 @@ def common(problem: AttentionProblem) -> CommonAttentionMetadata:
     )
 
 
+LAYER = SimpleNamespace(_k_scale_float=0.5, _v_scale_float=2.0)
+"""What vLLM leaves at a layer whose cache is fp8."""
+
+
 def attend(problem: AttentionProblem, metadata: Any, impl: Any) -> torch.Tensor:
     """Through the layer: the new keys and values are not in the cache yet."""
     cache = problem.key._base
@@ -85,10 +92,14 @@ def attend(problem: AttentionProblem, metadata: Any, impl: Any) -> torch.Tensor:
     pages, rows = where // PAGE, where % PAGE
     new = [part[pages, rows].clone() for part in (problem.key, problem.value)]
     key_value = torch.stack(new, 1)
-    cache[pages, :, rows] = float("nan")
-    impl.do_kv_cache_update(None, key_value[:, 0], key_value[:, 1], cache, where)
+    cache[pages, :, rows] = torch.full((), float("nan")).to(cache.dtype)
+    if cache.dtype != torch.float16:  # new keys and values come in fp16, and vLLM says of caches that they are bytes
+        scales = (problem.key_scale, problem.value_scale)
+        new = [(part.float() * scale).half() for part, scale in zip(new, scales, strict=True)]
+        cache = cache.view(torch.uint8)
+    impl.do_kv_cache_update(LAYER, key_value[:, 0], key_value[:, 1], cache, where)
     out = torch.full((len(problem.query), HEADS, SIZE), 7.0, dtype=torch.float16)
-    impl.forward(None, problem.query, key_value[:, 0], key_value[:, 1], cache, metadata, out)
+    impl.forward(LAYER, problem.query, key_value[:, 0], key_value[:, 1], cache, metadata, out)
     return out
 
 
@@ -115,6 +126,24 @@ def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch
         ("fa_volta_combine", 3),
         ("fa_volta_prefill", 2),
     ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_fp8_caches(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the layer's scales."""
+    simulated_gpu.use(monkeypatch)
+    problem = case((1, 9), (100, 50), kv_dtype=dtype, key_scale=0.5, value_scale=2.0)
+    check(problem, attend(problem, builder().build(0, common(problem)), layer(kv_cache_dtype=name)))
+
+
+def test_caches_that_the_kernels_do_not_read() -> None:
+    """The rest are those that the backend does not list, which vLLM refuses: int8_per_token_head for one."""
+    cache = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["3"], calculate_kv_scales=False)
+    with pytest.raises(Refusal, match=r"--kv-cache-dtype-skip-layers 3\) is not supported: .* or fp8_e5m2 alone\."):
+        backend_volta.VoltaMetadataBuilder(None, ["layer"], config(cache_config=cache), CPU)
+    accepted = backend_volta.FastAttentionVoltaBackend.supports_kv_cache_dtype
+    assert all(map(accepted, ("auto", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")))
+    assert not any(map(accepted, ("bfloat16", "int8_per_token_head", "fp8_per_token_head", "nvfp4")))
 
 
 def test_a_chunk_behind_a_long_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,19 @@ def test_what_the_kernels_cannot_compute(problem: AttentionProblem, said: str) -
     assert volta.can_run(problem) == str(refusal.value)
 
 
-@pytest.mark.parametrize("problem", [PROBLEM, CONTIGUOUS], ids=["pages", "no pages"])
+def test_caches_that_are_not_written() -> None:
+    key, cache, slots = torch.zeros(2, 2, 64, dtype=FP16), torch.zeros(1, 16, 2, 64), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"write float16 into .* or int8, not torch\.float16 into torch\.float32\.$"):
+        volta.write_kv(key, key, cache, cache, slots)
+    with pytest.raises(ValueError, match=r"not torch\.bfloat16 into torch\.float8_e5m2\.$"):
+        volta.write_kv(key.bfloat16(), key.bfloat16(), *[cache.to(torch.float8_e5m2)] * 2, slots)
+
+
+FP8 = {"kv_dtype": torch.float8_e4m3fn, "key_scale": 0.5, "value_scale": 2.0}
+CAN = [PROBLEM, CONTIGUOUS, Case((2, 3), (20, 30), dtype=FP16, **FP8).build()]
+
+
+@pytest.mark.parametrize("problem", CAN, ids=["pages", "no pages", "fp8"])
 def test_what_they_can(problem: AttentionProblem) -> None:
     assert volta.can_run(on_gpu(problem)) is None
 
