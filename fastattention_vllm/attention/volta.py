@@ -87,7 +87,7 @@ _asked = "auto"
 
 def choose(kernels: str) -> Target:
     """From now on, which kernels this process launches on its GPU: as :func:`target_of`."""
-    global _asked  # noqa: PLW0603  one choice for the process
+    global _asked
     _asked = kernels
     target.cache_clear()
     return target()

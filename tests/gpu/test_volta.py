@@ -1,7 +1,11 @@
-"""The V100's kernels on a real GPU: its own machine code on a V100, elsewhere the PTX, which the driver compiles."""
+"""The kernels for V100 and Turing on a real GPU: their own machine code there, elsewhere PTX, which the driver compiles.
+
+On a newer GPU both run: the V100's, whose products are emulated there, and Turing's, whose products are native.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +28,15 @@ FP16 = torch.float16
 FIELDS = ("query", "key", "value", "query_start_loc", "seq_lens", "block_table")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def gpu() -> None:
-    """Unlike the tests beside these, from the V100 on."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (7, 0):
-        pytest.skip("needs an NVIDIA GPU of compute capability 7.0 or newer")
+@pytest.fixture(scope="module", autouse=True, params=["auto", "ptx-sm_75"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """In the place of the other tests' own: from the V100 on, all tests with each of the kernels."""
+    least = (7, 5) if request.param == "ptx-sm_75" else (7, 0)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < least:
+        pytest.skip(f"needs an NVIDIA GPU of compute capability {least[0]}.{least[1]} or newer")
+    volta.choose(request.param)
+    yield request.param
+    volta.choose("auto")
 
 
 def on_gpu(problem: AttentionProblem) -> AttentionProblem:

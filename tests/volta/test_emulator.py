@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 HEADER = """#include "device.cuh"
 namespace fastattention {
-struct Arguments { float* floats; unsigned* words; };
+struct Arguments { float* floats; unsigned* words; int which; };
 extern "C" __global__ void small(const Arguments a) {
   extern __shared__ uint4 shared[];
   float* const numbers = reinterpret_cast<float*>(shared);
@@ -54,12 +54,18 @@ def emulation(body: str, folder: Path, **options: Any) -> Emulation:
 
 
 def run(
-    body: str, folder: Path, floats: Array | None = None, words: Array | None = None, threads: int = 32, **options: Any
+    body: str,
+    folder: Path,
+    floats: Array | None = None,
+    words: Array | None = None,
+    threads: int = 32,
+    which: int = 0,
+    **options: Any,
 ) -> None:
     """One block of a kernel with 1024 bytes of shared memory. ``floats`` and ``words`` are changed in place."""
     kernel = emulation(body, folder, **options)
     arrays = [numpy.zeros(0, numpy.float32) if array is None else array for array in (floats, words)]
-    parameters = pack_parameters(*(numpy.uint64(kernel.map(array)) for array in arrays))
+    parameters = pack_parameters(*(numpy.uint64(kernel.map(array)) for array in arrays), numpy.int64(which))
     kernel.launch((1, 1, 1), (threads, 1, 1), parameters, 1024)
     kernel.execute(0)
 
@@ -83,9 +89,36 @@ def test_products_are_those_of_the_simulated_machine(kind: str, tmp_path: Path) 
     device = "".join((SOURCES / name).read_text() for name in ("instructions.cuh", "problem.h", "device.cuh"))
     source = "\n".join(line for line in device.splitlines() if not line.startswith('#include "'))
     kernel = HEADER.replace('#include "device.cuh"', "").replace("const Arguments a", "float* floats, unsigned* words")
-    machine.run(source + kernel + "const Arguments a{floats, words};\n" + body + "}}", expected, words)
+    machine.run(source + kernel + "const Arguments a{floats, words, 0};\n" + body + "}}", expected, words)
     run(body, tmp_path, floats, words)
     numpy.testing.assert_allclose(floats, expected, rtol=0, atol=1e-5)
+
+
+TURING_PRODUCT = """  Half* const halves = reinterpret_cast<Half*>(shared);  // a: 16 rows, b: 8 rows, of 8 numbers each
+  for (int i = lane; i < 24 * 8; i += 32) halves[i] = static_cast<Half>(a.words[i]);
+  __syncthreads();
+  u32 left[2], right[4], same[2];
+  load_matrices(left, shared, lane & 15, 0);
+  load_transposed_matrices(right, shared, (lane & 7) ^ 17, 1);  // rows 16 to 23 of the tile, by way of its swizzle
+  load_matrices(same, shared + 16, lane & 7, 0);
+  if (transpose_matrix(same[0]) != right[0]) a.floats[0] = 1.0f;
+  float d[4];
+  const int row = lane / 4, column = lane % 4 * 2;
+  for (int e = 0; e < 4; ++e) d[e] = a.floats[8 * (row + 8 * (e / 2)) + column + e % 2];
+  multiply_16x8(d, left[0], left[1], right[0]);
+  for (int e = 0; e < 4; ++e) a.floats[8 * (row + 8 * (e / 2)) + column + e % 2] = d[e];
+"""
+
+
+def test_turings_products(tmp_path: Path) -> None:
+    """ldmatrix, ldmatrix.trans, movmatrix and m16n8k8 together: c + a b, as numpy has it."""
+    rng = numpy.random.default_rng(0)
+    a, b = (rng.standard_normal((rows, 8)).astype(numpy.float16) for rows in (16, 8))
+    c = rng.standard_normal((16, 8)).astype(numpy.float32)
+    words = numpy.concatenate([a, b]).view(numpy.uint16).astype(numpy.uint32)
+    found = c.copy()
+    run(TURING_PRODUCT, tmp_path, found, words, architecture="sm_75")
+    numpy.testing.assert_allclose(found, c + a.astype(numpy.float64) @ b.astype(numpy.float64), atol=1e-5)
 
 
 def test_shuffles(tmp_path: Path) -> None:
@@ -137,6 +170,10 @@ FAILURES = {
         "a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
         "thread 64 .* is at a shuffle, its warp has 16 threads only",
     ),
+    "rows of matrices behind shared memory": (
+        "u32 x[4]; load_matrices(x, shared + 64, lane & 31, 0);",
+        r"thread \d+ .* reads 16 bytes at 1\d\d\d of shared memory, which has 1024",
+    ),
     "a mask": ("__syncwarp(3);", "names some lanes of its warp"),
     "behind shared memory": (
         "numbers[256 - 31 + lane] = 0.0f;",
@@ -163,12 +200,19 @@ FAILURES = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one source has all of them, that it is compiled once."""
+    return tmp_path_factory.mktemp("failures")
+
+
 @pytest.mark.parametrize("name", FAILURES)
-def test_what_threads_may_not_do(name: str, tmp_path: Path) -> None:
-    body, said = FAILURES[name]
-    for seed in (0, 1):
-        with pytest.raises(EmulationError, match=said):
-            run(body, tmp_path, numpy.zeros(64, numpy.float32), threads=THREADS.get(name, 64), seed=seed)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_threads_may_not_do(name: str, seed: int, folder: Path) -> None:
+    bodies = "".join(f"  if (a.which == {i}) {{\n{body}\n  }}\n" for i, (body, _) in enumerate(FAILURES.values()))
+    options = {"threads": THREADS.get(name, 64), "which": list(FAILURES).index(name), "seed": seed}
+    with pytest.raises(EmulationError, match=FAILURES[name][1]):
+        run(bodies, folder, numpy.zeros(64, numpy.float32), architecture="sm_75", **options)
 
 
 def test_launches_that_cannot_be(tmp_path: Path) -> None:
@@ -180,7 +224,7 @@ def test_launches_that_cannot_be(tmp_path: Path) -> None:
         ((32, 2, 1), 0, "a block is a row of threads"),
         ((32, 1, 1), 98305, "at most 98304 bytes of shared memory, not 98305"),
     ):
-        kernel.launch((1, 1, 1), block, bytes(16), shared)
+        kernel.launch((1, 1, 1), block, bytes(24), shared)
         with pytest.raises(EmulationError, match=said):
             kernel.execute(0)
     with pytest.raises(ValueError, match="must be contiguous"):
@@ -194,12 +238,13 @@ def test_a_kernel_that_does_not_compile(tmp_path: Path) -> None:
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-SOON = (64, 80, 256)
-"""Head sizes of `make test`: one or two chunks of shared memory per row, columns left over, heads that are divided."""
+SOON = ((64, VOLTA), (80, VOLTA), (64, TURING), (256, TURING))
+"""What `make test` draws problems for: columns left over, and 16 rows for each warp, are among them."""
 
 
-def head_sizes() -> list[Any]:
-    return [size if size in SOON else more(size) for size in HEAD_SIZES]
+def kinds() -> list[Any]:
+    every = [(size, architecture) for size in HEAD_SIZES for architecture in (VOLTA, TURING)]
+    return [kind if kind in SOON else more(*kind) for kind in every]
 
 
 @st.composite
@@ -230,8 +275,7 @@ def cases(draw: st.DrawFn, head_size: int, most_rows: int, most_keys: int) -> Ca
     )
 
 
-@pytest.mark.parametrize("architecture", [VOLTA, TURING])
-@pytest.mark.parametrize("head_size", head_sizes())
+@pytest.mark.parametrize(("head_size", "architecture"), kinds())
 @settings(max_examples=10)
 @given(st.data())
 def test_prefill(head_size: int, architecture: int, data: st.DataObject) -> None:
@@ -241,22 +285,23 @@ def test_prefill(head_size: int, architecture: int, data: st.DataObject) -> None
     attention.check(problem, attention.prefill(problem, emulated, count, architecture))
 
 
-@pytest.mark.parametrize("head_size", head_sizes())
+@pytest.mark.parametrize(("head_size", "architecture"), kinds())
 @settings(max_examples=10)
 @given(st.data())
-def test_decode(head_size: int, data: st.DataObject) -> None:
+def test_decode(head_size: int, architecture: int, data: st.DataObject) -> None:
     problem = data.draw(cases(head_size, most_rows=DECODE_ROWS, most_keys=400)).build()
-    attention.check(problem, attention.decode(problem, emulated))
+    attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
 LONG = Case((2,), (4200,), 2, 1, dtype=FP16)
 """Parts of more keys than its warps take at a time."""
 
 
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("head_size", [64, more(128), more(256)])
-def test_decode_of_long_parts(head_size: int) -> None:
+def test_decode_of_long_parts(head_size: int, architecture: int) -> None:
     problem = replace(LONG, head_size=head_size).build()
-    attention.check(problem, attention.decode(problem, emulated))
+    attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -279,15 +324,16 @@ BARRIERS = {
 
 
 @pytest.mark.parametrize(
-    ("source", "number"),
+    ("source", "number", "architecture"),
     [
-        (source, number) if number in (0, 1) else more(source, number)
+        case if case in (("prefill.cu", 1, VOLTA), ("decode.cu", 3, TURING)) else more(*case)
         for source, barriers in BARRIERS.items()
         for number, name in enumerate(barriers)
-        if name
+        for architecture in (VOLTA, TURING)
+        if name and (case := (source, number, architecture))
     ],
 )
-def test_every_barrier_is_needed(source: str, number: int, tmp_path: Path) -> None:
+def test_every_barrier_is_needed(source: str, number: int, architecture: int, tmp_path: Path) -> None:
     parts = re.split(r"(__sync(?:threads|warp)\(\);)", (SOURCES / source).read_text())
     assert len(parts) == 2 * len(BARRIERS[source]) + 1
     del parts[2 * number + 1]
@@ -295,9 +341,11 @@ def test_every_barrier_is_needed(source: str, number: int, tmp_path: Path) -> No
 
     def without_it(variant: volta_kernels.Variant) -> Emulation:
         folder = tmp_path if variant.source == source else SOURCES
-        return Emulation(folder / variant.source, variant.kernel, defines=variant.defines)
+        name = f"sm_{variant.architecture}"
+        return Emulation(folder / variant.source, variant.kernel, defines=variant.defines, architecture=name)
 
     prefill = source == "prefill.cu"
     problem = Case((90,), (300,), 4, 2, dtype=FP16).build() if prefill else LONG.build()
+    compute: Any = attention.prefill if prefill else attention.decode
     with pytest.raises(EmulationError, match=r"with no barrier since|nobody has written"):
-        (attention.prefill if prefill else attention.decode)(problem, without_it)
+        compute(problem, without_it, architecture=architecture)
