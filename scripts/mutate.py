@@ -37,7 +37,7 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "models", "_
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-o", "timeout_method=thread"]
 FAILED = 1  # pytest's status when tests ran and one failed; others mean that there was nothing to run
 # Of kernels that the tests themselves compile.
-DOES_NOT_COMPILE = re.compile(r"^E +kernels\.volta\.nvrtc\.CompileError: (.*)", re.MULTILINE)
+DOES_NOT_COMPILE = re.compile(r"^E +kernels\.volta\.[\w.]+Error: (.* does not compile .*)", re.MULTILINE)
 
 # An editable install finds the package by an import hook, which comes before PYTHONPATH and would lead out of the copy.
 WITHOUT_EDITABLE_INSTALL = """
