@@ -25,6 +25,12 @@ def chosen() -> type[Any]:
     asked = config is not None and options_of(config).volta_kernels != "auto"
     capability = current_platform.get_device_capability()
     if asked or (capability is not None and capability < FLASH):
+        from fastattention_vllm.integration import backend_xformers
+
+        reason = backend_xformers.why_volta_refuses(config)
+        if reason is not None:
+            backend_xformers.check_asked(config, reason)
+            return backend_xformers.FastAttentionXformersBackend
         from fastattention_vllm.integration.backend_volta import FastAttentionVoltaBackend
 
         return FastAttentionVoltaBackend

@@ -52,6 +52,10 @@ class Options(BaseModel):
     """"auto": the V100's kernels, or Turing's, on GPUs below compute capability 8.0. "ptx": the V100's on any newer one
     too, compiled by its driver; for tests, for they are slow there. "ptx-sm_75": Turing's, from 7.5 on."""
 
+    volta_fallback: Literal["xformers"] | None = None
+    """What runs models that those kernels refuse (fp32, other head sizes): an installed xformers, slower. None: they
+    are refused."""
+
 
 def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:
     """Put the decision in the place of the question.

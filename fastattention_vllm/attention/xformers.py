@@ -1,0 +1,75 @@
+"""Attention by an installed xformers, for problems that our Volta kernels refuse. Not run on a V100 yet.
+
+xformers knows no pages: keys and values are gathered into one piece first, which reads and writes them once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+DTYPES = (torch.float16, torch.float32)
+HEAD_SIZE_MULTIPLE = 8
+"""Its kernels for V100 load 16 bytes at a time."""
+
+
+@functools.cache
+def version() -> str | None:
+    """Of the installed xformers; None where there is none."""
+    try:
+        return importlib.metadata.version("xformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def bias(q_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool, window: int) -> Any:
+    """xformers' mask of sequences that lie one behind the other; each one's last query sees its last key.
+
+    Args:
+        window: keys that a query sees before itself, as in ``AttentionProblem``; -1 for all. Causal sequences only.
+    """
+    masks: Any = importlib.import_module("xformers.ops.fmha.attn_bias")
+    blocks = masks.BlockDiagonalMask.from_seqlens(list(q_lens), list(kv_lens))
+    if not causal:
+        if window >= 0:
+            raise ValueError(f"the window is {window}, but xformers takes one of causal sequences only.")
+        return blocks
+    if window >= 0:
+        return blocks.make_local_attention_from_bottomright(window + 1)  # which counts the query's own key
+    return blocks.make_causal_from_bottomright()
+
+
+def places(block_table: torch.Tensor, kv_lens: Sequence[int], page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block and row in it of every KV token, sequence by sequence: int64 ``[sum of kv_lens]`` each.
+
+    ``block_table``: int32 ``[num_seqs, blocks]``.
+    """
+    device = block_table.device
+    lengths = torch.tensor(kv_lens, device=device)
+    sequence = torch.repeat_interleave(torch.arange(len(kv_lens), device=device), lengths)
+    begins = torch.cumsum(lengths, 0) - lengths
+    position = torch.arange(len(sequence), device=device) - begins[sequence]
+    return block_table[sequence, position // page].long(), position % page
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float) -> torch.Tensor:
+    """``query [tokens, heads, head_size]``, ``key`` and ``value`` ``[kv_tokens, KV heads, head_size]`` in one piece;
+    ``mask`` by :func:`bias`. Returns what is like ``query``.
+
+    Raises ``NotImplementedError`` by xformers where it has no kernel for this GPU.
+    """
+    ops: Any = importlib.import_module("xformers.ops")
+    tokens, heads, size = query.shape
+    kv_tokens, kv_heads, _ = key.shape
+    group = heads // kv_heads
+    q, k, v = query[None], key[None], value[None]
+    if group > 1:  # [1, tokens, KV heads, group, head_size], keys and values repeated by a stride of 0
+        q = q.view(1, tokens, kv_heads, group, size)
+        k, v = (part[:, :, :, None].expand(1, kv_tokens, kv_heads, group, size) for part in (k, v))
+    out: torch.Tensor = ops.memory_efficient_attention(q, k, v, attn_bias=mask, scale=scale)
+    return out.reshape(tokens, heads, size)

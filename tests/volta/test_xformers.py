@@ -1,0 +1,242 @@
+"""volta_fallback: between vLLM's metadata and xformers, without a GPU.
+
+xformers computes on GPUs only, so its documented equivalent in PyTorch computes here. Its masks are xformers' own where
+it is installed, and written after its documentation elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention_vllm.attention import xformers
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration import backend_cuda, backend_xformers
+from fastattention_vllm.integration.refusal import Refusal
+from tests.attention import oracle
+from tests.attention.oracle import Case
+from tests.volta.test_backend import HEADS, KV_HEADS, PAGE, builder, common, config, slots
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Mask:
+    """xformers.ops.fmha.attn_bias.BlockDiagonalMask and what it makes of itself, as documented in 0.0.34."""
+
+    q_lens: list[int]
+    kv_lens: list[int]
+    causal: bool = False
+    window: int | None = None
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen: list[int], kv_seqlen: list[int] | None = None) -> Mask:
+        return cls(q_seqlen, kv_seqlen or q_seqlen)
+
+    def make_causal_from_bottomright(self) -> Mask:
+        return replace(self, causal=True)
+
+    def make_local_attention_from_bottomright(self, window_size: int) -> Mask:
+        return replace(self, causal=True, window=window_size)
+
+    def materialize(self, shape: tuple[int, int]) -> torch.Tensor:
+        """0 and minus infinity, ``[queries, keys]``. A query whose distance from the final query is X cannot attend to
+        a key whose distance to the final key is less than X, or X + window_size or more."""
+        found = torch.full(shape, -torch.inf)
+        row = column = 0
+        for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
+            from_last_query = torch.arange(q_len - 1, -1, -1)[:, None]
+            from_last_key = torch.arange(kv_len - 1, -1, -1)[None]
+            visible = torch.ones(q_len, kv_len, dtype=torch.bool)
+            if self.causal:
+                visible &= from_last_key >= from_last_query
+            if self.window is not None:
+                visible &= from_last_key < from_last_query + self.window
+            found[row : row + q_len, column : column + kv_len].masked_fill_(visible, 0.0)
+            row, column = row + q_len, column + kv_len
+        return found
+
+
+def memory_efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The equivalent PyTorch code of xformers' documentation, for ``[B, M, H, K]`` and ``[B, M, G, H, K]``."""
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert query.dim() == key.dim() == value.dim()
+    assert key.shape[2:] == value.shape[2:] == query.shape[2:], "xformers does not broadcast heads"
+    shape, dtype = query.shape, query.dtype
+    query, key, value = (part.flatten(2, -2).double().transpose(1, 2) for part in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    weights = query * scale @ key.transpose(-2, -1) + attn_bias.materialize((query.shape[-2], key.shape[-2]))
+    return (weights.softmax(-1) @ value).transpose(1, 2).reshape(shape).to(dtype)
+
+
+def genuine() -> ModuleType | None:
+    try:
+        return importlib.import_module("xformers.ops.fmha.attn_bias")
+    except ImportError:
+        return None
+
+
+@pytest.fixture(params=["documented masks", "genuine masks"])
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: Any = genuine() if request.param == "genuine masks" else SimpleNamespace(BlockDiagonalMask=Mask)
+    if masks is None:
+        pytest.skip("xformers is not installed")
+    ops = SimpleNamespace(memory_efficient_attention=memory_efficient_attention)
+    monkeypatch.setitem(sys.modules, "xformers.ops", ops)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", masks)
+    monkeypatch.setattr(xformers, "version", lambda: "0.0.34")
+
+
+def case(dtype: torch.dtype, size: int, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **changes: Any) -> Any:
+    return Case(q_lens, kv_lens, HEADS, KV_HEADS, size, PAGE, dtype, **changes).build()
+
+
+def through_the_layer(problem: AttentionProblem, **changes: Any) -> torch.Tensor:
+    """The new keys and values are not in the cache yet, and one slot is padding."""
+    size = problem.head_size
+    metadata = backend_xformers.XformersMetadataBuilder(
+        SimpleNamespace(block_size=PAGE), ["layer"], config(), CPU
+    ).build(0, common(problem))
+    impl = backend_xformers.FastAttentionXformersImpl(HEADS, size, problem.scale, KV_HEADS, **changes)
+    cache = problem.key._base
+    assert cache is not None
+    cache = cache.clone()
+    where = slots(problem)
+    pages, rows = where // PAGE, where % PAGE
+    new = [torch.nn.functional.pad(part[pages, rows], (0, 0, 0, 0, 0, 1)) for part in (problem.key, problem.value)]
+    cache[pages, :, rows] = float("nan")
+    impl.do_kv_cache_update(None, *new, cache, torch.nn.functional.pad(where, (0, 1), value=-1))
+    out = torch.full((len(problem.query), HEADS, size), 7.0, dtype=problem.query.dtype)
+    impl.forward(None, problem.query, *new, cache, metadata, out)
+    return out
+
+
+def check(problem: AttentionProblem, found: torch.Tensor) -> None:
+    real = int(problem.query_start_loc[-1])
+    expected, _ = oracle.attention(problem)
+    relative, absolute = oracle.OUTPUT_TOLERANCE[problem.query.dtype]
+    torch.testing.assert_close(found[:real].double(), expected[:real], rtol=relative, atol=absolute)
+    assert (found[real:] == 7).all(), "padding was touched"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 320), (torch.float32, 64)], ids=["fp16-320", "fp32-64"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_step_of_decoding_requests_and_prompts(dtype: torch.dtype, size: int, window: int | None) -> None:
+    reach = {} if window is None else {"window": (window - 1, -1)}
+    problem = case(dtype, size, (1, 2, 1, 20, 5), (200, 33, 1, 20, 70), padding=3, **reach)
+    check(problem, through_the_layer(problem, sliding_window=window))
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_encoder_sees_this_step_s_tokens_in_both_directions() -> None:
+    problem = case(torch.float16, 320, (5, 20), (5, 20), causal=False)
+    tokens = slots(problem)
+    key, value = (part[tokens // PAGE, tokens % PAGE] for part in (problem.key, problem.value))
+    step = replace(common(problem), causal=False)
+    metadata = backend_xformers.XformersMetadataBuilder(
+        SimpleNamespace(block_size=PAGE), ["layer"], config(), CPU
+    ).build(0, step)
+    impl = backend_xformers.FastAttentionXformersImpl(HEADS, 320, problem.scale, KV_HEADS, attn_type="encoder_only")
+    out = torch.full_like(problem.query, 7.0)
+    impl.forward(None, problem.query, key, value, torch.empty(0), metadata, out)
+    check(problem, out)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_window_needs_causal_sequences() -> None:
+    with pytest.raises(ValueError, match="the window is 4, but xformers takes one of causal sequences only"):
+        xformers.bias([3], [3], causal=False, window=4)
+
+
+# --- who is chosen ---------------------------------------------------------------------------------------------------
+
+
+def model(dtype: torch.dtype, head_size: int, **options: Any) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype, get_head_size=lambda: head_size, use_mla=False),
+        additional_config={"fastattention": options},
+    )
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, vllm_config: Any, installed: str | None = "0.0.34") -> str:
+    import vllm.config
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: vllm_config)
+    monkeypatch.setattr(
+        vllm.platforms, "current_platform", SimpleNamespace(get_device_capability=lambda device_id=0: (7, 0))
+    )
+    monkeypatch.setattr(xformers, "version", lambda: installed)
+    return str(backend_cuda.chosen().__name__)
+
+
+def test_our_kernels_run_whatever_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in ({}, {"volta_fallback": "xformers"}):
+        assert chosen(monkeypatch, model(torch.float16, 128, **options), None) == "FastAttentionVoltaBackend"
+    assert chosen(monkeypatch, None) == "FastAttentionVoltaBackend"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 320), (torch.float32, 128)])
+def test_xformers_runs_only_if_it_is_asked_for(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = model(dtype, size, volta_fallback="xformers")
+    assert chosen(monkeypatch, asked) == "FastAttentionXformersBackend"
+    with pytest.raises(Refusal, match=r"Volta kernels take .*install xformers and pass .*volta_fallback"):
+        chosen(monkeypatch, model(dtype, size))
+    with pytest.raises(Refusal, match='volta_fallback is "xformers", but xformers is not installed'):
+        chosen(monkeypatch, asked, None)
+    with pytest.raises(Refusal, match="host_kv_layers is 4, but with volta_fallback all KV stays on the GPU"):
+        chosen(monkeypatch, model(dtype, size, volta_fallback="xformers", host_kv_layers=4))
+
+
+def test_it_is_said_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(xformers, "version", lambda: "0.0.34")
+    monkeypatch.setattr(
+        backend_xformers, "get_current_vllm_config", lambda: model(torch.float32, 64, volta_fallback="xformers")
+    )
+    logger = SimpleNamespace(info_once=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(backend_xformers, "logger", logger)
+    impl = backend_xformers.FastAttentionXformersImpl(HEADS, 64, 0.125, KV_HEADS)
+    impl.process_weights_after_loading(torch.float32)
+    assert said == [
+        "Attention kernels: xformers 0.0.34, as volta_fallback asks for, because the model's dtype is float32, the "
+        "Volta kernels take float16."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("feature", "named"),
+    [
+        ({"logits_soft_cap": 30.0}, "a soft cap"),
+        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
+        ({"sinks": torch.zeros(HEADS)}, "attention sinks"),
+        ({"sliding_window": 4, "attn_type": "encoder_only"}, "a window on both sides"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(feature: dict[str, Any], named: str) -> None:
+    with pytest.raises(Refusal, match=f"use {named}, which xformers does not do"):
+        backend_xformers.FastAttentionXformersImpl(HEADS, 64, 0.125, KV_HEADS, **feature)
+
+
+def test_what_the_backend_tells_vllm() -> None:
+    backend = backend_xformers.FastAttentionXformersBackend
+    assert backend.supports_head_size(320)
+    assert not backend.supports_head_size(260)
+    assert backend.supports_dtype(torch.float32)
+    assert not backend.supports_dtype(torch.bfloat16)
+    assert not backend.supports_sink()
+    assert builder()._cudagraph_support != backend.get_builder_cls()._cudagraph_support
