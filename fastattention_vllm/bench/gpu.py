@@ -16,6 +16,8 @@ import torch
 SAMPLE_SECONDS = 0.02
 """A sample repeats a call for about so long."""
 MOST_CALLS = 1000
+SLOW_SECONDS = 1.0
+"""A call longer than this gets three samples."""
 
 
 class Gpu(Protocol):
@@ -71,6 +73,7 @@ class Timed:
     """That one ``call`` goes through."""
     samples: list[float] = field(default_factory=list)
     repeats: int = 1
+    slow: bool = False
 
     @property
     def median(self) -> float:
@@ -89,9 +92,13 @@ def interleave(gpu: Gpu, timed: Sequence[Timed], rounds: int) -> None:
     """Sample everyone once a round, every other round backwards: a GPU that gets hot slows everyone down."""
     for one in timed:
         gpu.seconds(one.call)
-        one.repeats = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(gpu.seconds(one.call), 1e-7))))
+        seconds = gpu.seconds(one.call)
+        one.repeats = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(seconds, 1e-7))))
+        one.slow = seconds > SLOW_SECONDS
     for number in range(rounds):
         for one in timed if number % 2 == 0 else reversed(timed):
+            if one.slow and number >= 3:
+                continue
             one.samples.append(gpu.seconds(_repeated(one)) / (one.repeats * one.layers))
 
 

@@ -186,7 +186,7 @@ class Xformers:
 
     def why_not(self, case: Case) -> str | None:
         if importlib.util.find_spec("xformers") is None:
-            return "xformers is not installed: pip install xformers, in the version that belongs to this torch."
+            return "xformers is not installed: pip install xformers in the release that belongs to this torch."
         if case.group > 1 and case.queries > 1:
             return "prefill with several query heads per KV head is not measured with xformers."
         return None
