@@ -5,8 +5,7 @@ Everyone gets the same numbers in the layout that suits it best.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattention_vllm.attention import volta
+from fastattention_vllm.attention import volta, xformers
 from fastattention_vllm.attention.problem import AttentionProblem
 
 OURS = "ours"
@@ -185,7 +184,7 @@ class Xformers:
     name = "xformers"
 
     def why_not(self, case: Case) -> str | None:
-        if importlib.util.find_spec("xformers") is None:
+        if xformers.version() is None:
             return "xformers is not installed: pip install xformers in the release that belongs to this torch."
         if case.group > 1 and case.queries > 1:
             return "prefill with several query heads per KV head is not measured with xformers."

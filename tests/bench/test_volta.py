@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fastattention_vllm.attention import volta as kernels
+from fastattention_vllm.attention import xformers
 from fastattention_vllm.bench import command, volta
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Layer, Sdpa, contenders
 from tests.volta import simulated_gpu
+from tests.volta.documented_xformers import memory_efficient_attention
 
 PREFILL = Case("prefill", 2, 2, 2, 64, 48)
 DECODE = Case("decode", 2, 8, 2, 64, 160)
@@ -100,7 +104,36 @@ def test_everyone_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch)
     # On CPUs torch has no memory-efficient kernel, and xformers is not there: rows that say why.
     assert rows["torch SDPA, mem-efficient"].value is None
     assert rows["torch SDPA, mem-efficient"].note
-    assert rows["xformers"].note.startswith("xformers is not installed") or rows["xformers"].error is not None
+    if xformers.version() is None:
+        assert rows["xformers"].note.startswith("xformers is not installed")
+
+
+class LowerTriangularMask:
+    """As xformers documents it."""
+
+    def materialize(self, shape: tuple[int, int]) -> torch.Tensor:
+        return torch.full(shape, -torch.inf).triu(1)
+
+
+class NoMask:
+    def materialize(self, shape: tuple[int, int]) -> torch.Tensor:
+        return torch.zeros(shape)
+
+
+@pytest.mark.parametrize("case", [PREFILL, DECODE], ids=str)
+def test_what_xformers_is_given(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the equivalent PyTorch code of its documentation: it computes on GPUs only."""
+
+    def documented(query: Any, key: Any, value: Any, attn_bias: Any = None, scale: float | None = None) -> Any:
+        return memory_efficient_attention(query, key, value, attn_bias or NoMask(), scale=scale)
+
+    ops = SimpleNamespace(memory_efficient_attention=documented, LowerTriangularMask=LowerTriangularMask)
+    monkeypatch.setitem(sys.modules, "xformers.ops", ops)  # type: ignore[arg-type]
+    monkeypatch.setattr(xformers, "version", lambda: "0.0.34")
+    (one,) = (one for one in contenders() if one.name == "xformers")
+    assert one.why_not(case) is None
+    (layer,) = volta._layers(case, torch.device("cpu"), 0)
+    assert volta.error_of(case, layer, one.shaped(case, one.bind(case, layer)())) < 2e-3
 
 
 def test_errors_are_of_the_rows_that_a_causal_mask_leaves() -> None:
@@ -163,7 +196,7 @@ def test_samples_take_turns_and_a_slow_one_is_not_the_median() -> None:
     assert b.repeats == 1
     slow = timed("slow", [30.0])
     gpus.interleave(clock, [slow], 9)
-    assert slow.samples == [30.0] * 3
+    assert slow.samples == [pytest.approx(30.0)] * 3
     quick = gpus.Timed("quick", lambda: setattr(clock, "now", clock.now + 1e-4))
     gpus.interleave(clock, [quick], 2)
     assert quick.repeats == 200
