@@ -41,9 +41,9 @@ class Options(BaseModel):
     summed over the ranks while the next is multiplied. "auto": as measured at the first start on a machine, and none
     where none are faster."""
 
-    tiling_attention: bool = False
-    """Attention is computed in the blocks of the o_proj behind it, so that the sum of a block also hides behind the
-    attention of the next ones: the paper's full form. For prefill on GPUs with FlashAttention."""
+    tiling_full_form: bool = False
+    """The paper's full form: attention (on GPUs with FlashAttention) is computed in the blocks of the o_proj behind it,
+    and an MLP of two matmuls in those of its second, so that there is more to hide a block's sum behind."""
 
     tiling_min_tokens: Annotated[int, Field(ge=2)] = 2048
     """Steps of fewer tokens are not cut: their sums are short messages, which gain nothing by being shorter."""

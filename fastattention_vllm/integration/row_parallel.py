@@ -39,6 +39,8 @@ Cut = Callable[[int, torch.Tensor], tuple[str, Sequence[int]]]
 """Rows and a layer's weight to the collective and the blocks."""
 
 NAME = "RowParallelLinear"
+MLPS = ("LlamaMLP", "Qwen2MLP")
+"""vLLM's classes that are gate_up_proj, act_fn and down_proj, one after the other, and nothing else."""
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others' part of a sum; vLLM itself gives up a step after as many."""
 
@@ -57,6 +59,17 @@ class TiledRowParallel:
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
+
+
+class TiledMlp:
+    """Goes before one of ``MLPS`` in a class of both."""
+
+    tiled_group: str
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2:
+            return super().forward(x)  # type: ignore[misc]
+        return tiled_linear.tiled_mlp_all_reduce(x, self.gate_up_proj.weight, self.down_proj.weight, self.tiled_group)
 
 
 def install(vllm_config: VllmConfig) -> None:
@@ -103,13 +116,16 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     cut, how = _cut(vllm_config, [layer.weight for layer in tiled], lanes, plain)
     first = next(iter(lanes.values()))
     ready = None
-    if options_of(vllm_config).tiling_attention:
+    activate = None
+    if options_of(vllm_config).tiling_full_form:
         ready = _follow_attention(tiled, reasons, cut)
+        activate = _adopt_mlps(model, group.unique_name)
     tiling = Tiling(
         first,
         lambda rows, weight: cut(rows, weight)[1],
         plain,
         lambda rows, weight: lanes.get(cut(rows, weight)[0], first),
+        activate,
         ready,
     )
     tiled_linear.register(group.unique_name, tiling)
@@ -147,11 +163,38 @@ def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> Rows
     weights = {layer.weight.shape: layer.weight for layer in tiled if layer.prefix.endswith(".o_proj")}
     if reasons or len(weights) != 1:
         what = ", ".join(sorted(reasons)) or f"{len(weights)} shapes of layers called o_proj"
-        raise Refusal(f"tiling_attention is for models all of whose row-parallel layers are tiled; here: {what}.")
+        raise Refusal(f"tiling_full_form is for models all of whose row-parallel layers are tiled; here: {what}.")
     (weight,) = weights.values()
     ready = RowsReady(weight.shape[0])
     _attention_blocks = AttentionBlocks(ready, lambda rows: cut(rows, weight)[1])
     return ready
+
+
+def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Turn on tiling in all MLPs that are fit for it; returns their activation."""
+    fit = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
+    activations = {type(module.act_fn) for module in fit}
+    if len(activations) != 1:
+        logger.info_once("Tiling-AllReduce: no MLP of %s is tiled as a whole.", " or ".join(MLPS))
+        return None
+    for module in fit:
+        module.__class__ = type(type(module).__name__, (TiledMlp, type(module)), {})
+        module.tiled_group = group
+    logger.info_once("Tiling-AllReduce: %d MLPs are tiled as a whole.", len(fit))
+    act_fn: Any = fit[0].act_fn
+    # What torch.compile would fuse is inside an opaque op here, so on a GPU it is to be vLLM's kernel in any case.
+    activate: Callable[[torch.Tensor], torch.Tensor] = (
+        act_fn.forward_cuda if fit[0].down_proj.weight.is_cuda else act_fn
+    )
+    return activate
+
+
+def _fits(mlp: Any) -> bool:
+    """Whether its two layers are plain matrices of this rank. That down_proj is tiled has been seen to before."""
+    first, second = mlp.gate_up_proj, mlp.down_proj
+    shape = (sum(first.output_partition_sizes), first.input_size)
+    plain = type(first.quant_method) is UnquantizedLinearMethod and tuple(first.weight.shape) == shape
+    return plain and first.bias is None and second.bias is None and not first.gather_output
 
 
 def _cut(

@@ -31,6 +31,8 @@ class Tiling:
     """Input, weight and this rank's bias to the summed output, without tiling: what the caller would do else."""
     chosen: Callable[[int, torch.Tensor], Collective] | None = None
     """By which so many rows are summed where there are several blocks; None: by :attr:`collective`."""
+    activate: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Between the two matmuls of an MLP, where there are any: [rows, n] to [rows, inputs of the second]."""
     ready: RowsReady | None = None
     """Where attention says which rows of its output are there before the rest; then its blocks are taken."""
 
@@ -84,6 +86,43 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
         return taken.out
     out = x.new_empty(x.shape[0], weight.shape[0])
     multiply_and_sum(x, weight, bias, out, blocks, collective)
+    return out
+
+
+def tiled_mlp_all_reduce(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over the ranks of ``activate(x @ first.T) @ second.T``: a block of rows goes through all of it before the
+    next, so that both matmuls and the activation are there to hide a sum behind.
+
+    Args:
+        x: [rows, inputs].
+        first: [n of this rank, inputs].
+        second: [outputs, inputs of this rank]; decides about the blocks, as if it were alone.
+        group: a name given to :func:`register`, with an activation.
+
+    Returns:
+        [rows, outputs], the same on every rank.
+
+    Raises:
+        CollectiveError: a rank is gone, or has not answered in time.
+    """
+    result: torch.Tensor = torch.ops.fastattention.tiled_mlp_all_reduce(x, first, second, group)
+    return result
+
+
+def _run_mlp(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: str) -> torch.Tensor:
+    tiling = _tilings[group]
+    activate = tiling.activate
+    assert activate is not None, f"no activation is registered for {group}"
+    blocks = tiling.blocks(x.shape[0], second)
+    if len(blocks) < 2:
+        return tiling.plain(activate(torch.nn.functional.linear(x, first)), second, None)
+    collective = tiling.collective if tiling.chosen is None else tiling.chosen(x.shape[0], second)
+
+    def compute(rows: slice, block: torch.Tensor) -> None:
+        torch.mm(activate(torch.mm(x[rows], first.t())), second.t(), out=block)
+
+    out = x.new_empty(x.shape[0], second.shape[0])
+    compute_and_sum(compute, out, blocks, collective)
     return out
 
 
@@ -141,8 +180,15 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gro
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def _mlp_shape(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], second.shape[0])
+
+
 _library = torch.library.Library("fastattention", "FRAGMENT")
 _library.define("tiled_linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor")
+_library.define("tiled_mlp_all_reduce(Tensor x, Tensor first, Tensor second, str group) -> Tensor")
 for _key in ("CPU", "CUDA"):
     _library.impl("tiled_linear_all_reduce", _run, _key)
+    _library.impl("tiled_mlp_all_reduce", _run_mlp, _key)
+_library.impl("tiled_mlp_all_reduce", _mlp_shape, "Meta")
 _library.impl("tiled_linear_all_reduce", _shape, "Meta")

@@ -48,11 +48,11 @@ def test_answers_are_those_without(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """With graphs, those of up to 512 tokens have tiled layers in them. ``full``: attention is cut as well."""
+    """With graphs, those of up to 512 tokens have tiled layers in them. ``full``: attention and MLPs, too."""
     wanted = expected(eager)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     capfd.readouterr()
-    section = {"host_kv_layers": 0, "tiling_all_reduce": blocks, "tiling_min_tokens": LEAST, "tiling_attention": full}
+    section = {"host_kv_layers": 0, "tiling_all_reduce": blocks, "tiling_min_tokens": LEAST, "tiling_full_form": full}
     check(answers(model, enforce_eager=eager, additional_config={"fastattention": section}, **CHANGES), wanted)
     captured = capfd.readouterr()
     log = captured.out + captured.err

@@ -29,6 +29,8 @@ def section(blocks: Any) -> dict[str, Any]:
 
 def watch(worker: Any) -> None:
     """In a worker: keep what the op asks and what it is told."""
+    import dataclasses
+
     from fastattention_vllm.parallel import tiled_linear
 
     ((group, tiling),) = tiled_linear._tilings.items()
@@ -39,7 +41,7 @@ def watch(worker: Any) -> None:
         worker.seen.append((rows, tuple(answer)))
         return answer
 
-    tiled_linear.register(group, tiled_linear.Tiling(tiling.collective, blocks, tiling.plain))
+    tiled_linear.register(group, dataclasses.replace(tiling, blocks=blocks))
 
 
 def seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
@@ -47,18 +49,21 @@ def seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
     return answer
 
 
-def compare(config: Any, path: Path, capfd: pytest.CaptureFixture[str], layers: int, **changes: Any) -> None:
+def compare(
+    config: Any, path: Path, capfd: pytest.CaptureFixture[str], layers: int, full: bool = False, **changes: Any
+) -> None:
     """With Hugging Face, and what was cut with what should be."""
     model, prompts = save_with_biases(config, path), random_prompts(LENGTHS)
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
-    settings = {"max_num_batched_tokens": 512, "tensor_parallel_size": 2, "additional_config": section(3)}
+    additional = {"fastattention": section(3)["fastattention"] | {"tiling_full_form": full}}
+    settings = {"max_num_batched_tokens": 512, "tensor_parallel_size": 2, "additional_config": additional}
     with engine(model, **settings, **changes) as llm:
         llm.collective_rpc(watch)
         check(generate(llm, prompts), expected)
         asked = llm.collective_rpc(seen)
-    assert (
-        f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks from {LEAST} tokens on." in capfd.readouterr().out
-    )
+    log = capfd.readouterr().out
+    assert f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks from {LEAST} tokens on." in log
+    assert (f"Tiling-AllReduce: {layers // 2} MLPs are tiled as a whole." in log) == full
     assert asked[0] == asked[1], "the ranks cut alike"
     for rows, blocks in asked[0]:
         assert sum(blocks) == rows
@@ -71,6 +76,11 @@ def compare(config: Any, path: Path, capfd: pytest.CaptureFixture[str], layers: 
 @pytest.mark.more
 def test_a_model_without_biases_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     compare(llama(4, 2, 64), tmp_path, capfd, layers=6)
+
+
+@pytest.mark.more
+def test_a_model_whose_mlps_are_tiled_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    compare(llama(4, 2, 64), tmp_path, capfd, layers=6, full=True)
 
 
 def test_a_model_with_biases_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -79,12 +79,25 @@ def several(rank: int, cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tens
     return [tiled_and_plain(rank, case) for case in cases]
 
 
+def mlp(rank: int, case: Case, wide: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A tiled MLP of relu, the same in plain steps, and the sums that the tiled one has ordered."""
+    x, second, _ = case.tensors(rank)
+    generator = torch.Generator().manual_seed(50 + rank)
+    x = torch.randint(-1, 2, (case.rows, wide), generator=torch.Generator().manual_seed(5)).to(case.dtype)
+    first = torch.randint(-1, 2, (case.inputs, wide), generator=generator).to(case.dtype)
+    counted = Counted(COLLECTIVE)
+    tiling = Tiling(counted, lambda rows, weight: case.blocks, plain_layer, activate=torch.relu)
+    tiled_linear.register(GROUP, tiling)
+    found = tiled_linear.tiled_mlp_all_reduce(x, first, second, GROUP).clone()
+    return found, plain_layer(torch.relu(x @ first.t()), second, None), counted.started
+
+
 def after_attention(rank: int, case: Case, ends: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The tiled layer behind something that has computed its input in blocks; the plain layer; sums it has ordered."""
     x, weight, bias = case.tensors(rank)
     ready = RowsReady(case.outputs)
     counted = Counted(COLLECTIVE)
-    tiled_linear.register(GROUP, Tiling(counted, lambda rows, weight: (rows,), plain_layer, None, ready))
+    tiled_linear.register(GROUP, Tiling(counted, lambda rows, weight: (rows,), plain_layer, ready=ready))
     attended = torch.full_like(x, 99)
     ready.begin(attended.view(case.rows, 4, -1))
     begin = 0

@@ -268,3 +268,12 @@ def test_the_op_is_what_torch_expects_of_one(doubling: Doubling) -> None:
         doubling.started.clear()
         doubling.seen.clear()
         torch.library.opcheck(op, (x, weight, given, GROUP), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("blocks", [(64, 300, 153), (517,)])
+def test_an_mlp_is_that_of_plain_steps(two_ranks: Ranks, blocks: tuple[int, ...]) -> None:
+    """Whole numbers, of which fp32 holds all sums."""
+    case = Case(ODD, 40, 24, torch.float32, blocks, exact=True)
+    for tiled, plain, sums in two_ranks.run(tasks.mlp, case, 16):
+        assert torch.equal(tiled, plain)
+        assert sums == (len(blocks) if len(blocks) > 1 else 0)
