@@ -68,7 +68,8 @@ class TiledMlp:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if x.dim() != 2:
-            return super().forward(x)  # type: ignore[misc]
+            plain: torch.Tensor = super().forward(x)  # type: ignore[misc]
+            return plain
         return tiled_linear.tiled_mlp_all_reduce(x, self.gate_up_proj.weight, self.down_proj.weight, self.tiled_group)
 
 
@@ -172,7 +173,7 @@ def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> Rows
 
 def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Turn on tiling in all MLPs that are fit for it; returns their activation."""
-    fit = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
+    fit: list[Any] = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
     activations = {type(module.act_fn) for module in fit}
     if len(activations) != 1:
         logger.info_once("Tiling-AllReduce: no MLP of %s is tiled as a whole.", " or ".join(MLPS))
