@@ -48,7 +48,7 @@ class ProcessGroupCollective(Collective):
     """A torch process group of its own, so that its sums never mix with those that others order.
 
     gloo sums on its own threads, and waiting keeps the caller. NCCL sums on a stream of its own, which begins where the
-    computation's stream is now, and waiting keeps that stream alone (not yet run on a GPU).
+    computation's stream is now, and waiting keeps that stream alone.
     """
 
     def __init__(self, group: dist.ProcessGroup, multiprocessors: int = 0) -> None:
@@ -83,7 +83,7 @@ def open_collective(
 
     Args:
         groups: global ranks of each. Every process of the world calls this with the same ones, its own among them.
-        device_type: "cpu" (gloo) or "cuda" (NCCL, not yet run on a GPU).
+        device_type: "cpu" (gloo) or "cuda" (NCCL).
         timeout: seconds that a rank waits for the others. gloo then raises; NCCL's watchdog ends the process.
         channels: of NCCL's; each works on a multiprocessor, which the matmul then leaves free. None: NCCL chooses, and
             the matmul leaves none.
