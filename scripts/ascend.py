@@ -1,0 +1,67 @@
+"""The tests of the Ascend path with genuine torch_npu and vllm-ascend, on a machine without an NPU.
+
+Installs what it needs under build/ascend/ (kept; about 4 GB). Exits with 1 if a test failed. docs/ascend.md says what
+is tested how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.ascend_env import TORCH, VLLM, AscendEnvironment  # noqa: E402
+from scripts.setup_env import SetupError, check_machine  # noqa: E402
+
+TESTS = ["tests/ascend"]
+TIMEOUT_S = 1200
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-npu", nargs="+", choices=tuple(TORCH), default=list(TORCH), help="default: all")
+    parser.add_argument("--set-up-only", action="store_true")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    options = parser.parse_args(arguments)
+    statuses = {}
+    try:
+        check_machine()
+        for version in options.torch_npu:
+            environment = AscendEnvironment(version)
+            environment.prepare()
+            if not options.set_up_only:
+                statuses[version] = run_tests(environment, options.pytest)
+    except (SetupError, subprocess.SubprocessError) as error:
+        print(f"fastattention test-ascend: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nfastattention test-ascend: stopped.", file=sys.stderr)
+        return 130
+    for version, (status, seconds) in statuses.items():
+        print(f"{described(version)}: {'passed' if status == 0 else f'FAILED (status {status})'} in {seconds:.0f} s")
+    return int(any(status for status, _ in statuses.values()))
+
+
+def described(version: str) -> str:
+    with_vllm = f", vLLM and vllm-ascend {VLLM[version]}" if version in VLLM else ""
+    return f"torch_npu {version}, torch {TORCH[version]}{with_vllm}"
+
+
+def run_tests(environment: AscendEnvironment, arguments: Sequence[str]) -> tuple[int, float]:
+    """pytest's exit status (5: there was no test) and the seconds it took."""
+    print(f"{described(environment.torch_npu)} ...", flush=True)
+    started = time.monotonic()
+    command = [str(environment.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or TESTS)]
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment.variables}, timeout=TIMEOUT_S)
+    return result.returncode, time.monotonic() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

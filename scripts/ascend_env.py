@@ -1,0 +1,143 @@
+"""An environment with genuine torch_npu, and vLLM with vllm-ascend, for machines without an NPU. For scripts/ascend.py.
+
+CANN is stood in for by empty libraries, and so are the CUDA parts of torch (torch_npu does not load beside them): what
+is left computes on the CPU. Everything lies under build/ascend/<torch_npu version>/ and is made once; a step whose
+inputs changed is done anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import conformance_env, setup_env, stub_libraries
+from scripts.setup_env import SetupError, Step
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / "build" / "ascend"
+CONSTRAINTS = ROOT / "constraints" / "ascend.txt"
+
+TORCH = {"2.10.0.post4": "2.10.0", "2.13.0": "2.13.0"}
+"""torch_npu -> torch. The first is what vllm-ascend 0.23.0 pins."""
+VLLM = {"2.10.0.post4": "0.23.0"}
+"""torch_npu -> vLLM and vllm-ascend, which have the same number."""
+CUDA_PARTS = ("libtorch_cuda*.so", "libc10_cuda.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
+WITHOUT_VLLM = """
+    attrs filelock fsspec hypothesis iniconfig Jinja2 MarkupSafe mpmath networkx numpy packaging pluggy psutil pytest
+    pytest-timeout PyYAML Pygments setuptools sortedcontainers sympy typing_extensions
+""".split()
+BUILD_VLLM = ["cmake", "ninja", "wheel"]
+
+
+@dataclass(frozen=True)
+class AscendEnvironment:
+    torch_npu: str
+
+    @property
+    def folder(self) -> Path:
+        return HOME / self.torch_npu
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "venv" / "bin" / "python"
+
+    @property
+    def stubs(self) -> Path:
+        return self.folder / "stubs"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "setup.log"
+
+    @property
+    def site_packages(self) -> Path:
+        return next((self.folder / "venv" / "lib").glob("python3.*/site-packages"))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a process of this environment needs beside the user's own."""
+        return {
+            "LD_LIBRARY_PATH": str(self.stubs),
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            # vllm-ascend asks at import which NPU it was built for.
+            "SOC_VERSION": "ascend910b1",
+        }
+
+    def prepare(self) -> None:
+        """Make what is missing.
+
+        Raises:
+            SetupError: pip failed, or a tool is missing.
+        """
+        for tool in ("nm", "readelf"):
+            if shutil.which(tool) is None:
+                raise SetupError(f"{tool} not found; `apt-get install binutils`.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"torch_npu {self.torch_npu}"
+        steps = [
+            Step(f"{name}: create venv", self._make_venv, lambda: [sys.version]),
+            Step(f"{name}: install it and torch {TORCH[self.torch_npu]}", self._install_torch, self._pins),
+            Step(f"{name}: stand-ins for CANN and CUDA", self._build_stubs, self._stub_inputs),
+        ]
+        if self.torch_npu in VLLM:
+            version = VLLM[self.torch_npu]
+            steps += [
+                Step(f"{name}: install what vLLM {version} imports", self._install_imports, self._pins),
+                Step(f"{name}: install vLLM and vllm-ascend {version}", self._install_vllm, lambda: [version]),
+            ]
+        setup_env.run_steps(steps, self.folder / "done.json")
+
+    def _make_venv(self) -> None:
+        setup_env.create_venv(self.folder / "venv")
+
+    def _install_torch(self) -> None:
+        # By force: pip would take a torch whose CUDA parts were taken out for a whole one.
+        pins = [f"torch=={TORCH[self.torch_npu]}", f"torch-npu=={self.torch_npu}"]
+        self._pip("--force-reinstall", *pins)
+        self._pip(*WITHOUT_VLLM, "--constraint", str(CONSTRAINTS))
+
+    def _build_stubs(self) -> None:
+        if (self.stubs / "libtorch_cuda.so").exists():  # what it stands for was taken out, and says what it must have
+            self._install_torch()
+        shutil.rmtree(self.stubs, ignore_errors=True)
+        libraries = self.site_packages / "torch" / "lib"
+        parts = [path for pattern in CUDA_PARTS for path in libraries.glob(pattern)]
+        packages = [self.site_packages / "torch", self.site_packages / "torch_npu"]
+        try:
+            stub_libraries.build(packages, self.stubs, [path.name for path in parts])
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            raise SetupError(f"stand-ins for CANN could not be made: {error}") from error
+        for path in parts:
+            path.unlink()
+
+    def _install_imports(self) -> None:
+        self._pip("--requirement", str(CONSTRAINTS))
+
+    def _install_vllm(self) -> None:
+        version = VLLM[self.torch_npu]
+        self._pip(*BUILD_VLLM, "--constraint", str(CONSTRAINTS))
+        build = conformance_env.build_environment(version)
+        # Not from pip's cache of wheels, which ignores the build's environment variables.
+        source = ["--no-cache-dir", "--no-binary", "vllm", "--no-build-isolation"]
+        self._pip(*source, f"vllm=={version}", environment=build | self.variables)
+        problem = setup_env.wrong_vllm(self.site_packages, version)
+        if problem:
+            raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and start again.")
+        self._pip("--only-binary", ":all:", f"vllm-ascend=={version}")
+
+    def _pins(self) -> list[str]:
+        return [self.torch_npu, TORCH[self.torch_npu], CONSTRAINTS.read_text()]
+
+    def _stub_inputs(self) -> list[str]:
+        return [Path(stub_libraries.__file__).read_text()]
+
+    def _pip(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        """Without dependencies: those of torch are CUDA, those of vllm-ascend are CANN."""
+        options = ["install", "--no-deps", *arguments]
+        conformance_env.run_pip(self.python, self.log, *options, environment=environment)

@@ -1,0 +1,11 @@
+"""What needs genuine torch_npu or vllm-ascend runs in the environments of scripts/ascend.py: `make test-ascend`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+collect_ignore_glob: list[str] = []
+if importlib.util.find_spec("torch_npu") is None:
+    collect_ignore_glob += ["test_schema.py"]
+if importlib.util.find_spec("vllm_ascend") is None:
+    collect_ignore_glob += ["test_vllm_ascend*.py"]
