@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: help serve test test-more test-gpu conformance lint docs sanitize mutate build volta setup setup-dev clean
+.PHONY: help serve test test-more test-gpu test-ascend conformance lint docs sanitize mutate build volta setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
@@ -22,6 +22,9 @@ test-gpu:         ## tests on this machine's NVIDIA GPU, in the Python that runs
 
 conformance:      ## upstream vLLM's attention tests on this backend, several versions (see `scripts/conformance.py --help`)
 	@$(PYTHON) scripts/conformance.py $(ARGUMENTS)
+
+test-ascend:      ## the Ascend path with genuine torch_npu and vllm-ascend, in environments of its own, no NPU needed: needs gcc and binutils
+	@$(PYTHON) scripts/ascend.py $(ARGUMENTS)
 
 lint: setup-dev   ## ruff, mypy --strict, clang-format
 	$(VENV)/python scripts/lint.py

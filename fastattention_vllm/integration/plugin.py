@@ -9,7 +9,7 @@ import contextlib
 import glob
 import os
 
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import ascend, compat
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
@@ -33,6 +33,7 @@ def register() -> None:
             "only), or set VLLM_PLUGINS='' to run a vLLM that has CPU kernels of its own without fastattention."
         )
     compat.ensure_backend_member()
+    ascend.install()
 
 
 def platform() -> str | None:

@@ -136,11 +136,13 @@ def _keys(
         if layout == "TND":
             assert lengths is not None
             assert lengths[-1] == len(key)
-            return tuple([cache[begin:end] for begin, end in _spans(lengths)] for cache in (key, value))  # type: ignore[return-value]
+            spans = _spans(lengths)
+            return [key[begin:end] for begin, end in spans], [value[begin:end] for begin, end in spans]
         assert len(key) == batch
-        rows = [cache if layout == "BSND" else cache.transpose(1, 2) for cache in (key, value)]
-        ends = [rows[0].shape[1]] * batch if lengths is None else list(lengths)
-        return tuple([cache[b, : ends[b]] for b in range(batch)] for cache in rows)  # type: ignore[return-value]
+        if layout == "BNSD":
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        ends = [key.shape[1]] * batch if lengths is None else list(lengths)
+        return [key[b, : ends[b]] for b in range(batch)], [value[b, : ends[b]] for b in range(batch)]
     assert lengths is not None
     assert len(lengths) == batch
     assert table.dtype == torch.int32
