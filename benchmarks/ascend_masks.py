@@ -77,9 +77,8 @@ def measured(kind: str, tokens: int) -> int:
 
 
 def allocate(kind: str, tokens: int) -> int:
-    torch.ones(64, 64, dtype=torch.int8).triu(1).triu_(
-        1
-    ).count_nonzero()  # what torch takes at first use is not the mask's
+    # What torch takes at first use is not the mask's.
+    torch.ones(64, 64, dtype=torch.int8).triu(1).triu_(1).count_nonzero()
     before = occupied()
     if kind == "triangle":
         mask = ascend.compressed_mask(torch.device("cpu"))
