@@ -16,6 +16,7 @@ test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
 	$(VENV)/python -m pytest -m more
+	@$(PYTHON) scripts/ascend.py
 
 test-gpu:         ## tests on this machine's NVIDIA GPU, in the Python that runs (PYTHON=...): needs vLLM, pytest, hypothesis, and what `make volta` builds
 	$(PYTHON) -m pytest tests/gpu

@@ -21,7 +21,7 @@ from scripts.ascend_env import TORCH, VLLM, AscendEnvironment  # noqa: E402
 from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
 TESTS = ["tests/ascend"]
-TIMEOUT_S = 1200
+TIMEOUT_S = 3600
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,6 +67,8 @@ class AscendEnvironment:
             "VLLM_NO_USAGE_STATS": "1",
             # vllm-ascend asks at import which NPU it was built for.
             "SOC_VERSION": "ascend910b1",
+            # Tensors are small; on a busy machine threads would mostly wait for each other.
+            "OMP_NUM_THREADS": "1",
         }
 
     def prepare(self) -> None:
