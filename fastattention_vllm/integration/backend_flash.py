@@ -18,7 +18,6 @@ from fastattention_vllm.integration import compat, host_layers, row_parallel
 from fastattention_vllm.integration.attention_rows import row_blocks
 from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
-from fastattention_vllm.integration.refusal import Refusal
 
 
 class FastAttentionFlashBackend(FlashAttentionBackend):

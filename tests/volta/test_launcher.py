@@ -70,8 +70,8 @@ REFUSED: list[tuple[AttentionProblem, str]] = [
         "head_size is 72, the Volta kernels take 64, 80, 96, 112, 128, 192, 256",
     ),
     (
-        on_gpu(CONTIGUOUS, value=torch.zeros(59, 4, 64, dtype=FP16)[:, :2]),
-        r"key has strides \(128, 64, 1\) and value \(256, 64, 1\), they must be alike",
+        on_gpu(PROBLEM, value=torch.zeros(*PROBLEM.value.shape, dtype=FP16)),
+        r"key has strides \([0-9, ]*\) and value \([0-9, ]*\), they must be alike",
     ),
     (
         on_gpu(PROBLEM, key=MANY, value=MANY),
