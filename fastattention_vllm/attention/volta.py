@@ -237,8 +237,9 @@ def write_kv(
     ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``, fp16, fp8 or int8; strides of
     the caches alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
 
-    Caches of 8 bits get fp16 rows divided by ``key_scale`` or ``value_scale``, rounded to nearest, ties to even. What
-    lies beyond the largest finite number, infinity included, becomes that number; NaN stays NaN, in int8 it becomes 0.
+    Caches of 8 bits get fp16 rows divided by ``key_scale`` or ``value_scale``, rounded to the nearest, ties to even.
+    What lies beyond the largest finite number, infinity included, becomes that number; NaN stays NaN, in int8 it
+    becomes 0.
     """
     if key_cache.dtype not in CACHES or key.dtype != torch.float16:
         raise ValueError(

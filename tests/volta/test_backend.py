@@ -91,12 +91,12 @@ def attend(problem: AttentionProblem, metadata: Any, impl: Any) -> torch.Tensor:
     where = slots(problem)
     pages, rows = where // PAGE, where % PAGE
     new = [part[pages, rows].clone() for part in (problem.key, problem.value)]
-    key_value = torch.stack(new, 1)
     cache[pages, :, rows] = torch.full((), float("nan")).to(cache.dtype)
     if cache.dtype != torch.float16:  # new keys and values come in fp16, and vLLM says of caches that they are bytes
         scales = (problem.key_scale, problem.value_scale)
         new = [(part.float() * scale).half() for part, scale in zip(new, scales, strict=True)]
         cache = cache.view(torch.uint8)
+    key_value = torch.stack(new, 1)
     impl.do_kv_cache_update(LAYER, key_value[:, 0], key_value[:, 1], cache, where)
     out = torch.full((len(problem.query), HEADS, SIZE), 7.0, dtype=torch.float16)
     impl.forward(LAYER, problem.query, key_value[:, 0], key_value[:, 1], cache, metadata, out)
@@ -153,7 +153,7 @@ def test_a_chunk_behind_a_long_context_is_cut(monkeypatch: pytest.MonkeyPatch) -
     metadata = builder().build(0, common(problem))
     monkeypatch.setattr(torch, "empty", None)
     check(problem, attend(problem, metadata, layer()))
-    assert grids[1:] == [("fa_volta_prefill", (1, 2 * KV_HEADS, 1)), ("fa_volta_combine", (40, KV_HEADS, 1))]
+    assert grids[1:] == [("fa_volta_prefill", (1, 4 * KV_HEADS, 1)), ("fa_volta_combine", (40, KV_HEADS, 1))]
 
 
 @pytest.mark.parametrize(
