@@ -22,9 +22,7 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
   float total = 0.0f, x = 0.0f;
   for (int part = 0; part < parts && top != -infinity(); ++part) {
     const size_t at = first + part * s.rows;
-    const float lse = s.partial_lse[at];
-    if (lse == -infinity()) continue;
-    const float share = exp2(lse - top);
+    const float share = exp2(s.partial_lse[at] - top);
     total += share;
     x += share * s.partial_out[at * head_size + column];
   }

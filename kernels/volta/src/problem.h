@@ -43,7 +43,7 @@ struct Split {
   Prefill problem;
   float* partial_out;  // [num_seqs, num_kv_heads, parts, rows, head_size], normalised
   float*
-      partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf: nothing was seen, and out is not written
+      partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
   Divisor parts;    // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
   int rows;         // room for so many of each sequence
   int by_length;    // decoding: parts are as long as part_length says
