@@ -42,11 +42,10 @@ struct Prefill {
 struct Split {
   Prefill problem;
   float* partial_out;  // [num_seqs, num_kv_heads, parts, rows, head_size], normalised
-  float*
-      partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
-  Divisor parts;    // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
-  int rows;         // room for so many of each sequence
-  int by_length;    // decoding: parts are as long as part_length says
+  float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
+  Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
+  int rows;            // room for so many of each sequence
+  int by_length;       // decoding: parts are as long as part_length says
 };
 
 // New keys and values, in fp16, on their way into pages. Strides as above, those of key and value alike.
