@@ -1,4 +1,4 @@
-"""The kernels for V100 and Turing on a real GPU: their own machine code there, elsewhere PTX, compiled by the driver.
+"""The kernels for V100 and Turing on a real GPU: their machine code there, elsewhere PTX, which the driver compiles.
 
 On a newer GPU both run: the V100's, whose products are emulated there, and Turing's, whose products are native.
 """

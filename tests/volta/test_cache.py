@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention.volta_kernels import HEAD_SIZES
+from fastattention_vllm.attention.volta_kernels import HEAD_SIZES, TURING, VOLTA
 from tests.attention.oracle import Case
 from tests.volta import attention
 from tests.volta.attention import emulated, simulated
@@ -90,12 +90,13 @@ def test_attention(kind: str, changes: dict[str, Any], head_size: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("architecture", [VOLTA, more(TURING)])
 @settings(max_examples=8)
 @given(st.data())
-def test_drawn_problems(kind: str, dtype: torch.dtype, data: st.DataObject) -> None:
+def test_drawn_problems(kind: str, architecture: int, dtype: torch.dtype, data: st.DataObject) -> None:
     changes = {name: data.draw(st.sampled_from([value, None])) for name, value in EVERYTHING.items()}
     changes = {name: value for name, value in changes.items() if value is not None}
     changes["page_size"] = data.draw(st.sampled_from([0, 16, 784]))
     problem = case(dtype, kind, **changes).build()
     compute: Callable[..., Any] = attention.prefill if kind == "prefill" else attention.decode
-    attention.check(problem, compute(problem, emulated))
+    attention.check(problem, compute(problem, emulated, architecture=architecture))
