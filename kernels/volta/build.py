@@ -16,7 +16,28 @@ from fastattention_vllm.attention.volta_kernels import COMPILER_OPTIONS, VARIANT
 from kernels.volta.nvrtc import compile_cuda
 
 SOURCES = Path(__file__).resolve().parent / "src"
-MOST_SPILLED = {"decode_d256.sm_70": 120}
+MOST_SPILLED = {
+    "decode_d256.sm_70": 120,
+    "prefill_d112.sm_75": 132,
+    "prefill_d128.sm_75": 164,
+    "prefill_d192.sm_75": 36,
+    "prefill_d128_adjusted.sm_75": 4,
+    "prefill_d256.sm_75": 208,
+    "prefill_d256_adjusted.sm_75": 220,
+    "prefill_d128_e5m2.sm_75": 8,
+    "prefill_d256_e5m2.sm_75": 104,
+    "prefill_d256_adjusted_e5m2.sm_75": 112,
+    "prefill_d128_e4m3.sm_75": 184,
+    "prefill_d256_e4m3.sm_75": 240,
+    "prefill_d256_adjusted_e4m3.sm_75": 296,
+    "prefill_d128_int8.sm_75": 120,
+    "prefill_d256_int8.sm_75": 192,
+    "prefill_d256_adjusted_int8.sm_75": 112,
+    "decode_d192.sm_75": 104,
+    "decode_d256.sm_75": 144,
+    "decode_d256_e5m2.sm_75": 28,
+    "decode_d256_int8.sm_75": 36,
+}
 """Bytes; 0 for all others."""
 
 
