@@ -23,6 +23,10 @@ SCALES = {E5M2: (0.5, 2.0), E4M3: (0.3, 0.7), torch.int8: (1 / 40, 1 / 30)}
 """Of keys and values that are about 1 in size, so that integers are not all 0."""
 
 
+def name(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
 def cast(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Torch's own rounding, with the largest number as the bound; integers have no NaN."""
     divided = rows.float() / scale
@@ -40,7 +44,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("on", "step"), [(emulated, 1), (simulated, 7), more(simulated, 1)], ids=str)
+@pytest.mark.parametrize(("on", "step"), [(emulated, 1), (simulated, 7), more(simulated, 1)], ids=name)
 def test_every_number_is_cast_as_torch_does(on: attention.Machines, step: int, dtype: torch.dtype) -> None:
     """All numbers of fp16, or each seventh, divided by two scales: infinity and NaN, subnormal numbers, ties."""
     numbers = torch.arange(1 << 16, dtype=torch.int32)[::step]
@@ -53,7 +57,7 @@ def test_every_number_is_cast_as_torch_does(on: attention.Machines, step: int, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("on", [emulated, more(simulated)], ids=str)
+@pytest.mark.parametrize("on", [emulated, more(simulated)], ids=name)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_every_number_is_read_exactly(kind: str, on: attention.Machines, dtype: torch.dtype) -> None:
     """One key for each row, so its weight is 1: what comes out are the values."""
