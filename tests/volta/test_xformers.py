@@ -1,6 +1,6 @@
 """volta_fallback: between vLLM's metadata and xformers, without a GPU.
 
-xformers computes on GPUs only, so its documented equivalent in PyTorch computes (documented_xformers.py). Its masks
+xformers computes on GPUs only, so its documented equivalent in PyTorch computes here (documented_xformers.py). Masks
 are xformers' own where it is installed, and written after its documentation elsewhere.
 """
 
