@@ -120,7 +120,7 @@ def volta(
         reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
         typer.echo(f"fastattention bench: {reason}", err=True)
         raise typer.Exit(2) from None
-    measuring.run(everything, everyone, rounds, json, new_console())
+    raise typer.Exit(measuring.run(everything, everyone, rounds, json, new_console()))
 
 
 def lengths(option: str, text: str) -> list[int]:

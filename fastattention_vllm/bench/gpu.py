@@ -122,6 +122,11 @@ def why_not() -> str | None:
     return None
 
 
+def wake() -> None:
+    """Make torch's context the current one, which modules are loaded into."""
+    torch.zeros(1, device="cuda")
+
+
 def hardware() -> dict[str, str]:
     """Of torch's current GPU. What nvidia-smi does not say is left out."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -133,7 +138,8 @@ def hardware() -> dict[str, str]:
     }
     if shutil.which("nvidia-smi"):
         asked = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
-        command = ["nvidia-smi", f"--id={torch.cuda.current_device()}", f"--query-gpu={','.join(asked)}"]
+        # Not by number: torch counts the visible GPUs, nvidia-smi all of them.
+        command = ["nvidia-smi", f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(asked)}"]
         result = subprocess.run([*command, "--format=csv,noheader"], capture_output=True, text=True, check=False)
         values = [value.strip() for value in result.stdout.split("\n")[0].split(",")]
         if result.returncode == 0 and len(values) == len(asked):

@@ -287,6 +287,7 @@ def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_that_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_gpu(monkeypatch, (7, 0))
+    monkeypatch.setattr(gpus, "wake", lambda: None)
     monkeypatch.setattr(kernels, "IMAGES", tmp_path)
     status, output = run_command()
     assert status == 2
@@ -350,6 +351,20 @@ def test_the_table_keeps_what_failed(capsys: pytest.CaptureFixture[str]) -> None
     assert "(0.50x)" in printed
     assert "1 lost" in printed
     assert "Tesla V100, ours: machine code of sm_70" in printed
+
+
+def test_a_wrong_answer_of_ours_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, console = Clock(), Console(file=(tmp_path / "printed").open("w"))
+    monkeypatch.setattr(gpus, "CudaGpu", lambda: clock)
+    monkeypatch.setattr(gpus, "hardware", lambda: {"gpu": "Tesla V100"})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"L2_cache_size": 1})
+    )
+    for name, off, status in ((OURS, 0.0, 0), ("other", 0.5, 0), (OURS, 0.5, 1)):
+        everyone = [Played(OURS, clock, [0.02]), Played("other", clock, [0.02])]
+        next(one for one in everyone if one.name == name).off = off
+        assert volta.run([PREFILL], everyone, 1, tmp_path / "result.json", console) == status
 
 
 def test_how_kernels_run() -> None:
