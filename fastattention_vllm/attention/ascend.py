@@ -168,16 +168,27 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
+    calls = plan(problem)
+    if len(calls) == 1 and rows_of(problem, calls[0]) == slice(0, len(problem.query)):
+        return _compute(problem, calls[0], return_lse)  # the usual case: nothing to copy
     out = torch.empty_like(problem.query, memory_format=torch.contiguous_format)
     lse = problem.query.new_empty(problem.query.shape[:2], dtype=torch.float32) if return_lse else None
-    compute = operator()
-    for call in plan(problem):
-        computed, sums = compute(**arguments(problem, call, return_lse))
-        where = rows_of(problem, call)
-        out[where] = computed.reshape(-1, problem.num_heads, problem.head_size)
-        if lse is not None:  # [T, N, 1], or [B, N, S, 1]
-            lse[where] = sums[..., 0] if call.layout == "TND" else sums[..., 0].transpose(1, 2).flatten(0, 1)
+    for call in calls:
+        rows = rows_of(problem, call)
+        out[rows], sums = _compute(problem, call, return_lse)
+        if lse is not None and sums is not None:
+            lse[rows] = sums
     return out, lse
+
+
+def _compute(problem: AttentionProblem, call: Call, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Answers and sums of the call's query tokens."""
+    out, lse = operator()(**arguments(problem, call, return_lse))
+    out = out.reshape(-1, problem.num_heads, problem.head_size)
+    if not return_lse:
+        return out, None
+    # [T, N, 1], or [B, N, S, 1]
+    return out, lse[..., 0] if call.layout == "TND" else lse[..., 0].transpose(1, 2).flatten(0, 1)
 
 
 def operator() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
