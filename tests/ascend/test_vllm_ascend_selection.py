@@ -97,10 +97,11 @@ def run(tmp_path: Path, code: str, **environment: str) -> subprocess.CompletedPr
         env={**os.environ, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1000,
     )
 
 
+@pytest.mark.timeout(1200)  # each imports all of vLLM and vllm-ascend
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_choice_is_honoured_whatever_came_first(tmp_path: Path, order: str) -> None:
     result = run(tmp_path, ORDERS[order] + "\n" + CHOOSE)
