@@ -26,6 +26,7 @@ SOURCES += ["kernel_scalar", "kernel_neon"]
 
 pytestmark = [
     pytest.mark.more,
+    pytest.mark.timeout(1800),  # of which compiling is half a minute on a quiet machine
     pytest.mark.skipif(
         shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None or sys.byteorder != "little",
         reason=f"needs {COMPILER} and {EMULATOR}: apt-get install g++-aarch64-linux-gnu qemu-user",
