@@ -39,6 +39,17 @@ def test_answers_are_those_of_vllms_backend(
     check(found, expected(changes.get("enforce_eager", True)))
 
 
+@pytest.mark.parametrize("changes", [CHANGES["eager"], CHANGES["graphs"]], ids=["eager", "graphs"])
+def test_answers_of_turings_kernels(
+    changes: dict[str, Any],
+    model: Path,  # noqa: F811
+    expected: Callable[[bool], list[Steps]],  # noqa: F811
+) -> None:
+    section = {"volta_kernels": "ptx-sm_75", "host_kv_layers": 0}
+    found = answers(model, additional_config={"fastattention": section}, **changes)
+    check(found, expected(changes.get("enforce_eager", True)))
+
+
 def test_replays_read_the_tables_of_their_own_step(model: Path) -> None:  # noqa: F811
     """Batches of every size, requests that end and others that come: what a graph was captured with is long gone."""
     prompts = random_prompts((1, 700, 33, 5, 260, 90, 16, 17, 800, 2))
@@ -67,12 +78,13 @@ def test_speculation(model: Path) -> None:  # noqa: F811
     assert agreeing >= 40, "of 48; rounding may tip a choice, and everything behind it"
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_the_needle_is_found(eager: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("eager", "cache"), [(True, "auto"), (False, "auto"), (False, "fp8_e5m2"), (False, "fp8_e4m3")])
+def test_the_needle_is_found(eager: bool, cache: str, tmp_path: Path) -> None:
     path = build_demo_model(tmp_path / "demo", DemoModelSpec(dtype="float16"))
     depths = (0.1, 0.5, 0.9)
     prompts = [list(make_haystack(15000, {"alpha": "7319"}, depths=[d], ask="alpha").token_ids) for d in depths]
     settings = GPU | {"max_model_len": 16384, "max_num_batched_tokens": 2048, "enforce_eager": eager}
+    settings["kv_cache_dtype"] = cache
     section = PTX | {"host_kv_layers": 0}
     with engine(path, additional_config={"fastattention": section}, **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
