@@ -293,13 +293,23 @@ def test_decode(head_size: int, architecture: int, data: st.DataObject) -> None:
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
-LONG = Case((2,), (4200,), 2, 1, dtype=FP16)
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_alibi_lowers_keys_behind_a_token_too(kind: str, architecture: int) -> None:
+    problem = Case((2,) if kind == "decode" else (20,), (40,), 4, 2, dtype=FP16, causal=False, alibi="shared").build()
+    compute: Any = attention.prefill if kind == "prefill" else attention.decode
+    attention.check(problem, compute(problem, emulated, architecture=architecture))
+
+
+LONG = Case((2,), (8300,), 2, 1, dtype=FP16)
 """Parts of more keys than its warps take at a time."""
 
 
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("head_size", [64, more(128), more(256)])
 def test_decode_of_long_parts(head_size: int, architecture: int) -> None:
+    variant = volta_kernels.decode(head_size, architecture=architecture)
+    assert volta_kernels.part_length(LONG.kv_lens[0]) > variant.warps * variant.tile
     problem = replace(LONG, head_size=head_size).build()
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
