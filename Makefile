@@ -1,6 +1,8 @@
 # `make serve` and `make test` are all a new user needs; each sets itself up.
 PYTHON ?= python3
 VENV := .venv/bin
+# Most tests keep one core busy. Those of a file share what is made for it.
+TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
 
 .PHONY: help serve test test-more test-gpu test-ascend conformance lint docs sanitize mutate build volta setup setup-dev clean
 
@@ -12,10 +14,10 @@ serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for anothe
 
 test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 	$(VENV)/python scripts/lint.py
-	$(VENV)/python -m pytest -m "not more"
+	$(VENV)/python -m pytest -m "not more" $(TWO_AT_A_TIME)
 
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
-	$(VENV)/python -m pytest -m more
+	$(VENV)/python -m pytest -m more $(TWO_AT_A_TIME)
 	@$(PYTHON) scripts/ascend.py
 
 test-gpu:         ## tests on this machine's NVIDIA GPU, in the Python that runs (PYTHON=...): needs vLLM, pytest, hypothesis, and what `make volta` builds

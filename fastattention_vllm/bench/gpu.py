@@ -56,7 +56,11 @@ class CudaGpu:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-        return graph.replay
+
+        def replay(_kept: Sequence[Callable[[], Any]] = tuple(calls)) -> None:
+            graph.replay()  # goes by the addresses of the calls' tensors, which must not be given back meanwhile
+
+        return replay
 
     def free(self) -> None:
         torch.cuda.synchronize()

@@ -78,7 +78,9 @@ def test_speculation(model: Path) -> None:  # noqa: F811
     assert agreeing >= 40, "of 48; rounding may tip a choice, and everything behind it"
 
 
-@pytest.mark.parametrize(("eager", "cache"), [(True, "auto"), (False, "auto"), (False, "fp8_e5m2"), (False, "fp8_e4m3")])
+@pytest.mark.parametrize(
+    ("eager", "cache"), [(True, "auto"), (False, "auto"), (False, "fp8_e5m2"), (False, "fp8_e4m3")]
+)
 def test_the_needle_is_found(eager: bool, cache: str, tmp_path: Path) -> None:
     path = build_demo_model(tmp_path / "demo", DemoModelSpec(dtype="float16"))
     depths = (0.1, 0.5, 0.9)
