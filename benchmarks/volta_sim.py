@@ -50,7 +50,7 @@ from rich.table import Table
 
 from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, Decode, Variant
+from fastattention_vllm.attention.volta_kernels import COMBINE, Divisor, Split, Variant
 from kernels.volta.build import SOURCES
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
@@ -289,12 +289,12 @@ def our_prefill(
 ) -> tuple[Launch, Callable[[], float]]:
     """The launch, and what the error of its traced CTAs is."""
     variant = volta_kernels.prefill(head_size)
-    simulation = Simulation(cubin(variant, edit), variant.kernels[0])
+    simulation = Simulation(cubin(variant, edit), variant.kernel)
     heads = 2 * variant.ctas_per_sm + 1
     problem = one_sequence(tokens, 1, heads, head_size, page, causal, tokens)
     out = torch.full((tokens, heads, head_size), 7.0, dtype=torch.float16)
     grid = volta_kernels.prefill_grid(variant, tokens, heads, 1)
-    argument = volta.parameters(problem, out, None, mapped(simulation))
+    argument = Split(volta.parameters(problem, out, None, mapped(simulation)), parts=Divisor.by(1), rows=tokens)
     simulation.launch(grid, (variant.threads, 1, 1), bytes(argument), variant.shared_bytes)
     begins = [(grid[0] - 1 - x) * variant.rows for x in range(grid[0])]
     works = [float(min(tokens, begin + variant.rows) if causal else tokens) + variant.tile for begin in begins]
@@ -394,21 +394,22 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     """One new token of each sequence; 32 query heads."""
     kv_heads, mapped_heads = HEADS // group, 2
     variant = volta_kernels.decode(head_size)
-    parts = volta_kernels.most_parts(tokens)
+    parts = volta_kernels.decode_parts(tokens)
     problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)
     out = torch.full((1, group * mapped_heads, head_size), 7.0, dtype=torch.float16)
-    partial_out = numpy.full((mapped_heads, parts, DECODE_ROWS, head_size), numpy.nan, numpy.float32)
-    partial_lse = numpy.full((mapped_heads, parts, DECODE_ROWS), numpy.nan, numpy.float32)
+    partial_out = numpy.full((mapped_heads, parts, group, head_size), numpy.nan, numpy.float32)
+    partial_lse = numpy.full((mapped_heads, parts, group), numpy.nan, numpy.float32)
 
-    def ready(kernel: int, grid: tuple[int, int, int], threads: int, shared: int) -> Simulation:
-        simulation = Simulation(cubin(variant), variant.kernels[kernel])
+    def ready(variant: Variant, grid: tuple[int, int, int], threads: int) -> Simulation:
+        simulation = Simulation(cubin(variant), variant.kernel)
         argument = volta.parameters(problem, out, None, mapped(simulation))
-        whole = Decode(argument, simulation.map(partial_out), simulation.map(partial_lse), parts)
-        simulation.launch(grid, (threads, 1, 1), bytes(whole), shared)
+        where = simulation.map(partial_out), simulation.map(partial_lse)
+        whole = Split(argument, *where, Divisor.by(parts), group, by_length=True)
+        simulation.launch(grid, (threads, 1, 1), bytes(whole), variant.shared_bytes)
         return simulation
 
-    attention = ready(0, (parts, mapped_heads, 1), variant.threads, variant.shared_bytes)
-    combine = ready(1, (group, mapped_heads, 1), head_size, 0)
+    attention = ready(variant, (parts, mapped_heads, 1), variant.threads)
+    combine = ready(COMBINE, (group, mapped_heads, 1), head_size)
     seconds = []
     time_of_parts: dict[str, float] = {}
     for simulation, width, total in (
