@@ -197,19 +197,20 @@ def attend(
     most_rows = problem.num_heads // kv_heads * extent.most_tokens
     argument = parameters(problem, out, lse)
     stream = torch.cuda.current_stream(device).cuda_stream
-    decoding = most_rows <= DECODE_ROWS
+    decoding, least = most_rows <= DECODE_ROWS, 0
     cache, architecture = CACHES[problem.key.dtype], target().architecture
     if decoding:
         variant = volta_kernels.decode(head_size, cache, architecture)
-        parts = volta_kernels.decode_parts(extent.longest)
-        grid = (parts, kv_heads, seqs)
+        least = volta_kernels.least_parts(kv_heads)
+        parts = volta_kernels.decode_parts(extent.longest, least)
+        grid = (kv_heads, parts, seqs)
     else:
         adjusted = _is_adjusted(problem)
         variant = volta_kernels.prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
         blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (blocks[0], kv_heads * parts, seqs)
-    split = Split(argument, parts=Divisor.by(parts), rows=most_rows, by_length=decoding)
+    split = Split(argument, parts=Divisor.by(parts), rows=most_rows, least_parts=least)
     if decoding or parts > 1:
         rows = seqs * kv_heads * parts * most_rows
         needed = rows * (head_size + 1)

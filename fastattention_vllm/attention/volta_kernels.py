@@ -21,6 +21,10 @@ VOLTA, TURING = 70, 75
 """Architectures: 10 times the compute capability."""
 DECODE_PARTS = 64
 """The most parts that a sequence is cut into to be decoded."""
+LONGEST_PART = 1024
+"""Keys up to which parts grow for speed alone."""
+FEW_CTAS = 64
+"""A sequence that is decoded alone has as many, if it is long enough for parts of more than 128 keys."""
 SMS = 80
 """Of a V100. Taken on any GPU, so that results do not depend on it."""
 PREFILL_WAVES = 4
@@ -115,9 +119,10 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    warps, ctas = 4, 2
-    if architecture == TURING and head_size > 64:
-        warps, ctas = 4 if head_size <= 128 else 2, 1
+    """Of the V100 small CTAs: while one begins or ends, the others read."""
+    warps, ctas = 2, 4 if head_size <= 128 else 2
+    if architecture == TURING:
+        warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
     return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)
 
 
@@ -197,7 +202,7 @@ class Split(ctypes.Structure):
         ("partial_lse", c_uint64),
         ("parts", Divisor),
         ("rows", c_int32),
-        ("by_length", c_int32),
+        ("least_parts", c_int32),
     ]
 
 
@@ -214,17 +219,29 @@ class WriteKv(ctypes.Structure):
     ]
 
 
-def part_length(kv_len: int) -> int:
+def least_parts(num_kv_heads: int) -> int:
+    """``Split.least_parts`` to decode."""
+    return -(-FEW_CTAS // num_kv_heads)
+
+
+def part_length(kv_len: int, least: int) -> int:
     """Keys of one part of a sequence that is decoded; the kernels have it from ``problem.h``."""
     length = 128
-    while DECODE_PARTS * length < kv_len:
+    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= least):
         length *= 2
     return length
 
 
-def decode_parts(longest: int) -> int:
+def decode_parts(longest: int, least: int) -> int:
     """The most of any sequence of at most ``longest`` keys: shorter ones may have more parts than the longest."""
-    return min(DECODE_PARTS, -(-max(longest, 1) // part_length(1)))
+    lengths, length = [max(longest, 1)], 128
+    while length < longest:
+        grows_at = DECODE_PARTS * length + 1
+        if length < LONGEST_PART:
+            grows_at = min(grows_at, 2 * length * least)
+        lengths.append(min(longest, grows_at - 1))
+        length *= 2
+    return max(-(-kv_len // part_length(kv_len, least)) for kv_len in lengths)
 
 
 def prefill_grid(variant: Variant, most_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
@@ -258,6 +275,7 @@ def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int
     """fp32 numbers that any launch needs at most for its parts, sums and log-sum-exps of each. ``group``: query heads
     per KV head; ``longest``: keys of any of up to ``most_seqs`` sequences."""
     tokens = max(1, DECODE_ROWS // group)
-    decoding = most_seqs * num_kv_heads * decode_parts(longest) * min(DECODE_ROWS, tokens * group)
+    parts = decode_parts(longest, least_parts(num_kv_heads))
+    decoding = most_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
     variant = prefill(head_size)
     return max(decoding, PREFILL_WAVES * SMS * variant.ctas_per_sm * variant.rows) * (head_size + 1)

@@ -101,16 +101,16 @@ def variant_of(problem: AttentionProblem, architecture: int = VOLTA) -> Variant:
 class Parts:
     """What kernels leave for the one that sums: NaN where they write nothing."""
 
-    def __init__(self, problem: AttentionProblem, count: int, *, decoding: bool = False) -> None:
+    def __init__(self, problem: AttentionProblem, count: int, least: int = 0) -> None:
         seqs, kv_heads, head_size = len(problem.seq_lens), problem.key.shape[-2], problem.query.shape[2]
-        self.count, self.decoding = count, decoding
+        self.count, self.least = count, least
         self.rows = problem.query.shape[1] // kv_heads * int(torch.diff(problem.query_start_loc).max())
         self.out = numpy.full((seqs, kv_heads, count, self.rows, head_size), numpy.nan, numpy.float32)
         self.lse = numpy.full((seqs, kv_heads, count, self.rows), numpy.nan, numpy.float32)
 
     def parameters(self, outputs: Outputs, machine: Machine) -> Split:
         where = machine.map(self.out), machine.map(self.lse)
-        return Split(outputs.parameters(machine), *where, Divisor.by(self.count), self.rows, by_length=self.decoding)
+        return Split(outputs.parameters(machine), *where, Divisor.by(self.count), self.rows, self.least)
 
 
 Launch = tuple[Any, tuple[int, int, int]]
@@ -145,7 +145,8 @@ def prefill(
 
 
 def decode_parts(problem: AttentionProblem) -> Parts:
-    return Parts(problem, volta_kernels.decode_parts(int(problem.seq_lens.max())), decoding=True)
+    least = volta_kernels.least_parts(problem.key.shape[-2])
+    return Parts(problem, volta_kernels.decode_parts(int(problem.seq_lens.max()), least), least)
 
 
 def launch_decode(
@@ -158,7 +159,7 @@ def launch_decode(
     variant = volta_kernels.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype], architecture)
     outputs, parts = outputs or Outputs(problem), parts or decode_parts(problem)
     machine = on(variant)
-    grid = (parts.count, problem.key.shape[-2], len(problem.seq_lens))
+    grid = (problem.key.shape[-2], parts.count, len(problem.seq_lens))
     argument = bytes(parts.parameters(outputs, machine))
     machine.launch(grid, (variant.threads, 1, 1), argument, variant.shared_bytes)
     return machine, grid

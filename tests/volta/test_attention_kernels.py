@@ -16,6 +16,7 @@ from fastattention_vllm.attention.volta_kernels import (
     SMS,
     Divisor,
     decode_parts,
+    least_parts,
     part_length,
     partial_floats,
     prefill,
@@ -169,7 +170,10 @@ def test_prompts_are_cut_where_ctas_are_few(launch: tuple[int, int, int, int, in
         assert rows * (head_size + 1) <= partial_floats(head_size, group, 2, seqs, longest)
 
 
-@given(st.integers(1, 1 << 20), st.integers(1, 1 << 20))
-def test_no_sequence_has_more_parts_than_there_is_room_for(length: int, longest: int) -> None:
+@given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.integers(1, 128))
+def test_no_sequence_has_more_parts_than_there_is_room_for(length: int, longest: int, kv_heads: int) -> None:
+    least = least_parts(kv_heads)
     for kv_len in (min(length, longest), min(8192, longest), longest):
-        assert -(-kv_len // part_length(kv_len)) <= decode_parts(longest) <= 64
+        parts = -(-kv_len // part_length(kv_len, least))
+        assert parts <= decode_parts(longest, least) <= 64
+        assert parts >= min(least, 32, -(-kv_len // 128)), "twice as many would be too many for the sums"

@@ -180,7 +180,7 @@ def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatc
     problem = case((1, 1, 1), (300, 17, 599), seed=3)
     capturing.build(0, common(problem))
     check(problem, attend(problem, captured, layer()))
-    assert ("fa_volta_decode", (5, KV_HEADS, 3)) in grids
+    assert ("fa_volta_decode", (KV_HEADS, 5, 3)) in grids
 
 
 def test_the_profiling_run_attends_to_nothing() -> None:

@@ -9,7 +9,7 @@
 #define HEAD_SIZE 128
 #endif
 #ifndef WARPS
-#define WARPS 4
+#define WARPS 2
 #endif
 
 namespace fastattention {
@@ -28,8 +28,9 @@ constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const Split s) {
   extern __shared__ uint4 shared[];
   const Prefill& p = s.problem;
-  const int seq = blockIdx.z, kv_head = blockIdx.y, part = blockIdx.x;
-  const int kv_len = p.seq_lens[seq], length = part_length(kv_len);
+  // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last of each sequence.
+  const int seq = blockIdx.z, part = blockIdx.y, kv_head = blockIdx.x;
+  const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.least_parts);
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, num_rows = q_len * group, offset = kv_len - q_len;
   const auto begin_of = [&](int position) { return p.window_left < 0 ? 0 : max(0, position - p.window_left); };
@@ -184,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
     }
   }
   __syncthreads();
-  const size_t first = ((static_cast<size_t>(seq) * gridDim.y + kv_head) * s.parts.divisor + part) * s.rows;
+  const size_t first = ((static_cast<size_t>(seq) * gridDim.x + kv_head) * s.parts.divisor + part) * s.rows;
   for (int i = threadIdx.x; i < kRows * HEAD_SIZE; i += kThreads) {
     const int row = i / HEAD_SIZE, column = i % HEAD_SIZE;
     if (row >= num_rows) continue;

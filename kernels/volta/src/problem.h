@@ -45,7 +45,7 @@ struct Split {
   float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
   Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
   int rows;            // room for so many of each sequence
-  int by_length;       // decoding: parts are as long as part_length says
+  int least_parts;     // decoding: of a sequence, unless it is short, see part_length; 0: prefill
 };
 
 // New keys and values, in fp16, on their way into pages. Strides as above, those of key and value alike.
@@ -61,14 +61,15 @@ struct WriteKv {
   float key_scale, value_scale;  // by which they are divided, where they are stored in 8 bits
 };
 
-// Keys of one part of a sequence that is decoded: 128 times a power of two, so that there are 64 parts at most. It
-// depends on the sequence alone, and so do results, whatever the batch.
+// Keys of one part of a sequence that is decoded: 128 times a power of two. Long parts are read faster, more of them
+// keep more SMs busy: they grow up to 1024 keys while there are least_parts of them, and beyond that, so that there are
+// 64 at most. It depends on the sequence and the model alone, and so do results, whatever the batch.
 #ifdef __CUDACC__
 __device__
 #endif
-    inline int part_length(int kv_len) {
+    inline int part_length(int kv_len, int least_parts) {
   int length = 128;
-  while (64 * length < kv_len) length *= 2;
+  while (64 * length < kv_len || (length < 1024 && kv_len / (2 * length) >= least_parts)) length *= 2;
   return length;
 }
 
