@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 # Most tests keep one core busy. Those of a file share what is made for it.
-TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
+TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help serve test test-more test-gpu test-ascend conformance lint docs sanitize mutate build volta setup setup-dev clean
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 
+import pytest
 from hypothesis import settings
 
 import tests.environment  # noqa: F401  keeps a copy of the environment as it is now
@@ -14,3 +16,13 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the longest time limits begin first: of two processes, none is to run one alone in the end."""
+    longest: defaultdict[str, float] = defaultdict(float)
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        if limit is not None:
+            longest[str(item.path)] = max(longest[str(item.path)], limit.args[0])
+    items.sort(key=lambda item: -longest[str(item.path)])

@@ -33,8 +33,8 @@ MOST_SPILLED = {
     "prefill_d128_int8.sm_75": 120,
     "prefill_d256_int8.sm_75": 192,
     "prefill_d256_adjusted_int8.sm_75": 112,
-    "decode_d192.sm_75": 104,
-    "decode_d256.sm_75": 144,
+    "decode_d192.sm_75": 100,
+    "decode_d256.sm_75": 208,
     "decode_d256_e5m2.sm_75": 28,
     "decode_d256_int8.sm_75": 36,
 }
