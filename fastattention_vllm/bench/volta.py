@@ -83,7 +83,8 @@ def cases(tokens: Sequence[int], contexts: Sequence[int], *, batch: int, heads: 
 
 
 def how_kernels_run(capability: tuple[int, int]) -> str:
-    return "machine code of sm_70" if capability == (7, 0) else "PTX, m8n8k4 emulated"
+    own = {(7, 0): "machine code of sm_70", (7, 2): "machine code of sm_70", (7, 5): "machine code of sm_75"}
+    return own.get(capability, "PTX, m8n8k4 emulated")
 
 
 def why_not() -> str | None:
