@@ -369,6 +369,7 @@ def test_a_wrong_answer_of_ours_is_the_exit_status(monkeypatch: pytest.MonkeyPat
 
 def test_how_kernels_run() -> None:
     assert volta.how_kernels_run((7, 0)) == "machine code of sm_70"
+    assert volta.how_kernels_run((7, 5)) == "machine code of sm_75"
     assert volta.how_kernels_run((9, 0)) == "PTX, m8n8k4 emulated"
 
 
