@@ -97,6 +97,9 @@ def volta(
     contender: Annotated[
         list[str] | None, typer.Option(help="Only ours and those whose name begins so: 'torch SDPA', xformers, eager.")
     ] = None,
+    kernels: Annotated[
+        str, typer.Option(help="Ours: auto, those of this GPU; on newer ones ptx, the V100's, or ptx-sm_75, Turing's.")
+    ] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved samples of each contender.")] = 9,
     json: Annotated[Path, typer.Option(help="Write the rows there.")] = Path("fastattention-bench-volta.json"),
 ) -> None:
@@ -112,7 +115,7 @@ def volta(
         everything = measuring.cases(
             lengths("--tokens", tokens), lengths("--context", context), batch=batch, heads=heads, head_size=head_size
         )
-        reason = measuring.why_not()
+        reason = measuring.why_not(kernels)
         if reason is not None:
             raise ValueError(reason)
         json.touch()

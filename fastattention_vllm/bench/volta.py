@@ -1,7 +1,8 @@
 """`fastattention bench volta`: our V100 kernels beside torch's, xformers' and Hugging Face's attention on a real GPU.
 
 The set-up is that of Figure 8 of FastAttention (arXiv 2410.16663): batch 8, 32 heads of 64, 1K to 16K tokens, causal
-and not. GPUs other than the V100 run our kernels through PTX, where m8n8k4 products are emulated: slow, and said so.
+and not. GPUs newer than Turing run our kernels through PTX: the V100's, whose m8n8k4 products are emulated there, or
+Turing's, whose m16n8k8 they have.
 """
 
 from __future__ import annotations
@@ -82,20 +83,24 @@ def cases(tokens: Sequence[int], contexts: Sequence[int], *, batch: int, heads: 
     return found
 
 
-def how_kernels_run(capability: tuple[int, int]) -> str:
-    own = {(7, 0): "machine code of sm_70", (7, 2): "machine code of sm_70", (7, 5): "machine code of sm_75"}
-    return own.get(capability, "PTX, m8n8k4 emulated")
+def how_kernels_run(target: volta.Target, capability: tuple[int, int]) -> str:
+    emulated = target.architecture == volta_kernels.VOLTA and capability >= (7, 5)
+    return f"{target}, m8n8k4 emulated" if emulated else str(target)
 
 
-def why_not() -> str | None:
-    """Why nothing can be measured here, in one sentence."""
+def why_not(kernels: str = "auto") -> str | None:
+    """Why nothing can be measured here, in one sentence; chooses ``kernels`` (``volta_kernels``'s values) otherwise."""
+    known = ("auto", *volta.CHOICES)
+    if kernels not in known:
+        return f"--kernels is {kernels!r}; there are {', '.join(known)}."
     reason = gpus.why_not()
     if reason is not None:
         return reason
     try:
         gpus.wake()
+        volta.choose(kernels)
         volta.load(64, adjusted=False)
-    except RuntimeError as error:  # not built, or refused by the driver
+    except (RuntimeError, ValueError) as error:  # not built, refused by the driver, or not for this GPU
         return str(error).splitlines()[0]
     return None
 
@@ -225,7 +230,7 @@ def report(rows: list[VoltaRow]) -> VoltaReport:
     today = datetime.date.today().isoformat()
     return VoltaReport(
         hardware=gpus.hardware(),
-        kernels=how_kernels_run(capability),
+        kernels=how_kernels_run(volta.target(), capability),
         versions=gpus.versions(),
         date=today,
         rows=rows,

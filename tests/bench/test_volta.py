@@ -301,7 +301,7 @@ def test_kernels_that_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_from_the_command_line_to_the_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     simulated_gpu.use(monkeypatch)
-    monkeypatch.setattr(volta, "why_not", lambda: None)
+    monkeypatch.setattr(volta, "why_not", lambda kernels: None)
     monkeypatch.setattr(gpus, "CudaGpu", lambda: WallClock())
     monkeypatch.setattr(gpus, "hardware", lambda: {"gpu": "NVIDIA H200"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -314,10 +314,10 @@ def test_from_the_command_line_to_the_json(monkeypatch: pytest.MonkeyPatch, tmp_
         *("--contender", "eager", "--contender", "torch SDPA, math", "--json", str(out)),
     )
     assert status == 0, output
-    assert "PTX, m8n8k4 emulated" in output
+    assert "m8n8k4 emulated" in output
     assert "NVIDIA H200" in output
     found = volta.VoltaReport.model_validate_json(out.read_text())
-    assert found.kernels == "PTX, m8n8k4 emulated"
+    assert found.kernels == "sm_70, machine code, m8n8k4 emulated"  # the simulated GPU loads machine code
     assert {"torch", "python"} <= found.versions.keys()
     assert [row.case for row in found.rows[::3]] == [
         "prefill (1,1,64) 16 b1 not causal",
@@ -368,9 +368,15 @@ def test_a_wrong_answer_of_ours_is_the_exit_status(monkeypatch: pytest.MonkeyPat
 
 
 def test_how_kernels_run() -> None:
-    assert volta.how_kernels_run((7, 0)) == "machine code of sm_70"
-    assert volta.how_kernels_run((7, 5)) == "machine code of sm_75"
-    assert volta.how_kernels_run((9, 0)) == "PTX, m8n8k4 emulated"
+    v100, ptx, turing = kernels.Target(70, "cubin"), kernels.Target(70, "ptx"), kernels.Target(75, "ptx")
+    assert volta.how_kernels_run(v100, (7, 0)) == "sm_70, machine code"
+    assert volta.how_kernels_run(kernels.Target(75, "cubin"), (7, 5)) == "sm_75, machine code"
+    assert volta.how_kernels_run(ptx, (9, 0)) == "sm_70, compiled from PTX by the driver, m8n8k4 emulated"
+    assert volta.how_kernels_run(turing, (9, 0)) == "sm_75, compiled from PTX by the driver"
+
+
+def test_kernels_of_no_name() -> None:
+    assert volta.why_not("sm_75") == "--kernels is 'sm_75'; there are auto, ptx, ptx-sm_75."
 
 
 def test_the_paper_s_set_up() -> None:
