@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -83,6 +84,30 @@ class VoltaMetadata:
     slot_mapping: torch.Tensor
 
 
+_workspaces: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
+
+
+def heads_of(vllm_config: Any) -> tuple[int, int]:
+    """KV heads of this rank, and query heads for each of them."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    kv_heads = model.get_num_kv_heads(parallel)
+    return kv_heads, model.get_num_attention_heads(parallel) // kv_heads
+
+
+def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.Tensor:
+    """What any launch needs for its parts, fp32: one on ``device`` for all layers, which run one after the other.
+
+    Layers ask for it when they are loaded, before vLLM measures what is left for the cache; builders then get the same.
+    """
+    kv_heads, group = heads_of(vllm_config)
+    seqs, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+    floats = partial_floats(head_size, group, kv_heads, seqs, longest)
+    found = _workspaces.get(device)
+    if found is None or found.numel() < floats:
+        found = _workspaces[device] = torch.empty(floats, dtype=torch.float32, device=device)
+    return found
+
+
 class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
     """Copies what the kernels read into buffers that stay where they are: a captured graph knows their addresses."""
 
@@ -91,19 +116,16 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         support.check_kv_cache(vllm_config)
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        kv_heads = model.get_num_kv_heads(parallel)
-        group = model.get_num_attention_heads(parallel) // kv_heads
+        group = heads_of(vllm_config)[1]
         # Query tokens of a request that the decode kernel takes. One at least, that vLLM puts such requests first:
         # with more query heads per KV head than it has rows they go to the prefill kernel all the same.
         self._init_reorder_batch_threshold(max(1, DECODE_ROWS // group))
-        self.max_model_len = model.max_model_len
+        self.max_model_len = vllm_config.model_config.max_model_len
         seqs = vllm_config.scheduler_config.max_num_seqs
         self.query_start_loc = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
         self.block_table: torch.Tensor | None = None
-        floats = partial_floats(kv_cache_spec.head_size, group, kv_heads, seqs, self.max_model_len)
-        self.workspace = torch.empty(floats, dtype=torch.float32, device=device)
+        self.workspace = workspace(vllm_config, kv_cache_spec.head_size, device)
 
     def build(
         self,
@@ -164,8 +186,10 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         vllm_config = get_current_vllm_config()
         target = volta.choose(options_of(vllm_config).volta_kernels)
         volta.load(self.head_size, adjusted=adjusted, cache=self.fp8 or torch.float16)
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.workspace = workspace(vllm_config, self.head_size, device)
         if self.alibi_slopes is not None:
-            self.alibi_slopes = self.alibi_slopes.to("cuda")
+            self.alibi_slopes = self.alibi_slopes.to(device)
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.adopt)
         named = f"fastattention Volta, {target}"

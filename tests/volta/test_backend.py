@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from fastattention_vllm.attention import volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import backend_volta
 from fastattention_vllm.integration.refusal import Refusal
@@ -181,6 +182,14 @@ def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatc
     capturing.build(0, common(problem))
     check(problem, attend(problem, captured, layer()))
     assert ("fa_volta_decode", (KV_HEADS, 5, 3)) in grids
+
+
+def test_builders_get_what_a_layer_has_reserved() -> None:
+    """So that it counts in vLLM's profile, and layers of several builders have one; a larger head size wants more."""
+    reserved = backend_volta.workspace(config(), SIZE, CPU)
+    assert builder().workspace is builder().workspace is reserved
+    assert reserved.numel() == volta_kernels.partial_floats(SIZE, HEADS // KV_HEADS, KV_HEADS, 6, 600)
+    assert backend_volta.workspace(config(), 4 * SIZE, CPU).numel() > reserved.numel()
 
 
 def test_the_profiling_run_attends_to_nothing() -> None:
