@@ -2,6 +2,7 @@
 
 Builds both from a copy of kernels/cpu, runs the tests named below and exits with 1 if any of them fails or any process
 they start writes a report. With --self-check it then plants one bug per sanitizer and demands that it is reported.
+With --every N one in N cases of every parametrised test runs.
 
 Needs g++ with its sanitizer runtimes, cmake, and the test tools (`make setup-dev`).
 Reads:  CXX (C++ compiler).
@@ -132,12 +133,13 @@ def main() -> int:
     parser.add_argument(
         "--self-check", action="store_true", help="also prove that each sanitizer reports a planted bug"
     )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one in N cases of every parametrised test")
     options = parser.parse_args()
     table = Table()
     try:
         for sanitizer in SANITIZERS:
             with tempfile.TemporaryDirectory(prefix="fastattention-sanitize-") as directory:
-                examine(sanitizer, Path(directory), options.self_check, table)
+                examine(sanitizer, Path(directory), options.every, options.self_check, table)
     except CannotRun as error:
         print(f"fastattention sanitize: {error}", file=sys.stderr)
         return 2
@@ -157,7 +159,7 @@ class Table:
         self.before = now
 
 
-def examine(sanitizer: Sanitizer, directory: Path, self_check: bool, table: Table) -> None:
+def examine(sanitizer: Sanitizer, directory: Path, every: int, self_check: bool, table: Table) -> None:
     """The kernel tests, then each planted bug."""
     sources = directory / "kernels"
     shutil.copytree(ROOT / "kernels" / "cpu", sources)
@@ -165,7 +167,7 @@ def examine(sanitizer: Sanitizer, directory: Path, self_check: bool, table: Tabl
     table.row(sanitizer, "build")
 
     run = Run(sanitizer, library, directory / "reports")
-    passed, summary = run.pytest(*sanitizer.tests)
+    passed, summary = run.pytest(*sanitizer.tests, f"--every={every}")
     report = run.report()
     if report:
         print(report)

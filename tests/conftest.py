@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import defaultdict
 
 import pytest
@@ -18,11 +19,33 @@ settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, help="Of each parametrised test the first case and one in so many others."
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with the longest time limits begin first: of two processes, none is to run one alone in the end."""
+    keep_every(config, items)
     longest: defaultdict[str, float] = defaultdict(float)
     for item in items:
         limit = item.get_closest_marker("timeout")
         if limit is not None:
             longest[str(item.path)] = max(longest[str(item.path)], limit.args[0])
     items.sort(key=lambda item: -longest[str(item.path)])
+
+
+def keep_every(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drawn by their names' checksums: counting would meet the same value of a parameter every time."""
+    every = config.getoption("--every")
+    first: set[str] = set()
+    kept, left = [], []
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        chosen = function not in first or zlib.crc32(item.nodeid.encode()) % every == 0
+        (kept if chosen else left).append(item)
+        first.add(function)
+    items[:] = kept
+    if left:
+        config.hook.pytest_deselected(items=left)
