@@ -8,8 +8,9 @@
 A row is a layer, a number of tokens and a way: "plain" (matmul, then NCCL's all-reduce), "auto" (what
 `tiling_all_reduce: "auto"` does, after its own calibration), "2", "4" and "8" (as many equal blocks). Times are medians
 of rounds in which all ways take turns, the mean of the ranks, by events on the GPU. "hidden" is (matmul + all-reduce -
-time) / min(matmul, all-reduce), both alone and of the plain layer; "speedup" is plain / time. Each way's result is
-compared with the plain layer's. `--sweep LANE...` times cuts by each of these lanes (see parallel/lanes.py) instead.
+time) / min(matmul, all-reduce), both alone and of the plain layer; "speedup" is plain / time. "ordering ms" is what
+Python takes to order it, which the times are free of. Each way's result is compared with the plain layer's.
+`--sweep LANE...` times cuts by each of these lanes (see parallel/lanes.py) instead.
 """
 
 from __future__ import annotations
@@ -144,7 +145,14 @@ def table(
 ) -> None:
     most = max(options.tokens)
     began = time.perf_counter()
-    choice = calibrate.measure(lanes, plain_layer, weight, min(options.least_tokens, most), most)
+    choice = calibrate.measure(
+        lanes,
+        plain_layer,
+        weight,
+        min(options.least_tokens, most),
+        most,
+        say=lambda line: tell({"note": f"{line}, {time.perf_counter() - began:.1f} s"}),
+    )
     seconds = time.perf_counter() - began
     tell(place | {"calibration seconds": seconds, "chosen": [(t.rows, t.collective, t.blocks) for t in choice.trials]})
     timer = LayerTimer(lanes, plain_layer, weight, most)
@@ -163,11 +171,12 @@ def table(
             result = work()
             wrong[way] = difference(plain, timer.out[:tokens] if result is None else result)
         rounds = options.rounds * (3 if tokens <= SHORT else 1)
-        matmul, all_reduce, plain_seconds, *took = timer.seconds(works, rounds)
-        for (way, (lane, cuts)), seconds in zip(
-            {"plain": ("", (tokens,)), **ways}.items(), [plain_seconds, *took], strict=True
-        ):
+        alone, sum_alone, *took = timer.timed(works, rounds)
+        matmul, all_reduce, plain_seconds = alone.seconds, sum_alone.seconds, took[0].seconds
+        for (way, (lane, cuts)), one in zip({"plain": ("", (tokens,)), **ways}.items(), took, strict=True):
+            seconds = one.seconds
             row = place | {"tokens": tokens, "way": way, "lane": lane, "blocks": list(cuts), "ms": 1e3 * seconds}
+            row["ordering ms"] = 1e3 * one.ordering
             row |= {"matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain_seconds}
             row["hidden"] = (matmul + all_reduce - seconds) / min(matmul, all_reduce)
             row["speedup"] = plain_seconds / seconds

@@ -100,8 +100,10 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
                 tiled.append(layer)
     device = group.device.type
     fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
+    names = DEFAULT_LANES[device][: 1 if fixed else None]
+    logger.info_once("Tiling-AllReduce: %d layers fit; opening %s.", len(tiled), ", ".join(names))
     lanes = open_lanes(
-        DEFAULT_LANES[device][: 1 if fixed else None],
+        names,
         _all_tensor_parallel_groups(),
         dist.get_rank(),
         device,

@@ -38,7 +38,11 @@ def of(weight: torch.Tensor, lanes: Mapping[str, Collective], plain: Linear, lea
     outputs, inputs = weight.shape
     logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs of a rank and %d outputs.", inputs, outputs)
     began = time.perf_counter()
-    measured = calibrate.measure(lanes, plain, weight, least_rows, most_rows)
+
+    def say(line: str) -> None:
+        logger.info_once("Tiling-AllReduce: %s, %.1f s.", line, time.perf_counter() - began)
+
+    measured = calibrate.measure(lanes, plain, weight, least_rows, most_rows, say=say)
     logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
     try:
         calibration_file.write(path, key, measured)

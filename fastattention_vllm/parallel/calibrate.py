@@ -6,17 +6,19 @@ own first proposals. Only what was faster than the plain layer when it was timed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.layer_timer import LayerTimer
+from fastattention_vllm.parallel.layer_timer import LayerTimer, OutOfTimeError
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
 from fastattention_vllm.parallel.plan import GRANULE, LEAST_GAIN, even, plan
 from fastattention_vllm.parallel.tiled_linear import Linear
 
+BUDGET = 30.0
+"""Seconds for a layer. On two H200 layers of an 8B model take 2 to 10 s up to 32K tokens, of a 70B model 3 to 14."""
 MOST_SLOWDOWN = 8.0
 COUNTS = (2, 4, 8)
 """Of equal blocks, which are tried whatever the model says of them."""
@@ -34,31 +36,51 @@ Candidate = tuple[str, tuple[int, ...]]
 
 
 def measure(
-    collectives: Mapping[str, Collective], plain: Linear, weight: torch.Tensor, least_rows: int, most_rows: int
+    collectives: Mapping[str, Collective],
+    plain: Linear,
+    weight: torch.Tensor,
+    least_rows: int,
+    most_rows: int,
+    budget: float = BUDGET,
+    say: Callable[[str], object] = lambda line: None,
 ) -> Choice:
     """Try cuts of layers of ``weight`` ([outputs, inputs]) for ``least_rows`` to ``most_rows`` rows.
 
     Every rank of the group calls this with a weight of the same shape and gets the same answer: the ranks' mean times
-    decide. Takes some hundred times as long as the longest layer.
+    decide. Takes some hundred times as long as the longest layer, most rows first. What has been tried when the time
+    is over is kept; fewer rows than that are not cut.
 
     Args:
         collectives: those to choose from, by name. The first carries what the ranks tell each other.
         plain: what the layer does without a cut, summed over the ranks.
+        budget: seconds, after which no rank begins with another work.
+        say: told what has been done, as it comes.
 
     Raises:
         CollectiveError: a rank is gone, or has not answered in time.
     """
     numbers = row_counts(most_rows)
     tried = [rows for rows in numbers if rows >= least_rows] or numbers[-1:]
-    bench = LayerTimer(collectives, plain, weight, numbers[-1])
-    matmul = Times.measured(list(zip(numbers, bench.seconds([bench.matmul(rows) for rows in numbers]), strict=True)))
-    sums = {
-        name: Times.measured(
-            list(zip(numbers, bench.seconds([bench.all_reduce(name, rows) for rows in numbers]), strict=True))
+    bench = LayerTimer(collectives, plain, weight, numbers[-1], budget)
+    trials: list[Trial] = []
+    try:
+        seconds = bench.seconds([bench.matmul(rows) for rows in numbers])
+        matmul = Times.measured(list(zip(numbers, seconds, strict=True)))
+        say(f"matmuls of up to {numbers[-1]} tokens are timed")
+        sums = {}
+        for name in collectives:
+            seconds = bench.seconds([bench.all_reduce(name, rows) for rows in numbers])
+            sums[name] = Times.measured(list(zip(numbers, seconds, strict=True)))
+            say(f"sums by {name} are timed")
+        for rows in reversed(tried):
+            trials.insert(0, _trial(bench, rows, matmul, sums))
+            say(f"cuts of {rows} tokens are timed")
+    except OutOfTimeError:
+        say(
+            f"{len(trials)} of {len(tried)} numbers of tokens were tried in {budget:.0f} s; steps of fewer than "
+            f"{trials[0].rows if trials else 'any'} tokens are not cut"
         )
-        for name in collectives
-    }
-    return Choice(tuple(_trial(bench, rows, matmul, sums) for rows in tried))
+    return Choice(tuple(trials))
 
 
 def row_counts(most: int) -> list[int]:
@@ -90,29 +112,33 @@ def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: floa
 
 def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times]) -> Trial:
     """Heats: all candidates in a few rounds, the best of them and what they have taught the model in more rounds, and
-    the winner beside the plain layer, where it must be faster even when it is slow."""
+    the winner beside the plain layer, where it must be faster even when it is slow. A cut that takes Python longer to
+    order than a GPU to do counts as long as that."""
     alone = {name: Pipeline(matmul, times) for name, times in sums.items()}
     counts = [count for count in COUNTS if rows >= count * LEAST_BLOCK]
     first = _distinct(
         [(name, plan(rows, pipeline).blocks) for name, pipeline in alone.items()]
         + [(name, even(rows, count)) for name in sums for count in counts]
     )
-    timed = sorted(zip(timer.seconds([timer.cut(*one) for one in first], FEW_ROUNDS), first, strict=True))
-    best = [one for _, one in timed[:MOST_FINALISTS]]
+    hideable = min(matmul(rows), next(iter(sums.values()))(rows))
+    if not first:
+        plain = timer.seconds([timer.plain(rows)])[0]
+        return Trial(rows, "", (rows,), plain, plain, hideable)
+    heat = timer.timed([timer.cut(*one) for one in first], FEW_ROUNDS)
+    timed = sorted((one.lasting, one.seconds, candidate) for one, candidate in zip(heat, first, strict=True))
+    best = [one for _, _, one in timed[:MOST_FINALISTS]]
     learned = []
     for name in sums:
-        seconds, blocks = next(((seconds, one[1]) for seconds, one in timed if one[0] == name), (0.0, ()))
+        seconds, blocks = next(((seconds, one[1]) for _, seconds, one in timed if one[0] == name), (0.0, ()))
         if blocks:
             slow = slowdown(matmul, sums[name], blocks, seconds / (matmul(rows) + sums[name](rows)))
             learned.append((name, plan(rows, Pipeline(matmul, sums[name], slow, slow)).blocks))
     final = _distinct([*best, *learned])
-    hideable = min(matmul(rows), next(iter(sums.values()))(rows))
-    if not final:
-        return Trial(rows, "", (rows,), (plain := timer.seconds([timer.plain(rows)])[0]), plain, hideable)
-    _, (name, blocks) = min(zip(timer.seconds([timer.cut(*one) for one in final]), final, strict=True))
+    heat = timer.timed([timer.cut(*one) for one in final])
+    _, (name, blocks) = min(zip([one.lasting for one in heat], final, strict=True))
     works = [timer.plain(rows), timer.cut(name, blocks)]
     plain_seconds, _ = timer.seconds(works, MANY_ROUNDS)
-    _, seconds = timer.seconds(works, MANY_ROUNDS, SLOW)
+    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[1].lasting
     if plain_seconds - seconds < max(LEAST_GAIN * plain_seconds, LEAST_HIDDEN * hideable):
         return Trial(rows, "", (rows,), plain_seconds, plain_seconds, hideable)
     return Trial(rows, name, blocks, seconds, plain_seconds, hideable)

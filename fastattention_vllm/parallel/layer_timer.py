@@ -6,32 +6,69 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Any
 
 import torch
 
-from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.collective import Collective, CollectiveError
 from fastattention_vllm.parallel.tiled_linear import Linear, multiply_and_sum
 
 ROUNDS = 7
 """Of which the middle one counts: a sum waits for the slowest rank, and some rank is always the slowest."""
-HEAD_START = 4_000_000
-"""Cycles that a GPU sleeps before what is timed, some 2 ms, so that it waits for nothing that Python has yet to order:
-eight blocks take it about 1 ms. In the prefill of a model Python is as far ahead after a few layers."""
+CYCLES = 2e9
+"""Of a GPU in a second, or a little more."""
+HEAD_START, LONGEST_HEAD_START = 2e-3, 0.1
+"""Seconds that a GPU sleeps before what is timed, so that it waits for nothing that Python has yet to order. Twice as
+long as ordering took the last time, if that is longer: eight blocks take 1 to 4 ms."""
+STUCK = 60.0
+"""Seconds after which a GPU that has not done what was timed never will: its ranks wait for each other."""
+
+Work = Callable[[], object]
+
+
+class OutOfTimeError(Exception):
+    """The time to measure in is over on some rank; raised on all of them at the same work."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Of one work, in seconds, the mean of the ranks."""
+
+    seconds: float
+    """From its beginning to its end, all of it ordered before."""
+    ordering: float
+    """In which Python orders it; 0 on a CPU, where that is part of the above."""
+
+    @property
+    def lasting(self) -> float:
+        """What it takes where layer follows layer: a GPU that is faster than its orders waits for them."""
+        return max(self.seconds, self.ordering)
 
 
 class LayerTimer:
     """One layer, and how its parts are timed."""
 
-    def __init__(self, collectives: Mapping[str, Collective], plain: Linear, weight: torch.Tensor, rows: int) -> None:
+    def __init__(
+        self,
+        collectives: Mapping[str, Collective],
+        plain: Linear,
+        weight: torch.Tensor,
+        rows: int,
+        budget: float = float("inf"),
+    ) -> None:
+        """``budget``: seconds from now on, after which :meth:`timed` raises; the shortest one of the ranks counts."""
+        self._until = monotonic() + budget
         self.collectives, self._plain, self.weight = collectives, plain, weight
         self.first = next(iter(collectives.values()))
         self.x = weight.new_empty(rows, weight.shape[1]).uniform_(-1, 1)  # zeros would let a GPU run cool and fast
         self.out = weight.new_zeros(rows, weight.shape[0])
 
-    def matmul(self, rows: int) -> Callable[[], object]:
+    def matmul(self, rows: int) -> Work:
         return functools.partial(torch.mm, self.x[:rows], self.weight.t(), out=self.out[:rows])
 
-    def all_reduce(self, name: str, rows: int) -> Callable[[], object]:
+    def all_reduce(self, name: str, rows: int) -> Work:
         collective = self.collectives[name]
 
         def work() -> None:
@@ -39,46 +76,85 @@ class LayerTimer:
 
         return work
 
-    def plain(self, rows: int) -> Callable[[], object]:
+    def plain(self, rows: int) -> Work:
         return functools.partial(self._plain, self.x[:rows], self.weight, None)
 
-    def cut(self, name: str, blocks: Sequence[int]) -> Callable[[], object]:
+    def cut(self, name: str, blocks: Sequence[int]) -> Work:
         rows = sum(blocks)
         x, out = self.x[:rows], self.out[:rows]
         return functools.partial(multiply_and_sum, x, self.weight, None, out, blocks, self.collectives[name])
 
-    def seconds(self, works: Sequence[Callable[[], object]], rounds: int = ROUNDS, rank: float = 0.5) -> list[float]:
+    def seconds(self, works: Sequence[Work], rounds: int = ROUNDS, rank: float = 0.5) -> list[float]:
+        """As :meth:`timed`, without the ordering."""
+        return [one.seconds for one in self.timed(works, rounds, rank)]
+
+    def timed(self, works: Sequence[Work], rounds: int = ROUNDS, rank: float = 0.5) -> list[Timed]:
         """Of a few times for each, in turns, the middle one (or that of which ``rank`` are shorter), as the mean of all
-        ranks, which begin together."""
-        found: list[list[float]] = [[] for _ in works]
+        ranks, which begin together.
+
+        Raises:
+            OutOfTimeError: the budget of some rank is over, on all ranks.
+            CollectiveError: a rank is gone, or the ranks' GPUs wait for each other.
+        """
+        found: list[list[Timed]] = [[] for _ in works]
+        ordering = [0.0] * len(works)
         for turn in range(rounds + 1):
             for step in range(len(works)):
                 at = (turn + step) % len(works)  # none always comes after the same other one
-                took = self._once(works[at])
+                took = self._once(works[at], ordering[at])
+                ordering[at] = took.ordering
                 if turn:  # the first one warms up
                     found[at].append(took)
-        total = torch.tensor([_quantile(times, rank) for times in found], dtype=torch.float64)
-        total = total.to(self.weight.device)
+        seconds = [_quantile([one.seconds for one in times], rank) for times in found]
+        orders = [_quantile([one.ordering for one in times], rank) for times in found]
+        total = torch.tensor([seconds, orders], dtype=torch.float64).to(self.weight.device)
         self.first.wait(self.first.start(total))
-        means: list[float] = (total / self.first.size).tolist()
-        return means
+        means: list[list[float]] = (total / self.first.size).tolist()
+        return [Timed(*both) for both in zip(*means, strict=True)]
 
-    def _once(self, work: Callable[[], object]) -> float:
-        together = self.weight.new_zeros(1)
+    def _once(self, work: Work, ordering: float) -> Timed:
+        """``ordering``: seconds that it took the last time."""
+        # What the ranks wait for each other with also says whether one of them has no time left.
+        together = self.weight.new_full((1,), float(monotonic() > self._until))
         if self.weight.device.type != "cuda":
             self.first.wait(self.first.start(together))
-            started = time.perf_counter()
+            _go_on(together)
+            started = perf_counter()
             work()
-            return time.perf_counter() - started
-        torch.cuda._sleep(HEAD_START)
+            return Timed(perf_counter() - started, 0.0)
+        torch.cuda._sleep(int(CYCLES * min(LONGEST_HEAD_START, max(HEAD_START, 2 * ordering))))
         self.first.wait(self.first.start(together))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
+        started = perf_counter()
         work()
+        ordered = perf_counter() - started
         end.record()
-        end.synchronize()
+        wait_for(end)
+        _go_on(together)
         milliseconds: float = begin.elapsed_time(end)
-        return milliseconds / 1000
+        return Timed(milliseconds / 1000, ordered)
+
+
+def wait_for(event: Any) -> None:
+    """Until a CUDA event has come.
+
+    Raises:
+        CollectiveError: it has not within ``STUCK`` seconds.
+    """
+    until = monotonic() + STUCK
+    while not event.query():
+        if monotonic() > until:
+            raise CollectiveError(
+                f"a layer that was timed is not done after {STUCK:.0f} s: the GPUs of its ranks wait for each other. "
+                'Start with tiling_all_reduce "off", or with a fixed number of blocks.'
+            )
+        time.sleep(20e-6)
+
+
+def _go_on(together: torch.Tensor) -> None:
+    if together.item() > 0:
+        raise OutOfTimeError
 
 
 def _quantile(times: list[float], rank: float) -> float:

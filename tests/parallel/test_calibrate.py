@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention_vllm.parallel import calibration_file
+from fastattention_vllm.parallel import calibrate, calibration_file, layer_timer
 from fastattention_vllm.parallel.calibrate import MOST_SLOWDOWN, row_counts, slowdown
 from fastattention_vllm.parallel.choice import Choice, Trial
-from fastattention_vllm.parallel.pipeline import Pipeline
+from fastattention_vllm.parallel.collective import CollectiveError
+from fastattention_vllm.parallel.layer_timer import Timed
+from fastattention_vllm.parallel.pipeline import Pipeline, Times
 from fastattention_vllm.parallel.plan import GRANULE, cut, even, plan
 from tests.parallel import tasks
 from tests.parallel.models import AFFINE
@@ -27,6 +31,83 @@ def test_ranks_that_differ_agree_on_one_choice(two_ranks: Ranks) -> None:
     for trial in first.trials:
         assert trial.seconds <= trial.plain_seconds
         assert (trial.collective == "") == (len(trial.blocks) == 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kept"), [("matmuls", []), ("sums", []), ("cuts of 512", [512]), ("cuts of 256", [256, 512])]
+)
+def test_when_one_rank_has_no_time_left_all_keep_what_they_have_finished(
+    stage: str, kept: list[int], two_ranks: Ranks
+) -> None:
+    """And none of them begins with another work, of which the other would wait for its part."""
+    answers = two_ranks.run(tasks.measured_until, stage, [100, 500])
+    for choice, said, sums_after in answers:
+        assert choice == answers[0][0]
+        assert [trial.rows for trial in choice.trials] == kept
+        assert said[-1].startswith(f"{len(kept)} of 3 numbers of tokens were tried in 1000 s")
+        assert sums_after == 1, "the one that carries the word"
+        assert choice.of(100) == ("", (100,))
+    assert len(answers[0][0].trials) == len(kept)
+
+
+def test_in_time_all_is_tried_and_nothing_said_of_an_end(two_ranks: Ranks) -> None:
+    for choice, said, _ in two_ranks.run(tasks.measured_until, "never", [100, 500]):
+        assert [trial.rows for trial in choice.trials] == [128, 256, 512]
+        assert said == [
+            "matmuls of up to 512 tokens are timed",
+            "sums by gloo are timed",
+            *(f"cuts of {rows} tokens are timed" for rows in (512, 256, 128)),
+        ]
+
+
+class Never:
+    def query(self) -> bool:
+        return False
+
+
+def test_a_gpu_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_timer, "STUCK", 0.05)
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="tiling_all_reduce"):
+        layer_timer.wait_for(Never())
+    assert time.monotonic() - began < 5
+
+
+class Slowly:
+    """In the place of a LayerTimer, on a GPU where 4096 rows take a millisecond to multiply and one to sum, each block
+    costs a time to order, and nothing takes from anything else."""
+
+    def __init__(self, ordering: float) -> None:
+        self._ordering = ordering
+        self._lanes = Pipeline(MILLISECOND, MILLISECOND)
+
+    def plain(self, rows: int) -> tuple[int, ...]:
+        return (rows,)
+
+    def cut(self, name: str, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return blocks
+
+    def timed(self, works: list[tuple[int, ...]], rounds: int = 0, rank: float = 0.5) -> list[Timed]:
+        return [Timed(self._lanes.seconds(blocks), self._ordering * len(blocks)) for blocks in works]
+
+    def seconds(self, works: list[tuple[int, ...]], rounds: int = 0, rank: float = 0.5) -> list[float]:
+        return [one.seconds for one in self.timed(works)]
+
+
+MILLISECOND = Times.affine(0, 1e-3 / 4096)
+
+
+@pytest.mark.parametrize(
+    ("ordering", "least", "most"),
+    [(0.0, 8, 16), (0.25e-3, 2, 5), (1e-3, 1, 1)],
+    ids=["at once", "a few are as fast as their orders", "slower than plain"],
+)
+def test_a_cut_counts_no_less_than_its_orders(ordering: float, least: int, most: int) -> None:
+    timer: Any = Slowly(ordering)
+    found = calibrate._trial(timer, 4096, MILLISECOND, {"nccl": MILLISECOND})
+    assert least <= len(found.blocks) <= most
+    assert found.seconds >= ordering * len(found.blocks)
+    assert found.plain_seconds == pytest.approx(2e-3)
 
 
 @given(st.integers(1, 100_000))
