@@ -10,6 +10,8 @@ step; the time is from asking to the answer of one token. The engines of a link,
     off     tiling_all_reduce "off", on each number of GPUs
     auto    "auto"
     full    "auto" with tiling_full_form
+    host    "off", half of the layers on the host
+    both    as full and host together
 
 are all there at once and asked in turns, each with another prompt every time; medians. "host" sets NCCL_P2P_DISABLE=1.
 An engine that is not there after --limit seconds is ended; where its processes were is in its log (--logs).
@@ -72,6 +74,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "off": {"tiling_all_reduce": "off"},
     "auto": {"tiling_all_reduce": "auto"},
     "full": {"tiling_all_reduce": "auto", "tiling_full_form": True},
+    "host": {"tiling_all_reduce": "off", "host_kv_layers": "half"},
+    "both": {"tiling_all_reduce": "auto", "tiling_full_form": True, "host_kv_layers": "half"},
 }
 PREDICTED = (2, 4, 8)
 WARM_UP = 2
@@ -83,7 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="GPUs of an engine")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["off", "auto", "full"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--least-tokens", type=int, default=2048, help="tiling_min_tokens")
@@ -308,6 +312,8 @@ def save_config(folder: Path, options: argparse.Namespace) -> Path:
 def settings_of(model: Path, ranks: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
     room = options.tokens + 64
     section = {"host_kv_layers": 0, "tiling_min_tokens": options.least_tokens} | WAYS[way]
+    if section["host_kv_layers"] == "half":
+        section |= {"host_kv_layers": options.layers // 2, "host_kv_gib": 8.0}
     return {
         "model": str(model),
         "load_format": "dummy",
