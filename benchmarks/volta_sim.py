@@ -289,9 +289,10 @@ def our_prefill(
     *,
     page: int | None = PAGE,
     edit: Callable[[str], str] = everything,
+    variant: Variant | None = None,
 ) -> tuple[Launch, Callable[[], float]]:
-    """The launch, and what the error of its traced CTAs is."""
-    variant = volta_kernels.prefill(head_size)
+    """The launch, and what the error of its traced CTAs is. ``variant``: another one than that which is shipped."""
+    variant = variant or volta_kernels.prefill(head_size)
     simulation = Simulation(cubin(variant, edit), variant.kernel)
     heads = 2 * variant.ctas_per_sm + 1
     problem = one_sequence(tokens, 1, heads, head_size, page, causal, tokens)

@@ -1,0 +1,119 @@
+"""benchmarks/ablation.py and cpu_variants.py: that what is switched off is off, and where a gain is above one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def ablation() -> Iterator[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import ablation
+
+    yield ablation
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_a_gain_is_above_one_in_every_unit(ablation: Any) -> None:
+    assert ablation.row("x", "CPU", "case", "prefill", "ms", 30.0, 20.0, "measured")["ratio"] == 1.5
+    found = ablation.row("x", "CPU", "case", "decode", "tokens/s", 20.0, 30.0, "measured", "file.json")
+    assert (found["ratio"], found["peer_name"], found["source"]) == (1.5, "without x", "file.json")
+
+
+@pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx512", "avx2", "neon", "scalar"])
+def test_what_is_taken_out_of_the_cpu_kernels_is_there(ablation: Any, isa: str, tmp_path: Path) -> None:
+    variants = ablation.cpu_variants
+    sources = variants.KERNELS / "src"
+    for number, edits in enumerate([variants.EVERY_KEY, variants.rows_of_one_panel(isa), variants.one_tile(isa, 8192)]):
+        copy = tmp_path / str(number)
+        shutil.copytree(sources, copy)
+        variants.apply(edits, copy)
+        changed = {path.name for path in sources.iterdir() if path.read_bytes() != (copy / path.name).read_bytes()}
+        assert changed == {edit.file for edit in edits}
+    table = (copy / "tuning.h").read_text()
+    assert table.count(", 8192, ") == 1
+    with pytest.raises(RuntimeError, match="has 0 places like 'no such text'"):
+        variants.apply([variants.Edit("plan.cpp", "no such text", "")], copy)
+
+
+def talker(some: str) -> subprocess.Popen[str]:
+    """In the place of a build: answers each line with these numbers."""
+    line = f'{{"seconds": 1.0, "some": [{some}]}}'
+    script = f"import sys\nfor _ in sys.stdin: print({line!r}, flush=True)"
+    return subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_builds_that_compute_something_else_are_no_ablation(ablation: Any) -> None:
+    took = ablation.in_turns({"": talker("0.5, 1"), "masks": talker("0.501, 1")})
+    assert took == {"": [1.0] * ablation.ROUNDS, "masks": [1.0] * ablation.ROUNDS}
+    for wrong in ("0.6, 1", "0.5, NaN"):
+        with pytest.raises(SystemExit, match="without masks computes something else"):
+            ablation.in_turns({"": talker("0.5, 1"), "masks": talker(wrong)})
+
+
+def test_a_simulated_kernel_without_skipping_or_levels_is_right_and_slower(ablation: Any) -> None:
+    import volta_sim
+
+    every_key = ablation.V100_EVERY_KEY + ablation.V100_COMPARED
+    seconds = [
+        ablation.v100_seconds(volta_sim, 512, 64, edits, one_panel)
+        for edits, one_panel in (((), False), (ablation.V100_COMPARED, False), (every_key, False), ((), True))
+    ]
+    assert min(seconds[1:]) > seconds[0]
+    assert seconds[2] > seconds[1], "skipping and comparisons cost more than comparisons"
+
+
+def test_rows_of_earlier_runs_name_their_file(ablation: Any, tmp_path: Path) -> None:
+    assert ablation.stored_rows(tmp_path) == []
+    layer = {"link": "host", "ranks": 2, "model": "8B", "tokens": 8192}
+    write(tmp_path / "2026-01-01-tiling-layer-host-old.json", [layer | {"way": "plain", "ms": 1.0}])
+    ways = {"plain": 8.0, "linear": 7.0, "full": 5.0}
+    write(tmp_path / "2026-01-02-tiling-layer-host-new.json", [layer | {"way": w, "ms": ms} for w, ms in ways.items()])
+    case = "8B layers, 8 of 32, 8192 tokens, 2 ranks, host, eager, tiling"
+    tokens = [
+        {"case": f"{case} off", "kind": "measured", "ours": 60.0, "peer": 90.0},
+        {"case": f"{case} full", "kind": "measured", "ours": 40.0, "peer": 60.0},
+        {"case": f"{case} full, predicted", "kind": "predicted", "ours": 30.0, "peer": 60.0},
+    ]
+    write(tmp_path / "2026-01-01-first-token-host.json", tokens)
+    found = ablation.stored_rows(tmp_path)
+    assert [(row["strategy"], row["ratio"]) for row in found] == [
+        ("tiling-AllReduce (row-parallel layers)", round(8 / 7, 4)),
+        ("tiling-AllReduce (full form)", 1.6),
+        ("tiling-AllReduce (full form)", 1.5),
+    ]
+    assert {row["source"] for row in found[:2]} == {"2026-01-02-tiling-layer-host-new.json"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text(json.dumps({"rows": rows}))
+
+
+def test_the_results_that_are_kept_can_be_read(ablation: Any) -> None:
+    found = ablation.stored_rows(BENCHMARKS / "results")
+    assert {row["strategy"].split(" (")[0].split("'")[0] for row in found} >= {"tiling-AllReduce", "host layers"}
+    for row in found:
+        assert row["kind"] == "measured"
+        assert (BENCHMARKS / "results" / row["source"]).is_file()
+
+
+@pytest.mark.more
+@pytest.mark.timeout(900)
+def test_the_cpu_kernels_without_each_are_built_and_compute_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, str(BENCHMARKS / "ablation.py"), "--where", "cpu", "--cpu-tokens", "1024"]
+    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 8
+    assert {row["kind"] for row in rows} == {"measured"}
