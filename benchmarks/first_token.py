@@ -17,10 +17,11 @@ are all there at once and asked in turns, each with another prompt every time; m
 An engine that is not there after --limit seconds is ended; where its processes were is in its log (--logs).
 
 Rows of 2, 4 and 8 devices that say "predicted" were not run: from the matmuls of such a rank and the sums of two, both
-measured here without an engine, parallel/plan.py says what a layer takes. The rest of a layer is taken to be the
-measured one of one GPU, divided among the ranks; a sum over n ranks, as in a ring, 2 (n - 1) / n times the bytes of its
-rows in as many steps as 2 (n - 1). "full" hides sums behind gate_up_proj and down_proj, but behind no attention. Those
-of 2 devices stand beside what was run, and show how good that is.
+measured here without an engine, parallel/plan.py says what a layer takes. A sum over n ranks takes, as in a ring,
+2 (n - 1) / n times the bytes of its rows in as many steps as 2 (n - 1). The rest of a step is what engines on 1 and 2
+GPUs took beyond that without tiling: a part that every rank has whole, and a part that is divided among them. "full"
+hides sums behind gate_up_proj and down_proj, but behind no attention. Those of 2 devices with tiling stand beside what
+was run, and show how good that is.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def main() -> int:
         serve(options.engine[0], json.loads(options.engine[1]))
         return 0
     rows: list[dict[str, Any]] = []
+    all_parts: dict[str, dict[str, Any]] = {}
     complete = True
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)
@@ -117,14 +119,17 @@ def main() -> int:
                 continue
             found = rows_of(link, took, options)
             if not options.no_prediction and (1, "off") in took:
-                parts = measured_parts(link, options)
-                complete &= parts is not None
-                found += predicted_rows(link, took, parts, options) if parts else []
+                raw = measured_parts(link, options)
+                complete &= raw is not None
+                if raw is not None:
+                    all_parts[link] = raw
+                    found += predicted_rows(link, took, parts_of(raw), options)
             for row in found:
                 print(json.dumps(row), flush=True)
             rows += found
             if options.json:
-                options.json.write_text(json.dumps(report(rows, complete), indent=1) + "\n")
+                content = report(rows, complete) | {"parts": all_parts}
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0 if complete else 1
 
 
@@ -400,26 +405,32 @@ def over(ranks: int, of_two: Times) -> Times:
     return Times.measured([(rows, step * steps + max(0.0, seconds - step) * volume) for rows, seconds in points])
 
 
-def predicted(parts: Parts, one_gpu: float, layers: int, tokens: int, ranks: int) -> dict[str, float]:
+def predicted(parts: Parts, measured: Mapping[int, float], layers: int, tokens: int, ranks: int) -> dict[str, float]:
     """Seconds to the first token, by way.
 
     Args:
-        one_gpu: measured, on one GPU.
+        measured: by number of ranks, those of 1 and perhaps of 2 among them: without tiling.
     """
     linear = ("o_proj", "down_proj")
-    rest = (one_gpu - layers * sum(parts.matmul[name, 1](tokens) for name in linear)) / ranks
+
+    def tiled(count: int) -> float:
+        """What of a step is row-parallel layers, one after the other with their sums."""
+        plain_sum = over(count, next(iter(parts.sums.values())))(tokens) if count > 1 else 0.0
+        return layers * sum(parts.matmul[name, count](tokens) + plain_sum for name in linear)
+
+    rest = measured[1] - tiled(1)
+    divided = min(rest, 2 * (rest - (measured[2] - tiled(2)))) if 2 in measured else rest
     sums = {lane: over(ranks, times) for lane, times in parts.sums.items()}
-    plain_sum = next(iter(sums.values()))(tokens)
 
     def saved(matmul: Times) -> float:
         cuts = [
             plan(tokens, Pipeline(matmul, times, parts.slowdown[lane], parts.slowdown[lane])).seconds
             for lane, times in sums.items()
         ]
-        return max(0.0, matmul(tokens) + plain_sum - min(cuts))
+        return max(0.0, matmul(tokens) + next(iter(sums.values()))(tokens) - min(cuts))
 
     o, down = (parts.matmul[name, ranks] for name in linear)
-    off = rest + layers * (o(tokens) + down(tokens) + 2 * plain_sum)
+    off = rest - divided + divided / ranks + tiled(ranks)
     mlp = together(parts.matmul["gate_up", ranks], down)
     return {
         "off": off,
@@ -437,9 +448,10 @@ def predicted_rows(
     link: str, took: Mapping[tuple[int, str], Sequence[float]], parts: Parts, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     rows = []
-    one_gpu = statistics.median(took[1, "off"])
+    measured = {ranks: statistics.median(times) for (ranks, way), times in took.items() if way == "off"}
+    one_gpu = measured[1]
     for ranks in PREDICTED:
-        found = predicted(parts, one_gpu, options.layers, options.tokens, ranks)
+        found = predicted(parts, measured, options.layers, options.tokens, ranks)
         for way, ours in found.items():
             peer, kind = (one_gpu, (1, "off")) if way == "off" else (found["off"], (ranks, "off, predicted"))
             row = _row(f"{_case(link, ranks, options)}, tiling {way}, predicted", 1e3 * ours, kind, 1e3 * peer)
@@ -447,21 +459,24 @@ def predicted_rows(
     return rows
 
 
-def measured_parts(link: str, options: argparse.Namespace) -> Parts | None:
-    """On two ranks; None if they did not come to their end."""
+def measured_parts(link: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What :func:`measure_parts` tells, on two ranks; None if they did not come to their end."""
     found: list[dict[str, Any]] = []
     if not world.run(measure_parts, 2, (link, options), LINKS[link], options.limit, found.append):
         print(f"first_token: the parts of a layer were not measured within {options.limit:.0f} s.", flush=True)
         return None
     (row,) = [one for one in found if "sums" in one]
+    return row
 
+
+def parts_of(raw: Mapping[str, Any]) -> Parts:
     def times(points: Sequence[Sequence[float]]) -> Times:
         return Times.measured([(int(rows), seconds) for rows, seconds in points])
 
     return Parts(
-        {(name, ranks): times(points) for name, ranks, points in row["matmul"]},
-        {lane: times(points) for lane, points in row["sums"]},
-        dict(row["slowdown"]),
+        {(name, ranks): times(points) for name, ranks, points in raw["matmul"]},
+        {lane: times(points) for lane, points in raw["sums"]},
+        dict(raw["slowdown"]),
     )
 
 

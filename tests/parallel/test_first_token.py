@@ -54,13 +54,24 @@ def parts(first_token: Any, matmul: Times, sums: Times, slowdown: float = 1.0) -
 def test_tiling_is_never_predicted_to_lose_or_to_hide_more_than_there_is(
     first_token: Any, matmul: Times, sums: Times, slowdown: float, ranks: int
 ) -> None:
-    one_gpu = 8 * 2 * matmul(TOKENS) + 0.5
-    found = first_token.predicted(parts(first_token, matmul, sums, slowdown), one_gpu, 8, TOKENS, ranks)
-    off, all_reduce = found["off"], first_token.over(ranks, sums)(TOKENS)
+    all_reduce = first_token.over(ranks, sums)(TOKENS)
+    of_one = 8 * 2 * matmul(TOKENS) + 0.5
+    found = first_token.predicted(parts(first_token, matmul, sums, slowdown), {1: of_one}, 8, TOKENS, ranks)
+    off = found["off"]
     one, two = (min(count * matmul(TOKENS), all_reduce) for count in (1, 2))
     assert off - 8 * 2 * one * (1 + 1e-9) <= found["auto"] <= off
     assert off - 8 * (one + two) * (1 + 1e-9) <= found["full"] <= off
-    assert off == pytest.approx(0.5 / ranks + 8 * 2 * (matmul(TOKENS) + first_token.over(ranks, sums)(TOKENS)))
+    assert off == pytest.approx(0.5 / ranks + 8 * 2 * (matmul(TOKENS) + all_reduce))
+
+
+def test_what_two_gpus_have_not_divided_more_do_not_divide(first_token: Any) -> None:
+    """0.1 s on every rank, 0.4 s of all of them together."""
+    matmul, sums = Times.affine(0, 1e-7), Times.affine(0, 2e-7)
+    layers = {ranks: 8 * 2 * (matmul(TOKENS) + first_token.over(ranks, sums)(TOKENS)) for ranks in (2, 8)}
+    measured = {1: 8 * 2 * matmul(TOKENS) + 0.5, 2: layers[2] + 0.3}
+    for ranks, rest in ((2, 0.3), (8, 0.15)):
+        found = first_token.predicted(parts(first_token, matmul, sums), measured, 8, TOKENS, ranks)
+        assert found["off"] == pytest.approx(rest + layers[ranks])
 
 
 def test_rows_compare_with_the_same_gpus_without_tiling(first_token: Any) -> None:
@@ -114,5 +125,6 @@ def test_every_engine_has_its_row(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
     assert report["complete"]
+    assert list(report["parts"]) == ["gloo"]
     assert [row["kind"] for row in report["rows"]] == ["measured"] * 4 + ["predicted"] * 9
     assert "Tiling-AllReduce: 4 row-parallel layers in" in done.stdout
