@@ -3,7 +3,7 @@
     python benchmarks/first_token.py --links nvlink host --json FILE     # on GPUs of one machine
     python benchmarks/first_token.py --links gloo --tiny --json FILE     # anywhere
 
-Real engines (vLLM's LLM) of a model with the layers of an 8B Llama, random weights, and fewer of those layers
+Real engines (vLLM's LLM) of a model with the layers of an 8B or 70B Llama, random weights, and fewer of those layers
 (--layers), so that what is outside them weighs more than it would in the whole model. One prompt at a time, in one
 step; the time is from asking to the answer of one token. The engines of a link, which are
 
@@ -53,13 +53,23 @@ from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
 from fastattention_vllm.parallel.plan import even, plan
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
+MODELS = {
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+    },
+    "70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+    },
 }
 TINY = {
     "hidden_size": 128,
@@ -69,7 +79,7 @@ TINY = {
     "head_dim": 32,
     "vocab_size": 1000,
 }
-OF_THE_MODEL = 32
+OF_THE_MODEL = {"8B": 32, "70B": 80}
 """Layers of the whole one."""
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"tiling_all_reduce": "off"},
@@ -89,6 +99,7 @@ def main() -> int:
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="GPUs of an engine")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["off", "auto", "full"])
+    parser.add_argument("--model", choices=list(MODELS), default="8B")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--least-tokens", type=int, default=2048, help="tiling_min_tokens")
@@ -310,7 +321,7 @@ def save_config(folder: Path, options: argparse.Namespace) -> Path:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    (folder / "config.json").write_text(json.dumps(config | (TINY if options.tiny else LLAMA_8B)))
+    (folder / "config.json").write_text(json.dumps(config | (TINY if options.tiny else MODELS[options.model])))
     return folder
 
 
@@ -356,8 +367,8 @@ def rows_of(
 
 
 def _case(link: str, ranks: int, options: argparse.Namespace) -> str:
-    model = "tiny" if options.tiny else "8B"
-    of = "" if options.tiny else f" of {OF_THE_MODEL}"
+    model = "tiny" if options.tiny else options.model
+    of = "" if options.tiny else f" of {OF_THE_MODEL[model]}"
     return (
         f"{model} layers, {options.layers}{of}, {options.tokens} tokens, {ranks} ranks, {link}, "
         f"{'graphs' if options.graphs else 'eager'}"
@@ -484,7 +495,7 @@ def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace]) 
     """One rank."""
     link, options = said
     here = join(rank, folder, link, lanes_of(link), 2)
-    shape = TINY if options.tiny else LLAMA_8B
+    shape = TINY if options.tiny else MODELS[options.model]
     hidden, wide = shape["hidden_size"], shape["intermediate_size"]
     attended = shape["num_attention_heads"] * shape["head_dim"]
     numbers = [rows for rows in calibrate.row_counts(options.tokens) if rows <= options.tokens]

@@ -20,7 +20,7 @@ from tests.parallel.models import AFFINE_TIMES, TIMES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TOKENS = 8192
-OPTIONS = argparse.Namespace(tiny=False, layers=8, tokens=TOKENS, graphs=False)
+OPTIONS = argparse.Namespace(tiny=False, model="8B", layers=8, tokens=TOKENS, graphs=False)
 
 
 @pytest.fixture(scope="module")
