@@ -160,7 +160,7 @@ class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
 class CpuSide:
     """The "device" beside the host is the host itself: two pools, the same steps."""
 
-    pin = False
+    pin = None
     host_backend = HostLayerBackend
 
     def __init__(self, vllm_config: Any) -> None:

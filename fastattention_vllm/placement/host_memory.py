@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from fastattention_vllm.attention import cpu_memory
+from fastattention_vllm.placement.pinning import Pinning
 
 GIB = 1 << 30
 HUGE_PAGE = 2 << 20
@@ -51,15 +52,15 @@ def read_text(path: Path, absent: str) -> str:
 
 
 def commit(
-    size: int, nodes: Sequence[int] = (), *, pin: bool = False
+    size: int, nodes: Sequence[int] = (), *, pin: Pinning | None = None
 ) -> tuple[torch.Tensor, list[cpu_memory.Placement]]:
     """``[size]`` uint8 zeros in huge pages on the NUMA ``nodes``, all of it touched; freed with the last view of it.
 
-    With ``pin`` it is registered with CUDA, so that GPUs copy to and from it at full speed and address it themselves.
+    With ``pin`` it is made known to the device, which then copies to and from it at full speed.
 
     Raises:
-        MemoryError: the machine or the cgroup has less, or CUDA may not pin that much; the text says how much could be
-            had. Nothing is kept then.
+        MemoryError: the machine or the cgroup has less, or the device's driver may not pin that much; the text says how
+            much could be had. Nothing is kept then.
     """
     whole = -(-size // HUGE_PAGE) * HUGE_PAGE
     try:
@@ -77,26 +78,17 @@ def commit(
             raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be had")
         placements.append(cpu_memory.place(begin + offset, step, nodes, discard=True))
     if pin:
-        _register(begin, whole)
+        pin.register(begin, whole)
     memory = (c_char * size).from_address(begin)
     # Not at exit: threads may still read, and the kernel frees it anyway.
-    weakref.finalize(memory, _drop, mapping, begin if pin else None).atexit = False
+    weakref.finalize(memory, _drop, mapping, begin, pin).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8), placements
 
 
-def _register(address: int, size: int) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-    if int(status) != 0:
-        raise MemoryError(
-            f"CUDA could not pin {size / GIB:.2f} GiB of host memory (error {int(status)}); a limit of locked memory "
-            "(ulimit -l) may be too low"
-        )
-
-
-def _drop(mapping: mmap.mmap, registered: int | None) -> None:
+def _drop(mapping: mmap.mmap, begin: int, pin: Pinning | None) -> None:
     """Holds ``mapping`` until it is called; the last reference unmaps."""
-    if registered is not None:
-        torch.cuda.cudart().cudaHostUnregister(registered)
+    if pin:
+        pin.unregister(begin)
 
 
 def _wait_for(size: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 from fastattention_vllm.attention import cpu_memory
 from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.host_memory import GIB
+from fastattention_vllm.placement.pinning import Pinning
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,21 @@ def assign_slabs(tables: Sequence[Sequence[str]]) -> dict[str, int]:
 
 
 def create(
-    shapes: Mapping[str, PageShape], slabs: Mapping[str, int], budget: int, nodes: Sequence[int] = (), *, pin: bool
+    shapes: Mapping[str, PageShape],
+    slabs: Mapping[str, int],
+    budget: int,
+    nodes: Sequence[int] = (),
+    *,
+    pin: Pinning | None,
 ) -> HostPool:
-    """Commit, place and (for a GPU) pin the memory of all host layers.
+    """Commit, place and (beside a device) pin the memory of all host layers.
 
     Args:
         shapes: of each layer, by name.
         slabs: of each layer (:func:`assign_slabs`).
         budget: bytes that may be taken.
         nodes: NUMA nodes for it; several are used in turn.
-        pin: register it with CUDA, for transfers at full speed.
+        pin: how it is made known to the device, for transfers at full speed.
 
     Raises:
         MemoryError: more than ``budget``, more than the machine has, or more than may be pinned; one sentence.
@@ -84,4 +90,4 @@ def create(
         begin = offsets[slabs[name]]
         flat = memory[begin : begin + shape.nbytes].view(shape.dtype)
         caches[name] = flat.view(shape.num_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_size)
-    return HostPool(memory, caches, placements, pin)
+    return HostPool(memory, caches, placements, pin is not None)

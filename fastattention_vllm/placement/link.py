@@ -117,17 +117,18 @@ class LocalLink(Link):
         pass
 
 
-class CudaLink(Link):
-    """A GPU, through torch's streams. Host memory is pinned, and addressed by the GPU at the same addresses."""
+class StreamLink(Link):
+    """A device of torch's that has streams: copies run on two of their own, beside the computation."""
 
     beside = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.up = torch.cuda.Stream(device)
-        self.down = torch.cuda.Stream(device)
+        self.runtime: Any = torch.get_device_module(device)
+        self.up = self.runtime.Stream(device)
+        self.down = self.runtime.Stream(device)
         self._pinned: dict[str, torch.Tensor] = {}
-        self._fetches: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]], torch.Tensor | None]] = {}
+        self._fetches: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def start_to_host(self, *tensors: torch.Tensor) -> Any:
         packed = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)  # one transfer instead of several
@@ -155,55 +156,75 @@ class CudaLink(Link):
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def visible(self, cache: torch.Tensor) -> torch.Tensor:
-        view: torch.Tensor = torch.as_tensor(_HostMemory(cache), device=self.device)
-        assert view.data_ptr() == cache.data_ptr(), "the host pool was copied instead of mapped"
-        return view.view(cache.dtype).view(cache.shape)
-
     def staging(self, like: torch.Tensor, blocks: int) -> torch.Tensor:
         return torch.zeros(blocks, *like.shape[1:], dtype=like.dtype, device=self.device)
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def mark(self) -> Any:
+        event = self.runtime.Event()
         event.record()
         return event
 
     def fetch(self, cache: torch.Tensor, blocks: torch.Tensor, target: torch.Tensor, after: Sequence[Any]) -> Any:
-        with torch.cuda.stream(self.up):
+        with self.runtime.stream(self.up):
             for point in after:
                 self.up.wait_event(point)
-            runs, rows = self._how_to_fetch(blocks)
-            if rows is None:
-                for begin, first, count in runs:
-                    target[begin : begin + count].copy_(cache[first : first + count], non_blocking=True)
-            else:
-                words = self.visible(cache).view(torch.int64).flatten(1)
-                torch.index_select(words, 0, rows, out=target[: len(blocks)].view(torch.int64).flatten(1))
+            self._copy(cache, target, self._how_to_fetch(blocks))
             return self.mark()
 
-    def _how_to_fetch(self, blocks: torch.Tensor) -> tuple[list[tuple[int, int, int]], torch.Tensor | None]:
-        """Runs, or if there are too many, the blocks on the device. All layers of a step fetch the same ones."""
+    def _how_to_fetch(self, blocks: torch.Tensor) -> Any:
+        """All layers of a step fetch the same ones."""
         kept = self._fetches.get(id(blocks))
         if kept is None:
-            runs = _runs(blocks)
-            rows = blocks.pin_memory().to(self.device, non_blocking=True) if len(runs) > FEW_RUNS else None
             if len(self._fetches) >= MOST_KEPT:
                 self._fetches.clear()
-            kept = self._fetches[id(blocks)] = (blocks, runs, rows)  # with the tensor, so that its id stays its own
-        return kept[1], kept[2]
+            # With the tensor, so that its id stays its own.
+            kept = self._fetches[id(blocks)] = (blocks, self._plan(blocks))
+        return kept[1]
+
+    @abstractmethod
+    def _plan(self, blocks: torch.Tensor) -> Any:
+        """How the ``blocks`` (int64, on the host) of any cache are copied, found once for all layers."""
+
+    @abstractmethod
+    def _copy(self, cache: torch.Tensor, target: torch.Tensor, plan: Any) -> None:
+        """Begin to copy as :meth:`_plan` says, from a host cache to the first rows of ``target``."""
 
     def writing(self) -> AbstractContextManager[Any]:
         self.down.wait_event(self.mark())
-        return torch.cuda.stream(self.down)
+        stream: AbstractContextManager[Any] = self.runtime.stream(self.down)
+        return stream
 
     def written(self) -> Any:
         return self.down.record_event()
 
     def wait(self, point: Any) -> None:
-        torch.cuda.current_stream().wait_event(point)
+        self.runtime.current_stream().wait_event(point)
 
     def wait_on_host(self, point: Any) -> None:
         point.synchronize()
+
+
+class CudaLink(StreamLink):
+    """An NVIDIA GPU. Host memory is pinned, and addressed by the GPU at the same addresses."""
+
+    def visible(self, cache: torch.Tensor) -> torch.Tensor:
+        view: torch.Tensor = torch.as_tensor(_HostMemory(cache), device=self.device)
+        assert view.data_ptr() == cache.data_ptr(), "the host pool was copied instead of mapped"
+        return view.view(cache.dtype).view(cache.shape)
+
+    def _plan(self, blocks: torch.Tensor) -> tuple[list[tuple[int, int, int]], torch.Tensor | None]:
+        """Runs, or if there are too many, the blocks on the device."""
+        runs = runs_of(blocks, FEW_RUNS + 1)
+        rows = blocks.pin_memory().to(self.device, non_blocking=True) if len(runs) > FEW_RUNS else None
+        return runs, rows
+
+    def _copy(self, cache: torch.Tensor, target: torch.Tensor, plan: Any) -> None:
+        runs, rows = plan
+        if rows is None:
+            copy_runs(cache, target, runs)
+        else:
+            words = self.visible(cache).view(torch.int64).flatten(1)
+            torch.index_select(words, 0, rows, out=target[: len(rows)].view(torch.int64).flatten(1))
 
 
 class _HostMemory:
@@ -220,10 +241,19 @@ class _HostMemory:
         self._tensor = tensor
 
 
-def _runs(blocks: torch.Tensor) -> list[tuple[int, int, int]]:
-    """``(begin, first block, count)`` of the runs of ascending neighbours in ``blocks``; at most FEW_RUNS + 1."""
-    breaks = (torch.diff(blocks) != 1).nonzero().flatten()[:FEW_RUNS] + 1
+def copy_runs(cache: torch.Tensor, target: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Begin to copy :func:`runs_of` blocks of ``cache`` to the first rows of ``target``."""
+    for begin, first, count in runs:
+        target[begin : begin + count].copy_(cache[first : first + count], non_blocking=True)
+
+
+def runs_of(blocks: torch.Tensor, most: int | None = None) -> list[tuple[int, int, int]]:
+    """``(begin, first block, count)`` of the runs of ascending neighbours in ``blocks``.
+
+    No more than ``most``, the last of which is then the rest, whatever it holds.
+    """
+    breaks = (torch.diff(blocks) != 1).nonzero().flatten()[: None if most is None else most - 1] + 1
     starts = [0, *breaks.tolist()]
-    return [
-        (begin, int(blocks[begin]), end - begin) for begin, end in zip(starts, [*starts[1:], len(blocks)], strict=True)
-    ]
+    firsts = blocks[starts].tolist()
+    ends = [*starts[1:], len(blocks)]
+    return [(begin, first, end - begin) for begin, first, end in zip(starts, firsts, ends, strict=True)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.placement import calibrate, cooperative, host_memory, link
 from fastattention_vllm.placement.cooperative import Lane, Share
+from fastattention_vllm.placement.pinning import CudaPinning
 from tests.placement.world import Model, Request, World
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
@@ -37,7 +38,7 @@ def world_of(model: Model, share: float, seed: int, kernels: str = "flash") -> W
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    memory, _ = host_memory.commit(torch.Size(shape).numel() * dtype.itemsize, pin=True)
+    memory, _ = host_memory.commit(torch.Size(shape).numel() * dtype.itemsize, pin=CudaPinning())
     return memory.view(dtype).view(shape)
 
 

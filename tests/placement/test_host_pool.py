@@ -32,7 +32,7 @@ def test_layers_have_their_pages_to_themselves_but_for_those_of_other_block_tabl
     shapes = {name: shape for row, of in zip(names, tables, strict=True) for name, shape in zip(row, of, strict=True)}
     slabs = assign_slabs(names)
     budget = sum(max(of[slab].nbytes for of in tables if len(of) > slab) for slab in range(max(map(len, tables))))
-    pool = host_pool.create(shapes, slabs, budget, pin=False)
+    pool = host_pool.create(shapes, slabs, budget, pin=None)
     assert pool.memory.nbytes == budget, "each slab is as large as its largest layer, and there is nothing else"
     ranges = {}
     for name, shape in shapes.items():
@@ -66,7 +66,7 @@ def test_more_than_the_budget_is_refused_in_one_sentence_before_any_is_taken(mon
     shapes = {"a": shape(1000), "b": shape(1000)}
     budget = 2 * shapes["a"].nbytes - 1
     with pytest.raises(MemoryError, match="raise host_kv_gib or lower the number of blocks") as caught:
-        host_pool.create(shapes, {"a": 0, "b": 1}, budget, pin=False)
+        host_pool.create(shapes, {"a": 0, "b": 1}, budget, pin=None)
     text = str(caught.value)
     assert "needs 0.03 GiB (1000 blocks, 2 slabs), but 0.03 GiB of host memory may be used" in text
     assert "\n" not in text
@@ -77,11 +77,11 @@ def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(host_memory, "PATIENCE", 0.0)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
     with pytest.raises(MemoryError, match=r"^the host layers' KV cache needs 0\.02 GiB, but only 0\.00 of 0\.02 GiB"):
-        host_pool.create({"a": shape(1000)}, {"a": 0}, 1 << 40, pin=False)
+        host_pool.create({"a": shape(1000)}, {"a": 0}, 1 << 40, pin=None)
 
 
 def test_the_memory_lives_as_long_as_a_cache_is_used() -> None:
-    pool = host_pool.create({"a": shape(1000), "b": shape(1000)}, {"a": 0, "b": 1}, 1 << 40, pin=False)
+    pool = host_pool.create({"a": shape(1000), "b": shape(1000)}, {"a": 0, "b": 1}, 1 << 40, pin=None)
     cache = pool.caches["b"]
     del pool
     gc.collect()

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention_vllm.placement.link import FEW_RUNS, LocalLink, _runs
+from fastattention_vllm.placement.link import FEW_RUNS, LocalLink, runs_of
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=80), st.integers(1, 5))
 def test_runs_are_those_of_ascending_neighbours(starts: list[int], length: int) -> None:
     """Put together they are the blocks again, and none could have gone on; past the limit, the last is the rest."""
     blocks = [start + i for start in starts for i in range(length)]
-    runs = _runs(torch.tensor(blocks))
+    runs = runs_of(torch.tensor(blocks), FEW_RUNS + 1)
     naive = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1)]
     assert [begin for begin, _, _ in runs] == naive[: FEW_RUNS + 1]
     assert [first for _, first, _ in runs] == [blocks[begin] for begin in naive[: FEW_RUNS + 1]]
