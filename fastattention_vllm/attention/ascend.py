@@ -73,8 +73,9 @@ def can_run(problem: AttentionProblem) -> str | None:
     multiple = 32 if key.dtype == torch.int8 else 16
     if size % multiple or size > MOST_HEAD_SIZE:
         return f"head size {size} is not a multiple of {multiple} up to {MOST_HEAD_SIZE}."
+    masked = problem.causal or max(problem.window) >= 0
     wrong = [(q, kv) for q, kv in zip(new, lengths, strict=True) if q > kv]
-    if wrong:
+    if masked and wrong:
         return f"a sequence has {wrong[0][0]} query tokens but only {wrong[0][1]} keys."
     if size in TND_HEAD_SIZES and (len(lengths) > TND_MOST_SEQUENCES or starts[-1] > TND_MOST_TOKENS):
         return f"{len(lengths)} sequences of {starts[-1]} tokens; at most {TND_MOST_SEQUENCES} of {TND_MOST_TOKENS}."

@@ -77,7 +77,7 @@ class Batch:
     slot_mapping: torch.Tensor
     """``[num_tokens]`` int64."""
     device_slots: torch.Tensor
-    """The same, on the device."""
+    """The same, where the device's ``write_kv`` takes them: on the device, or for an NPU's copies on the host."""
     causal: bool = True
 
 

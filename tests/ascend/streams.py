@@ -1,0 +1,127 @@
+"""Streams and events of an NPU that is not there: copies happen as late as somebody waits for them.
+
+``runtime`` stands for ``torch.npu``. What is computed is computed at once; a copy that was asked for without blocking
+waits in its stream until an event behind it is waited for, and reads its source only then. As torch_npu does, it is put
+off only if both ends are contiguous and of one dtype: anything else is an AssertionError here, because torch_npu then
+goes on with numbers that have not arrived.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention_vllm.placement import link
+
+
+class Stream:
+    def __init__(self, device: Any = None) -> None:
+        self.waiting: collections.deque[Callable[[], object]] = collections.deque()
+        self.asked = 0
+        self.done = 0
+
+    def ask(self, action: Callable[[], object]) -> None:
+        self.waiting.append(action)
+        self.asked += 1
+
+    def reach(self, point: int) -> None:
+        while self.done < point:
+            self.done += 1
+            self.waiting.popleft()()
+
+    def wait_event(self, event: Event) -> None:
+        if self is runtime.main:
+            event.synchronize()
+        else:
+            self.ask(event.synchronize)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.reach(self.asked)
+
+
+class Event:
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or runtime.current_stream()
+        self.point = self.stream.asked
+
+    def synchronize(self) -> None:
+        self.stream.reach(self.point)
+
+
+class Runtime:
+    Stream = Stream
+    Event = Event
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.main = Stream()
+        self.current = self.main
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def current_device(self) -> int:
+        return 0
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+runtime = Runtime()
+
+
+@pytest.fixture
+def npu_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """For ``torch.npu``, pinned memory and copies without blocking, where tensors are on the CPU."""
+    runtime.reset()
+    copy, empty, to = torch.Tensor.copy_, torch.empty, torch.Tensor.to
+
+    def copy_later(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking:
+            return copy(self, source)
+        assert self.is_contiguous(), "a copy between host and NPU needs a contiguous target"
+        assert source.is_contiguous(), "a copy between host and NPU needs a contiguous source"
+        assert self.dtype == source.dtype
+        assert self.shape == source.shape
+        runtime.current.ask(functools.partial(copy, self, source))
+        return self
+
+    def to_later(self: torch.Tensor, *arguments: Any, non_blocking: bool = False, **named: Any) -> torch.Tensor:
+        if not non_blocking or runtime.current is runtime.main:
+            return to(self, *arguments, **named)
+        there = torch.empty(self.shape, dtype=self.dtype)
+        there.fill_(-1 if not self.dtype.is_floating_point else float("nan"))
+        return copy_later(there, self, non_blocking=True)
+
+    def empty_unpinned(*size: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        return empty(*size, **named)
+
+    patch.setattr(torch, "get_device_module", lambda device: runtime)
+    patch.setattr(torch.Tensor, "copy_", copy_later)
+    patch.setattr(torch.Tensor, "to", to_later)
+    patch.setattr(link.torch, "empty", empty_unpinned)

@@ -1,0 +1,211 @@
+"""An NPU's host layers against float64: its copies, its operator over what comes up, the CPU's kernels beside it.
+
+The operator is ours, on the CPU, and asserts the documented limits; streams stand in that copy as late as they may.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.placement import cooperative, npu
+from fastattention_vllm.placement.cooperative import Lane, Share
+from tests.ascend import operator as ascend_operator
+from tests.ascend.streams import npu_streams, stand_in  # noqa: F401  a fixture
+from tests.ascend.test_attention import bound  # noqa: F401  a fixture
+from tests.attention.oracle import attention
+from tests.placement.conftest import exact_weights  # noqa: F401  a fixture
+from tests.placement.world import Model, Request, World
+
+pytestmark = pytest.mark.usefixtures("exact_weights")
+NPU = torch.device("cpu")
+MODELS = st.builds(
+    Model,
+    num_heads=st.sampled_from([4, 8]),
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+    head_size=st.sampled_from([64, 128]),
+    page_size=st.sampled_from([1, 4, 16]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    window=st.sampled_from([None, None, 1, 5, 30, 200]),
+)
+
+
+def world_of(model: Model, share: float, seed: int) -> World:
+    return World(model, 3, 600, Lane(npu.NpuLink(NPU), npu, share=Share(share)), seed)
+
+
+def some_steps(world: World, numbers: random.Random) -> None:
+    """Requests come, begin with what others have computed or just compute, and go on."""
+    requests: list[Request] = []
+    for _ in range(4):
+        works = []
+        for request in requests:
+            left = request.tokens - request.done
+            if left:
+                works.append(world.work(request, min(left, numbers.choice([1, 1, 5, 40]))))
+        if len(works) < 3:
+            like = numbers.choice(requests) if requests and numbers.random() < 0.5 else None
+            shared = like.done // world.model.page_size if like else 0
+            request = world.request(shared * world.model.page_size + numbers.randint(1, 80), like, shared)
+            requests.append(request)
+            works.append(world.work(request, min(request.tokens - request.done, numbers.choice([3, 20, 80]))))
+        numbers.shuffle(works)
+        world.attend(works)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    model=MODELS,
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    blocks_per_part=st.sampled_from([1, 3, 40]),
+    seed=st.integers(0, 1000),
+)
+def test_steps_equal_attention_over_the_whole_history(
+    model: Model, share: float, blocks_per_part: int, seed: int
+) -> None:
+    """Caches hold NaN where nothing was written, and what a copy reads late may be overwritten by then."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
+        patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block)
+        patch.setattr(cooperative, "LEAST_SHARE", 1)
+        some_steps(world_of(model, share, seed), random.Random(seed))
+
+
+@pytest.mark.parametrize("window", [-1, 0, 3, 30, 500])
+@pytest.mark.parametrize(("new", "tokens"), [(1, 1), (1, 90), (7, 90), (90, 90), (90, 20), (90, 1)])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_more_queries_than_keys_that_came_up(head_size: int, new: int, tokens: int, window: int) -> None:
+    """The last query stands on the last key, the first ones may stand before all of them."""
+    numbers = torch.Generator().manual_seed(0)
+    page = 16
+    blocks = -(-tokens // page)
+    rows = torch.randn(blocks + 2, 2, page, 2 * head_size, generator=numbers).half()
+    key, value = rows.transpose(1, 2).chunk(2, dim=-1)
+    problem = AttentionProblem(
+        query=torch.randn(new, 4, head_size, generator=numbers).half(),
+        key=key,
+        value=value,
+        query_start_loc=torch.tensor([0, new], dtype=torch.int32),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        scale=0.1,
+        causal=False,
+        block_table=torch.randperm(blocks + 2, generator=numbers).int()[None, :blocks],
+        window=(window, -1),
+    )
+    out, lse = npu.run(problem, return_lse=True)
+    expected, expected_lse = attention(problem)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-11, atol=1e-6)
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
+
+
+def test_a_window_is_one_call_for_those_that_see_all_and_one_for_the_others() -> None:
+    rows = torch.randn(8, 2, 16, 256).half()
+    key, value = rows.transpose(1, 2).chunk(2, dim=-1)
+    for window, modes in ((-1, [0]), (1000, [0]), (80, [0, 4]), (10, [4])):
+        ascend_operator.calls.clear()
+        npu.run(
+            AttentionProblem(
+                query=torch.randn(60, 4, 128).half(),
+                key=key,
+                value=value,
+                query_start_loc=torch.tensor([0, 60], dtype=torch.int32),
+                seq_lens=torch.tensor([100], dtype=torch.int32),
+                scale=0.1,
+                causal=False,
+                block_table=torch.arange(8, dtype=torch.int32)[None],
+                window=(window, -1),
+            )
+        )
+        assert [call["sparse_mode"] for call in ascend_operator.calls] == modes
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    page=st.sampled_from([1, 2, 8]),
+    begin=st.integers(0, 20),
+    count=st.integers(1, 50),
+    left_out=st.sets(st.integers(0, 49), max_size=3),
+    heads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_stored_at_their_places_and_nowhere_else(
+    page: int, begin: int, count: int, left_out: set[int], heads: int, seed: int
+) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    cache = torch.full((80, heads, page, 16), math.nan)
+    blocks = torch.randperm(80, generator=numbers)
+    if seed % 2:
+        blocks = torch.arange(80)
+    positions = torch.arange(begin, begin + count)
+    slots = blocks[positions // page] * page + positions % page
+    slots[[index for index in left_out if index < count]] = -1
+    key, value = torch.randn(2, count, heads, 8, generator=numbers)
+    expected = cache.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[slot // page, :, slot % page] = torch.cat([key[row], value[row]], -1)
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        link = npu.NpuLink(NPU)
+        with link.writing():
+            npu.write_kv(key, value, *cache.transpose(1, 2).chunk(2, dim=-1), slots)
+            written = link.written()
+        assert cache.isnan().all(), "stored on the side of the computation"
+        link.wait(written)
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("npu_streams")
+def test_whole_pages_that_are_neighbours_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, *given, **named: copies.append(self.nbytes) or copy(self, *given, **named)
+    )
+    cache = torch.zeros(40, 2, 8, 32)
+    blocks = [7, 3, 4, 5, 20, 21, 9]
+    slots = torch.tensor(list(itertools.chain(*(range(8 * block, 8 * block + 8) for block in blocks))))[5:-2]
+    key, value = torch.randn(2, len(slots), 2, 16)
+    npu.write_kv(key, value, *cache.transpose(1, 2).chunk(2, dim=-1), slots)
+    row = 32 * 4
+    assert copies == [3 * row, 3 * row, 3 * 16 * row, 2 * 16 * row, 6 * row, 6 * row]
+
+
+def test_caches_that_are_not_halves_of_pages_are_refused() -> None:
+    key, value = torch.zeros(2, 4, 8, 2, 16)
+    with pytest.raises(AssertionError, match="side by side"):
+        npu.write_kv(torch.zeros(1, 2, 16), torch.zeros(1, 2, 16), key, value, torch.tensor([0]))
+
+
+@pytest.mark.usefixtures("npu_streams")
+def test_copies_to_the_host_are_complete_when_they_arrive() -> None:
+    """And come back to the device in the order of the computation."""
+    link: Any = npu.NpuLink(NPU)
+    one, other = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    first = link.arrive(link.start_to_host(one, other))
+    assert torch.equal(first[0], one)
+    assert torch.equal(first[1], other)
+    assert link.host_buffer("out", (3, 4), torch.float32).shape == (3, 4)
+
+
+@pytest.mark.usefixtures("npu_streams")
+def test_every_block_comes_up_whatever_its_neighbours_are() -> None:
+    link = npu.NpuLink(NPU)
+    cache = torch.randn(300, 2, 4, 8)
+    blocks = torch.randperm(300)[:200]
+    target = link.staging(cache, 250)
+    point = link.fetch(cache, blocks, target, [link.mark()])
+    assert not target.any(), "begun, not waited for"
+    link.wait(point)
+    assert torch.equal(target[:200], cache[blocks])
+    assert not target[200:].any()
