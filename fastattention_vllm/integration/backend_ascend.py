@@ -16,6 +16,8 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionBackend, AscendAtt
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration import host_layers
+from fastattention_vllm.integration.ascend_side import AscendHostMetadataBuilder, AscendSide
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
@@ -83,8 +85,7 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
         options = options_of(self.vllm_config)
         if options.tiling_all_reduce != "off":
             raise Refusal(f'tiling_all_reduce {options.tiling_all_reduce} is not part of the NPU path; leave it "off".')
-        if options.host_kv_layers not in ("auto", 0, []):
-            raise Refusal(f"host_kv_layers {options.host_kv_layers} is not part of the NPU path; leave it out.")
+        host_layers.place(self.vllm_config, AscendSide(self.vllm_config, HostLayerAscendBackend))
 
     def forward_fused_infer_attention(
         self,
@@ -101,12 +102,12 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
                 query, key, value, attn_metadata, output, kv_cache
             )
             return theirs
-        problem = self.problem(query, key, value, attn_metadata, kv_cache)
+        problem = self.step(query, key, value, attn_metadata, kv_cache)
         out, _ = ascend.run(problem)
         output[: len(out)] = out
         return output
 
-    def problem(
+    def step(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: AscendMetadata, kv_cache: Any
     ) -> AttentionProblem:
         """vllm-ascend's metadata in our words: of new sequences the tokens of this step, else the layer's cache."""
@@ -123,15 +124,34 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
             lengths = torch.tensor(attn_metadata.seq_lens_list[: len(ends)], dtype=torch.int32)
             shape = (-1, page, self.num_kv_heads, self.head_size)
             where = {"key": key.view(shape), "value": value.view(shape), "block_table": table[: len(ends)]}
-        return AttentionProblem(
-            query=query[:real],
-            query_start_loc=starts,
-            seq_lens=lengths,
-            scale=self.scale,
-            causal=attn_metadata.causal,
-            window=(-1 if self.sliding_window is None else self.sliding_window, -1),
-            **where,
+        return self.problem(
+            None, query=query[:real], query_start_loc=starts, seq_lens=lengths, causal=attn_metadata.causal, **where
         )
+
+    @property
+    def host_window(self) -> int | None:
+        """Of the class, so that layers whose class vllm-ascend replaces do not have it."""
+        return self.sliding_window
+
+    def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
+        """One with this layer's scale and window; ``parts`` are the tensors of the batch, or say otherwise."""
+        window = (-1 if self.sliding_window is None else self.sliding_window, -1)
+        return AttentionProblem(**({"scale": self.scale, "window": window} | parts))
+
+    def scales(self, layer: Any) -> tuple[float, float]:
+        return (1.0, 1.0)
+
+    def merges(self) -> bool:
+        return True
+
+    def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype:
+        return kv_cache.dtype
+
+    def why_not_on_host(self) -> str | None:
+        """What keeps such layers on the NPU, or None."""
+        if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+            return f"--kv-cache-dtype {self.kv_cache_dtype}"
+        return self.theirs
 
     def _why_theirs(self) -> str | None:
         if self.sinks is not None:
@@ -155,3 +175,11 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
             causal=True,
             block_table=torch.zeros(1, 1, dtype=torch.int32, device="meta"),
         )
+
+
+class HostLayerAscendBackend(FastAttentionAscendBackend):
+    """Of host layers: another backend class gets metadata of its own."""
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return AscendHostMetadataBuilder

@@ -15,8 +15,9 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, host_layers, row_parallel
+from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
 from fastattention_vllm.integration.attention_rows import row_blocks
-from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
+from fastattention_vllm.integration.cuda_side import CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
 
 
@@ -134,4 +135,4 @@ class HostLayerFlashBackend(FastAttentionFlashBackend):
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
-        return CudaHostMetadataBuilder
+        return HostMetadataBuilder

@@ -24,8 +24,9 @@ from fastattention_vllm.attention import volta
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, partial_floats
 from fastattention_vllm.integration import compat, host_layers, row_parallel, support
+from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
-from fastattention_vllm.integration.cuda_side import CudaHostMetadataBuilder, CudaSide, preferred_block_size
+from fastattention_vllm.integration.cuda_side import CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
@@ -175,7 +176,7 @@ class HostLayerVoltaBackend(FastAttentionVoltaBackend):
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
-        return CudaHostMetadataBuilder
+        return HostMetadataBuilder
 
 
 class FastAttentionVoltaImpl(FastAttentionImpl):

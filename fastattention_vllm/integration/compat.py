@@ -131,11 +131,15 @@ def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor
     return tokens_first[..., :head_size], tokens_first[..., head_size:]
 
 
-def kv_cache_of(layer: Any) -> torch.Tensor:
-    """The cache that vLLM bound to a layer; <= 0.19: in a list, one for each of its pipeline's virtual engines."""
+def kv_caches_of(layer: Any) -> tuple[torch.Tensor, ...]:
+    """The cache that vLLM bound to a layer: one tensor, or under vllm-ascend one for K and one for V.
+
+    <= 0.19: in a list, one for each of its pipeline's virtual engines.
+    """
     kv_cache: Any = layer.kv_cache
-    tensor: torch.Tensor = kv_cache[0] if isinstance(kv_cache, list | tuple) else kv_cache
-    return tensor
+    if isinstance(kv_cache, tuple):
+        return kv_cache
+    return (kv_cache[0] if isinstance(kv_cache, list) else kv_cache,)
 
 
 def num_blocks_of(kv_cache: torch.Tensor) -> int:
@@ -144,17 +148,21 @@ def num_blocks_of(kv_cache: torch.Tensor) -> int:
 
 
 def extend_gpu_worker(find: Callable[[Any], Any]) -> None:
-    """Let host layers have their say in how many blocks there are, and take their memory when vLLM takes its own.
-
-    All versions: vLLM offers no hook for either on GPUs, and a worker class of our own would have to be asked for with
-    --worker-cls. Done in the worker process, only if there are host layers; to be removed when a KV cache spec or a
-    platform may say where a layer's cache lies.
-    """
+    """As :func:`extend_worker`, on NVIDIA GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(Worker, "_fastattention_find"):
+    extend_worker(Worker, find)
+
+
+def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
+    """Let host layers have their say in how many blocks there are, and take their memory when vLLM takes its own.
+
+    All versions: vLLM offers no hook for either on GPUs and NPUs, and a worker class of our own would have to be asked
+    for with --worker-cls. Done in the worker process, only if there are host layers; to be removed when a KV cache spec
+    or a platform may say where a layer's cache lies.
+    """
+    if hasattr(worker, "_fastattention_find"):
         return
-    worker: Any = Worker
     worker._fastattention_find = staticmethod(find)
     determine, initialize = worker.determine_available_memory, worker.initialize_from_config
 

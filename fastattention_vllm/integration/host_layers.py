@@ -29,6 +29,7 @@ from fastattention_vllm.placement.cooperative import MAX_SHORT, Batch, Device, H
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.link import Link
+from fastattention_vllm.placement.pinning import Pinning
 from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class DeviceLayer(Protocol):
 class DeviceSide(Protocol):
     """One kind of device beside the host."""
 
-    pin: bool
+    pin: Pinning | None
+    """None if the "device" is the host itself."""
     host_backend: type[Any]
     """The ``AttentionBackend`` of host layers, whose builder makes :class:`HostMetadata`."""
 
@@ -321,15 +323,15 @@ def find(vllm_config: VllmConfig) -> HostLayers | None:
 
 def page_shape(host: Any, target: Any) -> PageShape:
     """A host layer's pages are like those of the layer it points to."""
-    kv_cache = compat.kv_cache_of(target)
-    blocks = compat.num_blocks_of(kv_cache)
+    caches = compat.kv_caches_of(target)
+    blocks = compat.num_blocks_of(caches[0])
     heads, head_size = host.impl.num_kv_heads, host.impl.head_size
     return PageShape(
         num_blocks=blocks,
-        block_size=kv_cache.numel() // (blocks * heads * 2 * head_size),
+        block_size=sum(cache.numel() for cache in caches) // (blocks * heads * 2 * head_size),
         num_kv_heads=heads,
         head_size=head_size,
-        dtype=host.impl.inner.cache_dtype(kv_cache),
+        dtype=host.impl.inner.cache_dtype(caches[0]),
     )
 
 

@@ -323,10 +323,9 @@ def test_float32_stops_the_start(config: SimpleNamespace) -> None:
         Engine(config)
 
 
-@pytest.mark.parametrize("option", [{"tiling_all_reduce": 2}, {"host_kv_layers": 3}])
+@pytest.mark.parametrize("option", [{"tiling_all_reduce": 2}])
 def test_options_that_are_not_part_of_this_path_stop_the_start(config: SimpleNamespace, option: dict[str, Any]) -> None:
     engine = Engine(config)
-    engine.impl.process_weights_after_loading(torch.bfloat16)
     config.additional_config = {"fastattention": option}
     with pytest.raises(Refusal, match=next(iter(option))):
         engine.impl.process_weights_after_loading(torch.bfloat16)

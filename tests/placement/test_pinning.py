@@ -1,0 +1,99 @@
+"""What is asked of CANN's runtime to pin memory, through a library of that name which notes it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastattention_vllm.placement import host_memory, pinning
+from fastattention_vllm.placement.pinning import NpuPinning
+
+STAND_IN = """
+#include <stdint.h>
+typedef int aclError;
+void *pointer; uint64_t bytes; uint32_t how; int status, registered;
+aclError aclrtHostRegisterV2(void *ptr, uint64_t size, uint32_t flag)
+{ pointer = ptr; bytes = size; how = flag; registered += status == 0; return status; }
+aclError aclrtHostUnregister(void *ptr) { registered -= ptr == pointer; return 0; }
+"""
+CHECK = """
+#include <stdint.h>
+#include <stddef.h>
+#include "acl/acl_rt.h"
+aclError (*register_)(void *, uint64_t, uint32_t) = aclrtHostRegisterV2;
+aclError (*unregister)(void *) = aclrtHostUnregister;
+_Static_assert(sizeof(aclError) == sizeof(int), "what is returned");
+_Static_assert(ACL_HOST_REG_PINNED == PINNED, "the flag");
+"""
+
+
+@pytest.fixture
+def cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    path = tmp_path / "libascendcl.so"
+    source = tmp_path / "stand_in.c"
+    source.write_text(STAND_IN)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    monkeypatch.setattr(pinning, "ASCENDCL", str(path))
+    monkeypatch.setattr(host_memory, "KEEP", 0)
+    return ctypes.CDLL(str(path))
+
+
+def number(library: ctypes.CDLL, name: str, kind: type[ctypes._SimpleCData[int]] = ctypes.c_int) -> int:
+    return kind.in_dll(library, name).value
+
+
+def test_memory_is_registered_as_a_whole_and_given_back_with_its_last_view(cann: ctypes.CDLL) -> None:
+    memory, _ = host_memory.commit((4 << 20) - 5, pin=NpuPinning())
+    assert ctypes.c_void_p.in_dll(cann, "pointer").value == memory.data_ptr()
+    assert number(cann, "bytes", ctypes.c_uint64) == 4 << 20
+    assert number(cann, "how", ctypes.c_uint32) == 0x10000000
+    view = memory[7:]
+    del memory
+    gc.collect()
+    assert number(cann, "registered") == 1
+    del view
+    gc.collect()
+    assert number(cann, "registered") == 0
+
+
+def test_sizes_of_more_than_32_bits_and_high_addresses_arrive(cann: ctypes.CDLL) -> None:
+    NpuPinning().register(0x7F00_1234_5000, 300 << 30)
+    assert ctypes.c_void_p.in_dll(cann, "pointer").value == 0x7F00_1234_5000
+    assert number(cann, "bytes", ctypes.c_uint64) == 300 << 30
+
+
+def test_an_error_is_one_sentence_that_keeps_nothing(cann: ctypes.CDLL) -> None:
+    ctypes.c_int.in_dll(cann, "status").value = 207001
+    with pytest.raises(MemoryError, match=r"CANN could not pin 0\.00 GiB.*error 207001.*CANN 8\.5, driver 25\.5"):
+        host_memory.commit(2 << 20, pin=NpuPinning())
+    gc.collect()
+    assert number(cann, "registered") == 0
+
+
+def test_a_cann_without_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "ASCENDCL", str(tmp_path / "absent.so"))
+    with pytest.raises(MemoryError, match="no aclrtHostRegisterV2.*install CANN 8.5"):
+        NpuPinning().register(4096, 4096)
+    monkeypatch.setattr(pinning, "ASCENDCL", "libc.so.6")
+    with pytest.raises(MemoryError, match="no aclrtHostRegisterV2.*install CANN 8.5"):
+        NpuPinning().register(4096, 4096)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu brings CANN's headers")
+def test_arguments_are_those_of_canns_own_header(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("torch_npu")
+    assert spec is not None
+    assert spec.origin is not None
+    include = Path(spec.origin).parent / "include" / "third_party" / "acl" / "inc"
+    source = tmp_path / "check.c"
+    source.write_text(CHECK)
+    command = ["gcc", "-std=c11", "-fsyntax-only", "-Werror", "-I", str(include)]
+    for flag, works in ((pinning.ACL_HOST_REG_PINNED, True), (2, False)):
+        result = subprocess.run([*command, f"-DPINNED={flag}", str(source)], capture_output=True, text=True)
+        assert (result.returncode == 0) == works, result.stderr
