@@ -122,7 +122,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     def empty_unpinned(*size: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
         return empty(*size, **named)
 
-    patch.setattr(torch, "get_device_module", lambda device: runtime)
+    patch.setattr(torch, "get_device_module", functools.cache(lambda device=None: runtime))  # as torch's is, cached
     patch.setattr(torch.Tensor, "copy_", copy_later)
     patch.setattr(torch.Tensor, "to", to_later)
     patch.setattr(link.torch, "empty", empty_unpinned)

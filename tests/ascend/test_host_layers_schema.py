@@ -1,0 +1,127 @@
+"""What an NPU's host layers ask of genuine torch_npu and of CANN is there, by those names and with those arguments.
+
+The steps run on the CPU; each call of the fused operator also goes through its genuine schema and Meta kernel, and every
+operator of torch's that is used on the way must be one that torch_npu has for its device.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattention_vllm.attention import ascend
+from fastattention_vllm.placement import cooperative, link, npu, pinning
+from fastattention_vllm.placement.cooperative import Lane, Share
+from tests.ascend import operator as ascend_operator
+from tests.ascend.streams import stand_in
+from tests.ascend.test_schema import meta
+from tests.placement.world import Model, Work, World
+
+CHECK = """
+#include <stdint.h>
+#include <stddef.h>
+#include "acl/acl_rt.h"
+aclError (*register_)(void *, uint64_t, uint32_t) = aclrtHostRegisterV2;
+aclError (*unregister)(void *) = aclrtHostUnregister;
+_Static_assert(sizeof(aclError) == sizeof(int), "what is returned");
+_Static_assert(ACL_HOST_REG_PINNED == PINNED, "the flag");
+"""
+DEVICE = "PrivateUse1"
+
+
+class Used(TorchDispatchMode):
+    """Names of the operators that were asked of torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.names.add(function._schema.name + ("." + name if (name := function._schema.overload_name) else ""))
+        return function(*arguments, **(named or {}))
+
+
+def has_kernel(name: str) -> bool:
+    keys = (DEVICE, "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
+    window: int | None, head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading in, in chunks and behind a prefix, decoding with a share, and a prefix of the same step."""
+    calls = []
+
+    def checked(**given: Any) -> Any:
+        out, lse = ascend_operator.npu_fused_infer_attention_score(**given)
+        shapes = torch_npu.npu_fused_infer_attention_score(**meta(given))
+        assert [(each.shape, each.dtype) for each in shapes] == [(each.shape, each.dtype) for each in (out, lse)]
+        calls.append(given["sparse_mode"])
+        return out, lse
+
+    stand_in(monkeypatch)
+    monkeypatch.setattr(ascend, "operator", lambda: checked)
+    monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+    monkeypatch.setattr(World, "compare", lambda *_: None)
+    model = Model(8, 2, head_size, 16, torch.bfloat16, window)
+    world = World(model, 2, 100, Lane(npu.NpuLink(torch.device("cpu")), npu, share=Share(0.5)), 0)
+    one = world.request(200)
+    other = world.request(300, one, 6)
+    used = Used()
+    steps = [[Work(one, 0, 60)], [Work(one, 60, 80)], [Work(one, 140, 1), Work(other, 96, 90)], [Work(one, 141, 2)]]
+    world.attend(steps[0])  # what is made once
+    attend = type(world.layers[0]).attend
+
+    def watched(*given: Any) -> None:
+        with used:
+            attend(*given)
+
+    monkeypatch.setattr(type(world.layers[0]), "attend", watched)
+    for works in steps[1:]:
+        world.attend(works)
+    together = [world.work(world.request(40), 40)]
+    sharing = world.request(80, together[0].request, 2)
+    world.attend([*together, Work(sharing, 32, 20)])
+    assert set(calls) == ({0, 3} if window is None else {0, 4})
+    missing = sorted(name for name in used.names if not has_kernel(name))
+    assert not missing
+    assert {"aten::logaddexp.out", "aten::lerp_.Tensor", "aten::cat", "aten::copy_", "aten::index.Tensor"} <= used.names
+    assert not has_kernel("aten::_sparse_csr_sum.dim_dtype"), "the question can be answered with no"
+
+
+def test_streams_and_events_are_torch_npus() -> None:
+    runtime = torch.get_device_module("npu")
+    assert runtime is torch.npu
+    for name in ("Stream", "Event", "stream", "current_stream", "current_device", "mem_get_info"):
+        assert callable(getattr(runtime, name))
+    for name in ("wait_event", "wait_stream", "record_event", "synchronize"):
+        assert callable(getattr(runtime.Stream, name))
+    for name in ("record", "synchronize"):
+        assert callable(getattr(runtime.Event, name))
+    assert issubclass(npu.NpuLink, link.StreamLink)
+
+
+def test_pinning_is_canns_own_call(tmp_path: Path) -> None:
+    """Compiled against the header that torch_npu brings."""
+    include = Path(torch_npu.__file__).parent / "include" / "third_party" / "acl" / "inc"
+    source = tmp_path / "check.c"
+    source.write_text(CHECK)
+    command = ["gcc", "-std=c11", "-fsyntax-only", "-Werror", "-I", str(include)]
+    for flag, works in ((pinning.ACL_HOST_REG_PINNED, True), (2, False)):
+        result = subprocess.run([*command, f"-DPINNED={flag}", str(source)], capture_output=True, text=True)
+        assert (result.returncode == 0) == works, result.stderr
+
+
+def test_torch_npu_asks_cann_whether_memory_is_pinned() -> None:
+    """Else its copies from memory of ours would not be asynchronous."""
+    library = (Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so").read_bytes()
+    assert b"aclrtPointerGetAttributes" in library
+    assert b"The memory is registered." in library
