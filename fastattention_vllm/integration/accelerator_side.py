@@ -60,7 +60,8 @@ class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
 
     def starts(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """int32 ``[requests + 1]``, on the host: where each request's tokens begin."""
-        return common.query_start_loc_cpu[: common.num_reqs + 1].clone()
+        starts: torch.Tensor = common.query_start_loc_cpu[: common.num_reqs + 1].clone()
+        return starts
 
     def page(self) -> int:
         """Tokens of a block of the block tables."""

@@ -58,8 +58,9 @@ class AscendSide(AcceleratorSide):
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if mode.has_full_cudagraphs() and not mode.requires_piecewise_compilation():
             raise Refusal(
-                f"cudagraph_mode {mode.name} captures whole steps, host layers among them, which wait for the CPU; pass "
-                '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager, or set host_kv_layers to 0.'
+                f"cudagraph_mode {mode.name} captures whole steps, and host layers in them wait for the CPU; pass "
+                '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager, or set host_kv_layers to '
+                "0."
             )
         block = self.vllm_config.cache_config.block_size
         if block != PAGE:

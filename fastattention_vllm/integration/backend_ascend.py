@@ -131,7 +131,8 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
     @property
     def host_window(self) -> int | None:
         """Of the class, so that layers whose class vllm-ascend replaces do not have it."""
-        return self.sliding_window
+        window: int | None = self.sliding_window
+        return window
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
         """One with this layer's scale and window; ``parts`` are the tensors of the batch, or say otherwise."""

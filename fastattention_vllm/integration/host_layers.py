@@ -69,10 +69,12 @@ class DeviceLayer(Protocol):
 class DeviceSide(Protocol):
     """One kind of device beside the host."""
 
-    pin: Pinning | None
-    """None if the "device" is the host itself."""
     host_backend: type[Any]
     """The ``AttentionBackend`` of host layers, whose builder makes :class:`HostMetadata`."""
+
+    @property
+    def pin(self) -> Pinning | None:
+        """None if the "device" is the host itself."""
 
     def cpus(self) -> list[int]:
         """Of this rank."""

@@ -1,8 +1,8 @@
-"""An Ascend NPU beside the host: the way to host memory and back, and its part of a host layer. Not yet run on hardware.
+"""An Ascend NPU beside the host: the way to host memory and back, its part of a host layer. Not yet run on hardware.
 
-An NPU's kernels do not reach host memory, so what GPUs' kernels do there is copied here. torch_npu begins a copy between
-host and device and goes on only where both ends are contiguous and of one dtype; otherwise it computes on the host with
-what has not arrived yet. So everything is put into the order of the host's pages on the device first.
+An NPU's kernels do not reach host memory, so what GPUs' kernels do there is copied here. Where the host's end of a copy
+is not contiguous, torch_npu goes on computing there with what has not arrived yet. So everything is put into the order
+of the host's pages on the device first.
 
 This module is the ``Device`` of such layers (:mod:`~fastattention_vllm.placement.cooperative`).
 """
@@ -109,7 +109,7 @@ def write_kv(
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens ``begin`` to ``end`` of a batch, which lie in ``block`` from ``offset`` on; in none if that is negative."""
+    """Tokens ``begin`` to ``end`` of a batch, which lie in ``block`` from ``offset`` on; if negative, in none."""
 
     begin: int
     end: int

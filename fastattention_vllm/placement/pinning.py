@@ -32,8 +32,8 @@ class CudaPinning:
         status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(status) != 0:
             raise MemoryError(
-                f"CUDA could not pin {size / (1 << 30):.2f} GiB of host memory (error {int(status)}); a limit of locked "
-                "memory (ulimit -l) may be too low"
+                f"CUDA could not pin {size / (1 << 30):.2f} GiB of host memory (error {int(status)}); a limit of "
+                "locked memory (ulimit -l) may be too low"
             )
 
     def unregister(self, address: int) -> None:
@@ -44,8 +44,8 @@ class NpuPinning:
     """Ascend NPUs, through CANN's C interface: torch_npu has no call for memory that it did not allocate itself.
 
     torch's own ``pin_memory`` would round up to a power of two and choose pages and NUMA node itself. torch_npu asks
-    CANN of every host address whether it is pinned (``aclrtPointerGetAttributes``), so copies from here are asynchronous
-    like those from its own memory; from memory that is not, it waits. Not yet run on hardware.
+    CANN of every host address whether it is pinned (``aclrtPointerGetAttributes``), so copies from here are as
+    asynchronous as those from its own memory; with memory that is not, it waits. Not yet run on hardware.
     """
 
     def register(self, address: int, size: int) -> None:
@@ -54,8 +54,8 @@ class NpuPinning:
         )
         if status != 0:
             raise MemoryError(
-                f"CANN could not pin {size / (1 << 30):.2f} GiB of host memory (aclrtHostRegisterV2: error {status}); it "
-                "needs CANN 8.5, driver 25.5 and a Linux kernel newer than 5.10, or set host_kv_layers to 0"
+                f"CANN could not pin {size / (1 << 30):.2f} GiB of host memory (aclrtHostRegisterV2: error {status}); "
+                "it needs CANN 8.5, driver 25.5 and a Linux kernel newer than 5.10, or set host_kv_layers to 0"
             )
 
     def unregister(self, address: int) -> None:

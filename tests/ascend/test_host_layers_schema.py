@@ -1,7 +1,7 @@
 """What an NPU's host layers ask of genuine torch_npu and of CANN is there, by those names and with those arguments.
 
-The steps run on the CPU; each call of the fused operator also goes through its genuine schema and Meta kernel, and every
-operator of torch's that is used on the way must be one that torch_npu has for its device.
+The steps run on the CPU; each call of the fused operator also goes through its genuine schema and Meta kernel, and
+every operator of torch's that is used on the way must be one that torch_npu has for its device.
 """
 
 from __future__ import annotations

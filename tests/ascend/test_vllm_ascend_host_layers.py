@@ -1,8 +1,8 @@
 """Host layers in genuine vllm-ascend on a CPU, step after step, against float64.
 
-Genuine: vLLM's attention layers, block tables and placement of caches, and of vllm-ascend the worker's calls in which
-the memory is counted and the caches are made, its model runner's part of those, its metadata builders. Stood in for: the
-rest of worker and runner, vLLM's configuration, the NPU's operators, streams and pinned memory.
+Genuine: vLLM's attention layers, groups of layers and numbers of blocks, and of vllm-ascend the worker's calls in which
+the memory is counted and the caches are made, its model runner's part of those, its metadata builders. Stood in for:
+the rest of worker and runner, vLLM's configuration, the NPU's operators, streams and pinned memory.
 """
 
 from __future__ import annotations
@@ -407,16 +407,16 @@ def test_profiling_before_there_is_a_pool_attends_to_nothing(asked: SimpleNamesp
 def test_graphs_are_of_the_pieces_between_attention_layers(
     asked: SimpleNamespace, mode: str, after: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own rule, for metadata that no graph may hold; where nothing would be left of the graphs, the start ends."""
+    """vLLM's own rule, for metadata that no graph may hold; where it would leave none, the start ends."""
     asked.compilation_config = CompilationConfig(cudagraph_mode=CUDAGraphMode[mode], mode=3)
     asked.compilation_config.cudagraph_capture_sizes = [1]
     asked.compilation_config.set_splitting_ops_for_v1(all2all_backend="naive")
     if after is None:
-        with pytest.raises(Refusal, match="FULL_DECODE_ONLY captures whole steps.*PIECEWISE.*--enforce-eager"):
+        with pytest.raises(Refusal, match=r"FULL_DECODE_ONLY captures whole steps.*PIECEWISE.*--enforce-eager"):
             Model(asked, [None] * 2, host_kv_layers=1)
         Model(asked, [None] * 2, host_kv_layers=0)
         return
-    monkeypatch.setattr("vllm_ascend.worker.model_runner_v1.enable_sp", lambda config: False)
+    monkeypatch.setattr("vllm_ascend.worker.model_runner_v1.enable_sp", lambda _: False)
     model = Model(asked, [None] * 2, host_kv_layers=1)
     model.start()
     assert asked.compilation_config.cudagraph_mode.name == after

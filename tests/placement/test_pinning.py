@@ -68,8 +68,8 @@ def test_an_error_is_one_sentence_that_keeps_nothing(cann: ctypes.CDLL) -> None:
 
 def test_a_cann_without_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning, "ASCENDCL", str(tmp_path / "absent.so"))
-    with pytest.raises(MemoryError, match="no aclrtHostRegisterV2.*install CANN 8.5"):
+    with pytest.raises(MemoryError, match=r"no aclrtHostRegisterV2.*install CANN 8\.5"):
         NpuPinning().register(4096, 4096)
     monkeypatch.setattr(pinning, "ASCENDCL", "libc.so.6")
-    with pytest.raises(MemoryError, match="no aclrtHostRegisterV2.*install CANN 8.5"):
+    with pytest.raises(MemoryError, match=r"no aclrtHostRegisterV2.*install CANN 8\.5"):
         NpuPinning().register(4096, 4096)
