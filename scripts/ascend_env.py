@@ -7,6 +7,7 @@ inputs changed is done anew.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,8 @@ WITHOUT_VLLM = """
     pytest-timeout PyYAML Pygments setuptools sortedcontainers sympy typing_extensions
 """.split()
 BUILD_VLLM = ["cmake", "ninja", "wheel"]
+CPU_LIBRARY = "FASTATTENTION_CPU_LIBRARY"
+"""Names one that is there already."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class AscendEnvironment:
         return self.folder / "setup.log"
 
     @property
+    def kernels(self) -> Path:
+        """Of the CPU, beside which host layers compute."""
+        return self.folder / "kernels"
+
+    @property
     def site_packages(self) -> Path:
         return next((self.folder / "venv" / "lib").glob("python3.*/site-packages"))
 
@@ -62,6 +70,7 @@ class AscendEnvironment:
         return {
             "LD_LIBRARY_PATH": str(self.stubs),
             "PYTHONPATH": str(ROOT),
+            "FASTATTENTION_CPU_LIBRARY": os.environ.get(CPU_LIBRARY, str(self.kernels / "libfastattention_cpu.so")),
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -93,6 +102,8 @@ class AscendEnvironment:
                 Step(f"{name}: install what vLLM {version} imports", self._install_imports, self._pins),
                 Step(f"{name}: install vLLM and vllm-ascend {version}", self._install_vllm, lambda: [version]),
             ]
+        if CPU_LIBRARY not in os.environ:
+            steps.append(Step(f"{name}: build the CPU kernels", self._build_kernels, setup_env.package_inputs))
         setup_env.run_steps(steps, self.folder / "done.json")
 
     def _make_venv(self) -> None:
@@ -117,6 +128,16 @@ class AscendEnvironment:
             raise SetupError(f"stand-ins for CANN could not be made: {error}") from error
         for path in parts:
             path.unlink()
+
+    def _build_kernels(self) -> None:
+        self._pip("cmake", "ninja", "--constraint", str(CONSTRAINTS))
+        tools = self.python.parent
+        cmake, source = str(tools / "cmake"), str(ROOT / "kernels" / "cpu")
+        make = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
+        with self.log.open("a") as output:
+            for command in ([cmake, "-S", source, "-B", str(self.kernels), *make], [cmake, "--build", str(self.kernels)]):
+                if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode:
+                    raise SetupError(f"the CPU kernels could not be built; the whole log is {self.log}.")
 
     def _install_imports(self) -> None:
         self._pip("--requirement", str(CONSTRAINTS))
