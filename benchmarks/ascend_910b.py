@@ -4,7 +4,8 @@
 
 Needs CANN, torch_npu and this package; no vLLM. First every kind of step is compared with float64 (exit status 1 if one
 is off), then prefill and decoding are timed next to the same operator with a whole mask and next to attention written
-in torch, with the memory that each takes. A case that fails is kept with its message. Not yet run on hardware.
+in torch, with the memory that each takes. A layer whose keys and values lie in host memory is compared, too, and the rates of
+reading them are measured. A case that fails is kept with its message. Not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,13 @@ import torch
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.placement import calibrate, host_memory, npu
+from fastattention_vllm.placement.cooperative import Batch, HostAttention, Lane, Share, divide
+from fastattention_vllm.placement.pinning import NpuPinning
 
 PAGE = 128
+HOST_CACHE = 1 << 30
+"""Bytes of the layer in host memory."""
 ALLOWED = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """Of an answer's size and the root mean square of all: an operator that rounds its weights, too, to the query's dtype
 stays below."""
@@ -120,8 +126,10 @@ def main() -> int:
     ascend.operator()
     device = torch.device(options.device)
     rows = [check(case, device) for case in right_cases()]
+    rows += host_layer(device)
     wrong = [row for row in rows if not row["right"]]
     print(f"{len(rows) - len(wrong)} of {len(rows)} kinds of step are right", flush=True)
+    rows.append(host_rates(device))
     for case in fast_cases():
         rows += speed(case, device, options.repeats)
     write(options.json, device, rows)
@@ -140,6 +148,87 @@ def check(case: Case, device: torch.device) -> dict[str, Any]:
         row["right"] = row["ours"] <= row["limit"]  # NaN is wrong
     if not row["right"]:
         print(f"WRONG {case.name}: {row.get('ours', row.get('failed'))}", flush=True)
+    return row
+
+
+@dataclass(frozen=True)
+class HostLayer:
+    """One layer of a model with 8 query heads on 2 KV heads of size 128."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    head_size: int = 128
+
+    def problem(self, **parts: Any) -> AttentionProblem:
+        return AttentionProblem(**({"scale": self.head_size**-0.5} | parts))
+
+    def scales(self) -> tuple[float, float]:
+        return (1.0, 1.0)
+
+    def merges(self) -> bool:
+        return True
+
+    def open(self, device: torch.device, share: float) -> HostAttention:
+        """With a cache in pinned host memory."""
+        memory, _ = host_memory.commit(HOST_CACHE, pin=NpuPinning() if device.type == "npu" else None)
+        cache = memory.view(torch.float16).view(-1, self.kv_heads, PAGE, 2 * self.head_size)
+        return HostAttention(Lane(npu.NpuLink(device), npu, share=Share(share)), self, cache)
+
+
+def host_layer(device: torch.device, tokens: int = 6000) -> list[dict[str, Any]]:
+    """Reading a prompt in, in two steps, and three tokens of the answer; by the CPU, and with the NPU's share."""
+    rows = []
+    steps = (tokens, tokens // 3, 1, 1, 1)
+    for share in (0.0, 0.5):
+        row: dict[str, Any] = {"case": f"host layer, the NPU's share {share}", "metric": "error", "right": False}
+        row["limit"] = 2 * ALLOWED[torch.float16]  # parts that are merged are rounded, too
+        rows.append(row)
+        with reported(row):
+            layer = HostLayer()
+            attention = layer.open(device, share)
+            numbers = torch.Generator().manual_seed(0)
+            keys = torch.randn(2, sum(steps), layer.kv_heads, layer.head_size, generator=numbers).half()
+            blocks = torch.randperm(attention.cache.shape[0], generator=numbers)[: -(-sum(steps) // PAGE)]
+            row["ours"], done = 0.0, 0
+            for new in steps:
+                query = torch.randn(new, layer.heads, layer.head_size, generator=numbers).half()
+                own = slice(done, done + new)
+                done += new
+                positions = torch.arange(own.start, done)
+                slots = blocks[positions // PAGE] * PAGE + positions % PAGE
+                lengths = torch.tensor([done], dtype=torch.int32)
+                starts = torch.tensor([0, new], dtype=torch.int32)
+                batch = Batch(starts, lengths, blocks[None].int(), slots, slots)
+                out = torch.empty_like(query, device=device)
+                key, value = (each[own].to(device) for each in keys)
+                attention.attend(divide(batch, PAGE), query.to(device), key, value, out)
+                last = min(new, 32)  # the rest would take float64 too long
+                expected = of_contiguous(layer, query[-last:], keys[:, :done])
+                size = expected.abs() + expected.square().mean().sqrt()
+                error = ((out[-last:].cpu().double() - expected).abs() / size).max()
+                row["ours"] = float(torch.maximum(torch.tensor(row["ours"]), error.float()))  # NaN stays
+            row["right"] = row["ours"] <= row["limit"]
+        if not row["right"]:
+            print(f"WRONG {row['case']}: {row.get('ours', row.get('failed'))}", flush=True)
+    return rows
+
+
+def of_contiguous(layer: HostLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """In float64: ``query`` are the last tokens of ``keys`` ``[2, tokens, num_kv_heads, head_size]``, K and V."""
+    new, tokens = len(query), keys.shape[1]
+    key, value = keys.double().repeat_interleave(layer.heads // layer.kv_heads, 2)
+    score = torch.einsum("qhd,khd->hqk", query.double(), key) * layer.head_size**-0.5
+    hidden = torch.arange(tokens) > torch.arange(tokens - new, tokens)[:, None]
+    return torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1), value)
+
+
+def host_rates(device: torch.device) -> dict[str, Any]:
+    """How fast keys and values in host memory are read: plainly, by the CPU's attention, over the link, and both."""
+    row: dict[str, Any] = {"case": f"host memory, {HOST_CACHE >> 20} MiB", "metric": "bytes per second"}
+    with reported(row):
+        layer = HostLayer()
+        row |= asdict(calibrate.measure(layer.open(device, 0.0), layer.heads, torch.float16))
+    print(json.dumps(row), flush=True)
     return row
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from fastattention_vllm.attention import ascend
+from fastattention_vllm.placement import cooperative
 from tests.ascend import operator as ascend_operator
+from tests.ascend.streams import stand_in
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "ascend_910b.py"
 
@@ -28,6 +30,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     cases = [case for case in module.right_cases() if case.name.startswith(("decode, head size 128", "chunked"))]
     monkeypatch.setattr(module, "right_cases", lambda: cases[:6])
     monkeypatch.setattr(module, "fast_cases", lambda: [module.Case("prefill", (40,), (40,), 4, 2)])
+    monkeypatch.setattr(module, "HOST_CACHE", 32 << 20)
+    host_layer = module.host_layer
+    monkeypatch.setattr(module, "host_layer", lambda device: host_layer(device, 400))
+    monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+    stand_in(monkeypatch)
     return module
 
 
@@ -42,12 +49,14 @@ def test_right_answers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     status, report = run(script, monkeypatch, tmp_path, ascend_operator.npu_fused_infer_attention_score)
     assert status == 0
     rows = report["rows"]
-    assert [row["right"] for row in rows if row["metric"] == "error"] == [True] * 6
-    speeds = {row["way"]: row for row in rows if row["metric"] != "error"}
+    assert [row["right"] for row in rows if row["metric"] == "error"] == [True] * 8
+    speeds = {row["way"]: row for row in rows if "way" in row}
     assert speeds["ours"]["tflops"] > 0
     # The stand-in has no whole masks: that row says so and costs the others nothing.
     assert "whole mask" in speeds["whole mask"]["failed"]
     assert speeds["torch"]["seconds"] > 0
+    rates = next(row for row in rows if row["case"] == "host memory, 32 MiB")
+    assert all(rates[name] > 0 for name in ("memory", "cpu", "link", "cpu_beside_link")), rates
 
 
 def test_a_key_too_many_is_noticed(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,4 +66,6 @@ def test_a_key_too_many_is_noticed(script: Any, monkeypatch: pytest.MonkeyPatch,
 
     status, report = run(script, monkeypatch, tmp_path, off_by_one)
     assert status == 1
-    assert any(row["right"] for row in report["rows"] if row["metric"] == "error")
+    right = {row["case"]: row["right"] for row in report["rows"] if row["metric"] == "error"}
+    assert any(right.values())
+    assert not any(each for case, each in right.items() if case.startswith("host layer"))

@@ -199,6 +199,22 @@ def test_copies_to_the_host_are_complete_when_they_arrive() -> None:
 
 
 @pytest.mark.usefixtures("npu_streams")
+def test_what_was_just_stored_comes_up() -> None:
+    """The way up waits for the way down, and not the computation for either."""
+    link = npu.NpuLink(NPU)
+    cache = torch.zeros(4, 2, 8, 32)
+    key, value = torch.randn(2, 8, 2, 16)
+    with link.writing():
+        npu.write_kv(key, value, *cache.transpose(1, 2).chunk(2, dim=-1), torch.arange(16, 24))
+        written = link.written()
+    target = link.staging(cache, 1)
+    point = link.fetch(cache, torch.tensor([2]), target, [written])
+    assert not cache.any()
+    link.wait(point)
+    assert torch.equal(target[0], torch.cat([key, value], -1).transpose(0, 1))
+
+
+@pytest.mark.usefixtures("npu_streams")
 def test_every_block_comes_up_whatever_its_neighbours_are() -> None:
     link = npu.NpuLink(NPU)
     cache = torch.randn(300, 2, 4, 8)
