@@ -3,9 +3,9 @@
     python benchmarks/ascend_910b.py --json ascend-910b.json
 
 Needs CANN, torch_npu and this package; no vLLM. First every kind of step is compared with float64 (exit status 1 if one
-is off), then prefill and decoding are timed next to the same operator with a whole mask and next to attention written
-in torch, with the memory that each takes. A layer whose keys and values lie in host memory is compared, too, and the rates of
-reading them are measured. A case that fails is kept with its message. Not yet run on hardware.
+is off), and a layer whose keys and values lie in host memory, too. Then the rates of reading these are measured, and
+prefill and decoding are timed next to the same operator with a whole mask and next to attention written in torch, with
+the memory that each takes. A case that fails is kept with its message. Not yet run on hardware.
 """
 
 from __future__ import annotations

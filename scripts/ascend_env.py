@@ -135,7 +135,10 @@ class AscendEnvironment:
         cmake, source = str(tools / "cmake"), str(ROOT / "kernels" / "cpu")
         make = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
         with self.log.open("a") as output:
-            for command in ([cmake, "-S", source, "-B", str(self.kernels), *make], [cmake, "--build", str(self.kernels)]):
+            for command in (
+                [cmake, "-S", source, "-B", str(self.kernels), *make],
+                [cmake, "--build", str(self.kernels)],
+            ):
                 if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode:
                     raise SetupError(f"the CPU kernels could not be built; the whole log is {self.log}.")
 

@@ -24,7 +24,7 @@ class Options(BaseModel):
 
     host_kv_layers: Literal["auto"] | Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = "auto"
     """Layers whose KV cache lies in host memory: how many, or which. "auto": as few as make host_kv_requests of
-    --max-model-len tokens fit; none on a machine without a GPU, where all memory is the host's."""
+    --max-model-len tokens fit; none without a GPU or NPU, where all memory is the host's."""
 
     host_kv_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Host memory that each rank may take for them, in GiB. None: half of what is free, divided among the ranks."""
@@ -33,8 +33,8 @@ class Options(BaseModel):
     """Requests of --max-model-len tokens for which "auto" makes room at the same time."""
 
     stream_fraction: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
-    """Part of a decoding request's host KV that the GPU reads over the link while the CPU attends to the rest. "auto":
-    measured at start; 0 where the CPU alone reads as fast as the memory is."""
+    """Part of a decoding request's host KV that the GPU or NPU reads over the link while the CPU attends to the rest.
+    "auto": measured at start; 0 where the CPU alone reads as fast as the memory is."""
 
     tiling_all_reduce: Literal["auto", "off"] | Annotated[int, Field(ge=2, le=64)] = "off"
     """Blocks of tokens into which row-parallel linear layers are cut under tensor parallelism, so that one block is
