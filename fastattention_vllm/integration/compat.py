@@ -184,13 +184,21 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
 
 
 def before_gpu_profiling(adopt: Callable[[Any, torch.nn.Module], None]) -> None:
-    """Have ``adopt(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
-
-    All versions: on GPUs a plugin has no hook between the two. Done in the worker process, only where it is asked for.
-    """
+    """As :func:`before_profiling`, of vLLM's own worker on GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    worker: Any = Worker
+    before_profiling(Worker, adopt)
+
+
+def before_profiling(worker: Any, adopt: Callable[[Any, torch.nn.Module], None]) -> None:
+    """Have ``adopt(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
+
+    All versions: on GPUs and NPUs a plugin has no hook between the two. Done in the worker process, only where it is
+    asked for.
+
+    Args:
+        worker: its class.
+    """
     if hasattr(worker, "_fastattention_adopt"):
         return
     worker._fastattention_adopt = staticmethod(adopt)

@@ -75,7 +75,7 @@ class TiledMlp:
 
 def install(vllm_config: VllmConfig) -> None:
     """Have the model's row-parallel layers made as ours. Before it is built; does nothing where it is not asked for."""
-    if not _asked_for(vllm_config) or issubclass(op_registry_oot.get(NAME, RowParallelLinear), TiledRowParallel):
+    if not asked_for(vllm_config) or issubclass(op_registry_oot.get(NAME, RowParallelLinear), TiledRowParallel):
         return
     registered = op_registry_oot.pop(NAME, RowParallelLinear)
     PluggableLayer.register_oot(type(NAME, (TiledRowParallel, registered), {}), name=NAME)
@@ -86,7 +86,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
     After the weights are loaded, which may change how they lie; before the first graph is traced.
     """
-    if not _asked_for(vllm_config):
+    if not asked_for(vllm_config):
         return
     group = get_tp_group()
     reasons: Counter[str] = Counter()
@@ -116,7 +116,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
         return summed
 
-    cut, how = _cut(vllm_config, [layer.weight for layer in tiled], lanes, plain)
+    cut, how = decide_cuts(vllm_config, [layer.weight for layer in tiled], lanes, plain, {})
     first = next(iter(lanes.values()))
     ready = None
     activate = None
@@ -136,8 +136,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         if not isinstance(layer, TiledRowParallel):
             layer.__class__ = type(NAME, (TiledRowParallel, type(layer)), {})
         layer.tiled_group = group.unique_name
-    rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
-    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", len(tiled), how, rest)
+    log_layers(len(tiled), how, reasons)
 
 
 @dataclass(frozen=True)
@@ -200,10 +199,18 @@ def _fits(mlp: Any) -> bool:
     return plain and first.bias is None and second.bias is None and not first.gather_output
 
 
-def _cut(
-    vllm_config: VllmConfig, weights: list[torch.Tensor], lanes: Mapping[str, Collective], plain: Linear
+def decide_cuts(
+    vllm_config: VllmConfig,
+    weights: list[torch.Tensor],
+    lanes: Mapping[str, Collective],
+    plain: Linear,
+    one_calls: Mapping[str, Linear],
 ) -> tuple[Cut, str]:
-    """How so many rows are cut for a weight, and what the log says of it."""
+    """How so many rows are cut for a weight, and what the log says of it.
+
+    Args:
+        one_calls: what does a whole layer in one call, by name, for "auto" to choose as well.
+    """
     options = options_of(vllm_config)
     count, least = options.tiling_all_reduce, options.tiling_min_tokens
     first = next(iter(lanes))
@@ -216,7 +223,7 @@ def _cut(
     choices: dict[torch.Size, Choice] = {}
     for weight in weights if most >= least else []:
         if weight.shape not in choices:
-            choices[weight.shape] = choice = tiling_times.of(weight, lanes, plain, least, most)
+            choices[weight.shape] = choice = tiling_times.of(weight, lanes, plain, least, most, one_calls)
             for trial in choice.trials:
                 logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
 
@@ -229,24 +236,36 @@ def _cut(
 def describe(shape: torch.Size, trial: Trial) -> str:
     """One line for the log."""
     layer = f"{shape[1]} inputs of a rank, {shape[0]} outputs"
-    if len(trial.blocks) == 1:
+    if not trial.collective:
         return f"{layer}: {trial.rows} tokens stay in one block, no cut that was timed is enough faster"
+    how = f"blocks of {', '.join(map(str, trial.blocks))} by" if len(trial.blocks) > 1 else "one call of"
     return (
-        f"{layer}: {trial.rows} tokens in blocks of {', '.join(map(str, trial.blocks))} by {trial.collective}, timed "
+        f"{layer}: {trial.rows} tokens in {how} {trial.collective}, timed "
         f"{trial.plain_seconds / trial.seconds:.2f}x as fast, {100 * trial.hidden:.0f} % of the shorter one of "
         "matmul and all-reduce hidden"
     )
 
 
-def why_not(layer: Any, name: str) -> str:
-    """Why a layer cannot be tiled; empty if it can. ``name`` is its path in the model."""
+def log_layers(tiled: int, how: str, reasons: Mapping[str, int]) -> None:
+    """``reasons``: of how many layers each is why they are not tiled."""
+    rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
+    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, how, rest)
+
+
+def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMethod) -> str:
+    """Why a layer cannot be tiled; empty if it can.
+
+    Args:
+        name: its path in the model.
+        unquantised: the class by which this platform multiplies plain weights.
+    """
     if layer.tp_size == 1 or not layer.reduce_results:
         return "they have no all-reduce"
     if name.endswith(".base_layer"):
         return "LoRA"
     if not layer.input_is_parallel:
         return "they split their input themselves"
-    if type(layer.quant_method) is not UnquantizedLinearMethod:
+    if type(layer.quant_method) is not unquantised:
         return f"quantised ({type(layer.quant_method).__name__})"
     packed = layer.weight.device.type == "cpu" and cpu_ops.has_compiled_vllm_ops()
     if packed or tuple(layer.weight.shape) != (layer.output_size, layer.input_size_per_partition):
@@ -254,7 +273,8 @@ def why_not(layer: Any, name: str) -> str:
     return ""
 
 
-def _asked_for(vllm_config: VllmConfig) -> bool:
+def asked_for(vllm_config: VllmConfig) -> bool:
+    """Whether there is anything to tile: an option, and several ranks."""
     return options_of(vllm_config).tiling_all_reduce != "off" and vllm_config.parallel_config.tensor_parallel_size > 1
 
 

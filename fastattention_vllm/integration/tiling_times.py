@@ -13,15 +13,23 @@ import torch
 import vllm.envs as envs
 from vllm.logger import init_logger
 
-from fastattention_vllm.parallel import calibrate, calibration_file
+from fastattention_vllm.parallel import calibrate, calibration_file, one_call
 from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.tiled_linear import Linear
 
 logger = init_logger("vllm.fastattention")
 
 
-def of(weight: torch.Tensor, lanes: Mapping[str, Collective], plain: Linear, least_rows: int, most_rows: int) -> Choice:
+def of(
+    weight: torch.Tensor,
+    lanes: Mapping[str, Collective],
+    plain: Linear,
+    least_rows: int,
+    most_rows: int,
+    one_calls: Mapping[str, Linear],
+) -> Choice:
     """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
 
     Args:
@@ -29,9 +37,10 @@ def of(weight: torch.Tensor, lanes: Mapping[str, Collective], plain: Linear, lea
         lanes: collectives to choose from, by name.
         plain: the layer without a cut.
         most_rows: tokens of the longest step.
+        one_calls: what does the whole layer in one call, by name.
     """
     first = next(iter(lanes.values()))
-    path, key = file(), key_of(weight, lanes, least_rows, most_rows)
+    path, key = file(), key_of(weight, lanes, least_rows, most_rows, one_calls)
     known = calibration_file.read(path, key)
     if _all_alike(known, weight.device, first) and known is not None:
         return known
@@ -43,6 +52,10 @@ def of(weight: torch.Tensor, lanes: Mapping[str, Collective], plain: Linear, lea
         logger.info_once("Tiling-AllReduce: %s, %.1f s.", line, time.perf_counter() - began)
 
     measured = calibrate.measure(lanes, plain, weight, least_rows, most_rows, say=say)
+    for name, layer in one_calls.items() if measured.trials else []:
+        timer = LayerTimer(lanes, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
+        measured = one_call.contest(measured, timer, name, layer)
+        say(f"{name} is timed beside them")
     logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
     try:
         calibration_file.write(path, key, measured)
@@ -55,21 +68,28 @@ def file() -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "fastattention" / "tiling.json"
 
 
-def key_of(weight: torch.Tensor, lanes: Mapping[str, Collective], least_rows: int, most_rows: int) -> str:
+def key_of(
+    weight: torch.Tensor,
+    lanes: Mapping[str, Collective],
+    least_rows: int,
+    most_rows: int,
+    one_calls: Mapping[str, Linear],
+) -> str:
     """All that times depend on, in words."""
     if weight.device.type == "cpu":
         device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
         device += f", {torch.get_num_threads()} threads"
     else:
-        device = torch.cuda.get_device_name(weight.device)
-        told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("NCCL_"))
+        device = torch.get_device_module(weight.device).get_device_name(weight.device)
+        told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(("NCCL_", "HCCL_")))
         device += "".join(f", {one}" for one in told)
     outputs, inputs = weight.shape
     dtype = str(weight.dtype).removeprefix("torch.")
     calibrated = calibrate.row_counts(most_rows)[-1]
     ranks = next(iter(lanes.values())).size
     return (
-        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join(lanes)}, {least_rows} to {calibrated} tokens, "
+        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*lanes, *one_calls])}, "
+        f"{least_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
         f"torch {torch.__version__}"
     )
@@ -78,7 +98,6 @@ def key_of(weight: torch.Tensor, lanes: Mapping[str, Collective], least_rows: in
 def _all_alike(choice: Choice | None, device: torch.device, collective: Collective) -> bool:
     """Whether all ranks have the same one: those on other machines have files of their own, and files get lost."""
     digest = hashlib.sha256(repr(choice).encode()).digest()
-    digests = torch.zeros(collective.size, dtype=torch.float64, device=device)
-    digests[collective.rank] = int.from_bytes(digest[:6], "big")  # 48 bits, which float64 holds exactly
-    collective.wait(collective.start(digests))
-    return bool((digests == digests[0]).all())
+    own = int.from_bytes(digest[:6], "big")  # 48 bits, which float64 holds exactly
+    digests = collective.totals([own if rank == collective.rank else 0 for rank in range(collective.size)], device)
+    return len(set(digests)) == 1

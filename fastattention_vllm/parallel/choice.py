@@ -11,11 +11,11 @@ from fastattention_vllm.parallel.plan import GRANULE, cut
 
 @dataclass(frozen=True)
 class Trial:
-    """The best of the cuts that were timed for so many rows; one block where none was enough faster."""
+    """The best of what was timed for so many rows; one block where no cut was enough faster."""
 
     rows: int
     collective: str
-    """By which it was; "" for the plain layer."""
+    """By which it was; "" for the plain layer. With one block, the name of one call that does the whole layer."""
     blocks: tuple[int, ...]
     seconds: float
     plain_seconds: float
@@ -40,7 +40,7 @@ class Choice:
     """By ascending rows."""
 
     def of(self, rows: int) -> tuple[str, tuple[int, ...]]:
-        """The collective and the blocks; "" and one block for the plain layer.
+        """The collective, or the name of one call, and the blocks; "" and one block for the plain layer.
 
         Between two numbers that were tried, both of which must have gained, as in the nearer one. Fewer rows than were
         ever tried are not cut.
@@ -56,7 +56,7 @@ def _of(choice: Choice, rows: int) -> tuple[str, tuple[int, ...]]:
     if not below:
         return plain
     near = [below[-1], above[0]] if above else [below[-1]]
-    if any(len(trial.blocks) < 2 for trial in near):
+    if any(not trial.collective for trial in near):
         return plain
     nearest = min(near, key=lambda trial: abs(trial.rows - rows))
     return nearest.collective, _scaled(nearest.blocks, rows)

@@ -43,6 +43,13 @@ class Collective(ABC):
             CollectiveError: a rank is gone, or has not taken part within the timeout.
         """
 
+    def totals(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Sums over the ranks of each of ``numbers``, to the last bit the same on all of them."""
+        total = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self.wait(self.start(total))
+        sums: list[float] = total.tolist()
+        return sums
+
 
 class ProcessGroupCollective(Collective):
     """A torch process group of its own, so that its sums never mix with those that others order.

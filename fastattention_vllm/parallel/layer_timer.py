@@ -1,4 +1,4 @@
-"""Times of one layer's parts and cuts on all ranks: by events on a GPU, by the clock on a CPU."""
+"""Times of one layer's parts and cuts on all ranks: by events on a GPU or an NPU, by the clock on a CPU."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ CYCLES = 2e9
 HEAD_START, LONGEST_HEAD_START = 2e-3, 0.1
 """Seconds that a GPU sleeps before what is timed, so that it waits for nothing that Python has yet to order. Twice as
 long as ordering took the last time, if that is longer: eight blocks take 1 to 4 ms."""
+HEAD_START_MATMULS = 4
+"""Of the most rows, with which an NPU is kept busy instead: torch_npu has no call to let it sleep."""
 STUCK = 60.0
 """Seconds after which a GPU that has not done what was timed never will: its ranks wait for each other."""
 
@@ -107,24 +109,23 @@ class LayerTimer:
                     found[at].append(took)
         seconds = [_quantile([one.seconds for one in times], rank) for times in found]
         orders = [_quantile([one.ordering for one in times], rank) for times in found]
-        total = torch.tensor([seconds, orders], dtype=torch.float64).to(self.weight.device)
-        self.first.wait(self.first.start(total))
-        means: list[list[float]] = (total / self.first.size).tolist()
-        return [Timed(*both) for both in zip(*means, strict=True)]
+        means = [total / self.first.size for total in self.first.totals([*seconds, *orders], self.weight.device)]
+        return [Timed(*both) for both in zip(means[: len(works)], means[len(works) :], strict=True)]
 
     def _once(self, work: Work, ordering: float) -> Timed:
         """``ordering``: seconds that it took the last time."""
         # What the ranks wait for each other with also says whether one of them has no time left.
         together = self.weight.new_full((1,), float(monotonic() > self._until))
-        if self.weight.device.type != "cuda":
+        if self.weight.device.type == "cpu":
             self.first.wait(self.first.start(together))
             _go_on(together)
             started = perf_counter()
             work()
             return Timed(perf_counter() - started, 0.0)
-        torch.cuda._sleep(int(CYCLES * min(LONGEST_HEAD_START, max(HEAD_START, 2 * ordering))))
+        self._give_head_start(ordering)
         self.first.wait(self.first.start(together))
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        device = torch.get_device_module(self.weight.device)
+        begin, end = (device.Event(enable_timing=True) for _ in range(2))
         begin.record()
         started = perf_counter()
         work()
@@ -135,9 +136,17 @@ class LayerTimer:
         milliseconds: float = begin.elapsed_time(end)
         return Timed(milliseconds / 1000, ordered)
 
+    def _give_head_start(self, ordering: float) -> None:
+        if self.weight.device.type == "cuda":
+            torch.cuda._sleep(int(CYCLES * min(LONGEST_HEAD_START, max(HEAD_START, 2 * ordering))))
+            return
+        longest = self.matmul(len(self.x))
+        for _ in range(HEAD_START_MATMULS):
+            longest()
+
 
 def wait_for(event: Any) -> None:
-    """Until a CUDA event has come.
+    """Until an event of a GPU or an NPU has come.
 
     Raises:
         CollectiveError: it has not within ``STUCK`` seconds.
@@ -146,7 +155,7 @@ def wait_for(event: Any) -> None:
     while not event.query():
         if monotonic() > until:
             raise CollectiveError(
-                f"a layer that was timed is not done after {STUCK:.0f} s: the GPUs of its ranks wait for each other. "
+                f"a layer that was timed is not done after {STUCK:.0f} s: its ranks' devices wait for each other. "
                 'Start with tiling_all_reduce "off", or with a fixed number of blocks.'
             )
         time.sleep(20e-6)

@@ -187,7 +187,7 @@ def _mlp_shape(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group
 _library = torch.library.Library("fastattention", "FRAGMENT")
 _library.define("tiled_linear_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor")
 _library.define("tiled_mlp_all_reduce(Tensor x, Tensor first, Tensor second, str group) -> Tensor")
-for _key in ("CPU", "CUDA"):
+for _key in ("CPU", "CUDA", "PrivateUse1"):  # the last is an NPU's
     _library.impl("tiled_linear_all_reduce", _run, _key)
     _library.impl("tiled_mlp_all_reduce", _run_mlp, _key)
 _library.impl("tiled_mlp_all_reduce", _mlp_shape, "Meta")
