@@ -1,4 +1,4 @@
-"""``--attention-backend fastattention`` on Ascend NPUs: our class where vllm-ascend chooses its own.
+"""``--attention-backend fastattention`` on Ascend NPUs: our classes where vllm-ascend chooses its own.
 
 Why: vllm-ascend 0.23 chooses by the model alone and reads of the user's choice only FLASH_ATTN, so any other backend is
 replaced in silence. Its attention module also registers itself under CUSTOM whenever it is imported; this package has a
@@ -55,6 +55,10 @@ def _honouring(choose: Any) -> Any:
         if getattr(selected_backend, "name", None) != compat.BACKEND_NAME:
             return chosen
         check_version()
+        # The runner asks before it makes the model's layers, and after vllm-ascend's own changes to vLLM.
+        from fastattention_vllm.integration import ascend_row_parallel
+
+        ascend_row_parallel.install()
         if chosen != DENSE_PATH:
             logger.info_once("These layers stay with vllm-ascend: %s is not dense attention on a 910.", chosen)
             return chosen

@@ -18,7 +18,6 @@ from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import host_layers
 from fastattention_vllm.integration.ascend_side import AscendHostMetadataBuilder, AscendSide
-from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")
@@ -82,9 +81,6 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        options = options_of(self.vllm_config)
-        if options.tiling_all_reduce != "off":
-            raise Refusal(f'tiling_all_reduce {options.tiling_all_reduce} is not part of the NPU path; leave it "off".')
         host_layers.place(self.vllm_config, AscendSide(self.vllm_config, HostLayerAscendBackend))
 
     def forward_fused_infer_attention(

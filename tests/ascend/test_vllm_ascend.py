@@ -323,14 +323,6 @@ def test_float32_stops_the_start(config: SimpleNamespace) -> None:
         Engine(config)
 
 
-@pytest.mark.parametrize("option", [{"tiling_all_reduce": 2}])
-def test_options_that_are_not_part_of_this_path_stop_the_start(config: SimpleNamespace, option: dict[str, Any]) -> None:
-    engine = Engine(config)
-    config.additional_config = {"fastattention": option}
-    with pytest.raises(Refusal, match=next(iter(option))):
-        engine.impl.process_weights_after_loading(torch.bfloat16)
-
-
 @pytest.mark.parametrize("what", ["sinks", "attn_type", "enable_hamming_sparse"])
 def test_what_vllm_ascend_has_ways_of_its_own_for_stays_with_it(
     config: SimpleNamespace, what: str, monkeypatch: pytest.MonkeyPatch

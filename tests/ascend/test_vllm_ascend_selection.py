@@ -48,6 +48,32 @@ found = {
     "mla": chosen(member, use_mla=True),
     "sparse": chosen(member, use_mla=True, use_sparse=True),
 }
+# How a row-parallel layer is to run, asked through what vllm-ascend's layers have imported.
+from types import SimpleNamespace
+from vllm.config import vllm as C
+from vllm_ascend.ops import linear, linear_op
+for name in ("oproj_tp_enable", "mlp_tp_enable", "matmul_allreduce_enable", "flashcomm2_enable", "enable_sp",
+             "enable_dsa_cp_with_layer_shard"):
+    setattr(linear_op, name, lambda: False)
+linear_op.get_tp_group = lambda: SimpleNamespace(rank_in_group=0, world_size=2)
+
+class Worker:
+    def determine_available_memory(self):
+        return 1
+
+def operation(blocks):
+    C._current_vllm_config = SimpleNamespace(
+        additional_config={"fastattention": {"tiling_all_reduce": blocks}},
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, worker_cls="__main__.Worker"),
+    )
+    op = linear.get_parallel_op(False, "model.layers.0.self_attn.o_proj", None, "row")[0]
+    C._current_vllm_config = None
+    return type(op).__name__
+
+found["tiling off"] = operation("off")
+found["tiling"] = operation(2)
+found["hooked"] = hasattr(Worker, "_fastattention_adopt")
+
 P.is_310p = lambda: True
 found["310p"] = chosen(member)
 
@@ -115,6 +141,9 @@ def test_the_choice_is_honoured_whatever_came_first(tmp_path: Path, order: str) 
         "custom": DENSE,
         "mla": "vllm_ascend.attention.mla_v1.AscendMLABackend",
         "sparse": "vllm_ascend.attention.sfa_v1.AscendSFABackend",
+        "tiling off": "NoneType",
+        "tiling": "TiledRowParallelOp",
+        "hooked": True,
         "310p": "vllm_ascend._310p.attention.attention_v1.AscendAttentionBackend310",
         "refusal": "vllm-ascend 0.23.0 is installed",
     }
