@@ -21,6 +21,7 @@ from scripts.ascend_env import TORCH, VLLM, AscendEnvironment  # noqa: E402
 from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
 TESTS = ["tests/ascend"]
+MUTATIONS = ROOT / "tests" / "mutations" / "genuine"
 TIMEOUT_S = 3600
 
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-npu", nargs="+", choices=tuple(TORCH), default=list(TORCH), help="default: all")
     parser.add_argument("--set-up-only", action="store_true")
+    parser.add_argument("--mutate", action="store_true", help="run scripts/mutate.py there, in place of the tests")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args(arguments)
     statuses = {}
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             environment = AscendEnvironment(version)
             environment.prepare()
             if not options.set_up_only:
-                statuses[version] = run_tests(environment, options.pytest)
+                command = mutate() if options.mutate else pytest(options.pytest)
+                statuses[version] = run(environment, command)
     except (SetupError, subprocess.SubprocessError) as error:
         print(f"fastattention test-ascend: {error}", file=sys.stderr)
         return 1
@@ -54,11 +57,21 @@ def described(version: str) -> str:
     return f"torch_npu {version}, torch {TORCH[version]}{with_vllm}"
 
 
-def run_tests(environment: AscendEnvironment, arguments: Sequence[str]) -> tuple[int, float]:
-    """pytest's exit status (5: there was no test) and the seconds it took."""
+def pytest(arguments: Sequence[str]) -> list[str]:
+    """Exits with 5 if there was no test."""
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or TESTS)]
+
+
+def mutate() -> list[str]:
+    """Breaks of what is tested with genuine vllm-ascend alone."""
+    return ["scripts/mutate.py", *map(str, sorted(MUTATIONS.glob("*.toml")))]
+
+
+def run(environment: AscendEnvironment, arguments: Sequence[str]) -> tuple[int, float]:
+    """The exit status of its Python with these arguments, and the seconds it took."""
     print(f"{described(environment.torch_npu)} ...", flush=True)
     started = time.monotonic()
-    command = [str(environment.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or TESTS)]
+    command = [str(environment.python), *arguments]
     result = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment.variables}, timeout=TIMEOUT_S)
     return result.returncode, time.monotonic() - started
 

@@ -190,7 +190,8 @@ class Copy:
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # Compiled modules are told apart by size and second; a mutation may keep both.
         self.environment["PYTHONDONTWRITEBYTECODE"] = "1"
-        package = self.python("-c", "import fastattention_vllm; print(fastattention_vllm.__file__)").stdout.strip()
+        said = self.python("-c", "import fastattention_vllm; print(fastattention_vllm.__file__)").stdout.strip()
+        package = said.rpartition("\n")[2]  # after what torch's extensions say when they are loaded
         if not package.startswith(str(self.tree)):
             raise DoesNotFit(f"in the copy of the tree, the package is imported from {package or 'nowhere'}.")
 

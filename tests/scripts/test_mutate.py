@@ -33,7 +33,7 @@ def write(path: Path, **change: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted(mutate.LISTS.glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(mutate.LISTS.rglob("*.toml")), ids=lambda path: path.name)
 def test_every_entry_fits_the_code(path: Path) -> None:
     names = [mutation.name for mutation in mutate.read(path)]
     assert len(names) == len(set(names))
