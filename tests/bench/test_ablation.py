@@ -76,9 +76,8 @@ def test_a_simulated_kernel_without_skipping_or_levels_is_right_and_slower(ablat
 def test_rows_of_earlier_runs_name_their_file(ablation: Any, tmp_path: Path) -> None:
     assert ablation.stored_rows(tmp_path) == []
     layer = {"link": "host", "ranks": 2, "model": "8B", "tokens": 8192}
-    write(tmp_path / "2026-01-01-tiling-layer-host-old.json", [layer | {"way": "plain", "ms": 1.0}])
     ways = {"plain": 8.0, "linear": 7.0, "full": 5.0}
-    write(tmp_path / "2026-01-02-tiling-layer-host-new.json", [layer | {"way": w, "ms": ms} for w, ms in ways.items()])
+    write(tmp_path / "2026-01-02-tiling-layer-host.json", [layer | {"way": w, "ms": ms} for w, ms in ways.items()])
     case = "8B layers, 8 of 32, 8192 tokens, 2 ranks, host, eager, tiling"
     tokens = [
         {"case": f"{case} off", "kind": "measured", "ours": 60.0, "peer": 90.0},
@@ -92,7 +91,7 @@ def test_rows_of_earlier_runs_name_their_file(ablation: Any, tmp_path: Path) -> 
         ("tiling-AllReduce (full form)", 1.6),
         ("tiling-AllReduce (full form)", 1.5),
     ]
-    assert {row["source"] for row in found[:2]} == {"2026-01-02-tiling-layer-host-new.json"}
+    assert {row["source"] for row in found[:2]} == {"2026-01-02-tiling-layer-host.json"}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
