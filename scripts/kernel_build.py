@@ -23,6 +23,13 @@ class DoesNotCompile(Exception):
     """What the compiler said."""
 
 
+def emulate_amx() -> bool:
+    """Whether AMX code can be run here only over its tiles in AVX-512 (kernels/cpu/emulation)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return "avx512_bf16" in flags and "amx_bf16" not in flags
+
+
 class KernelBuild:
     def __init__(self, tree: Path, directory: Path) -> None:
         self.source, self.directory = tree / KERNELS, directory
@@ -34,6 +41,7 @@ class KernelBuild:
         if cmake is None:
             raise DoesNotCompile("there is no cmake; run `make setup-dev`.")
         flags = ["-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0 -w", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+        flags += ["-DFASTATTENTION_EMULATE_AMX=ON"] if emulate_amx() else []
         _run([cmake, "-S", str(self.source), "-B", str(self.directory), "-G", "Unix Makefiles", *flags])
         _run([cmake, "--build", str(self.directory), "--parallel", str(os.cpu_count() or 1)])
         return self.directory / LIBRARY

@@ -23,6 +23,9 @@ extern const KernelTable kNeon;
 namespace {
 
 #if defined(__x86_64__)
+#if defined(FASTATTENTION_EMULATE_AMX)
+bool has_amx() { return true; }
+#else
 // Tiles are 8 KiB of state per thread, which Linux saves only for processes that have asked (since 5.16). Threads that
 // exist already are covered too.
 bool has_amx() {
@@ -32,6 +35,7 @@ bool has_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+#endif
 #endif
 
 std::vector<const KernelTable*> detect() {
