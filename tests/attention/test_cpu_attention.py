@@ -126,10 +126,10 @@ def test_masks_over_large_row_blocks(dtype: torch.dtype, mask: str, q_len: int, 
     check(Case(*lens, kv_heads * group, kv_heads, head_size=32, dtype=dtype, **MASKS[mask]))  # type: ignore[arg-type]
 
 
-# Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 2, 4
-# or 16 rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256 and more.
+# Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 2, 4,
+# 8 or 16 rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256 and more.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 15, 16, 17, 40, 64, 65, 100, 270])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 15, 16, 17, 40, 64, 65, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
 def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
     """Odd and even numbers of tokens, in one tile and in several; pages that begin at every 16 rows, and others."""
@@ -438,7 +438,7 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
 def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch.dtype) -> None:
     """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within a split (1000 tokens
     are one) and across splits."""
-    problem = Case((1, 8, 40), (kv_len,) * 3, page_size=0, dtype=dtype).build()
+    problem = Case((1, 3, 8, 40), (kv_len,) * 4, page_size=0, dtype=dtype).build()
     ramp = torch.linspace(-8, 8, kv_len)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
         problem.key[start : start + kv_len, :, 0] = ramp

@@ -4,8 +4,8 @@
 //   Scores: K is the left operand (16 tokens x 32 dimensions), the transposed queries the right one, so the products
 //   are transposed scores. Transposing those back takes a quarter of what transposing K would. Values: the dot product
 //   sums pairs of neighbours in a row, which for rows of V are two dimensions of one token. With (weight, 0) as the
-//   pair on the left it yields the even dimensions, with (0, weight) the odd ones: twice the products, of which there
-//   are plenty, instead of interleaving tokens.
+//   pair on the left it yields the even dimensions, with (0, weight) the odd ones, instead of interleaving tokens. Up
+//   to 8 rows take half a tile, so the other half does for the even dimensions; more take twice the products.
 namespace fastattention {
 namespace {
 
@@ -28,11 +28,13 @@ struct AmxDirectPanels {
   using Element = BFloat16;
   using Weight = OddPair;
   static constexpr int kRows = kTileRows;
+  static constexpr int kHalf = kTileRows / 2;
   static constexpr int kTransposeSteps = 2;  // of the prefetch, for each 16 tokens
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
   Prefetch<T> upcoming{};
+  bool few = false;  // up to kHalf rows
   AmxTiles tiles{};
 
   static bool can_run(const fa_attention_problem& problem) { return problem.head_size % kTileDepth == 0; }
@@ -43,6 +45,7 @@ struct AmxDirectPanels {
 
   // Each 16 rows of queries become [head_size / 2][16 rows][2].
   void arrange_queries(int num_rows) {
+    few = num_rows <= kHalf;
     BFloat16* copy = static_cast<BFloat16*>(scratch.keys);
     for (int row = 0; row < num_rows; row += kTileRows) {
       BFloat16* query = static_cast<BFloat16*>(scratch.query) + static_cast<size_t>(row) * head_size;
@@ -86,6 +89,10 @@ struct AmxDirectPanels {
     return copy;
   }
 
+  const BFloat16* values_at(int token, size_t* bytes) const {
+    return rows_at(current->value, token, current->value_stride, static_cast<BFloat16*>(scratch.keys), bytes);
+  }
+
   void scores(int first_row, int rows, int begin, int end, float* scores) {
     const BFloat16* query = static_cast<const BFloat16*>(scratch.query) + static_cast<size_t>(first_row) * head_size;
     BFloat16* copy = static_cast<BFloat16*>(scratch.keys);
@@ -111,25 +118,26 @@ struct AmxDirectPanels {
       }
       _tile_stored(0, products, kTileBytes);
       _tile_stored(1, products + kTileRows * kTileRows, kTileBytes);
+      memory_barrier();
+      const auto transposed = [&](auto& block, const float* of, float* to) {
+        upcoming.advance();
+        load_transposed(of, block);
+        upcoming.advance();
+        for (int r = 0; r < rows; ++r) store(to + r * kKvTile, block[r]);
+      };
       for (int i = 0; i < 2; ++i) {
-        Vec block[kTileRows];
-        FA_UNROLL
-        for (int t = 0; t < kTileRows; ++t) block[t] = load(products + (i * kTileRows + t) * kTileRows);
-        upcoming.advance();
-        transpose(block);
-        upcoming.advance();
-        for (int r = 0; r < rows; ++r) store(scores + r * kKvTile + token + i * kTileRows, block[r]);
+        const float* of = products + i * kTileRows * kTileRows;
+        float* to = scores + token + i * kTileRows;
+        Vec block[kTileRows], half[kHalf];
+        few ? transposed(half, of, to) : transposed(block, of, to);
       }
     }
   }
 
-  // Columns of the output: of every 32 dimensions, first the even, then the odd ones; see arrange_output.
   void add_values(int first_row, int rows, const OddPair* weights, int begin, int end, const float* rescale) {
-    const int stride = head_size;
-    float* output = scratch.output + static_cast<size_t>(first_row) * stride;
-    rescale_rows(output, rows, stride, rescale);
-    BFloat16* copy = static_cast<BFloat16*>(scratch.keys);
-    uint32_t* even = static_cast<uint32_t*>(scratch.values);
+    // (weight, 0), below the (0, weight) of the same tiles where there is room.
+    uint32_t* even =
+        few ? reinterpret_cast<uint32_t*>(scratch.scores) + kHalf * kKvTile : static_cast<uint32_t*>(scratch.values);
     begin = begin / kTileRows * kTileRows;
     end = round_up(end, kTileRows);
     for (int r = 0; r < rows; ++r) {
@@ -138,6 +146,72 @@ struct AmxDirectPanels {
         _mm512_storeu_si512(even + r * kKvTile + column, _mm512_srli_epi32(odd, 16));
       }
     }
+    if (few) {
+      rescale_rows(scratch.output, rows, head_size / 2, rescale);
+      rescale_rows(scratch.output + kHalf * head_size / 2, rows, head_size / 2, rescale);
+      add_together(weights, begin, end);
+    } else {
+      float* output = scratch.output + static_cast<size_t>(first_row) * head_size;
+      rescale_rows(output, rows, head_size, rescale);
+      add_apart(output, weights, even, begin, end);
+    }
+  }
+
+  // The output is [kHalf rows][head_size / 2] of odd dimensions, and the same of even ones.
+  void add_together(const OddPair* weights, int begin, int end) {
+    constexpr int kTilesAtOnce = 4;
+    const size_t output_bytes = head_size / 2 * sizeof(float);
+    for (int d = 0; d < head_size; d += kTilesAtOnce * kTileDepth) {
+      const int left = (head_size - d) / kTileDepth;
+      const auto add = left == 1   ? &AmxDirectPanels::add_tiles<1>
+                       : left == 2 ? &AmxDirectPanels::add_tiles<2>
+                       : left == 3 ? &AmxDirectPanels::add_tiles<3>
+                                   : &AmxDirectPanels::add_tiles<kTilesAtOnce>;
+      (this->*add)(weights, begin, end, d, scratch.output + d / 2, output_bytes);
+    }
+  }
+  template <int Tiles>
+  void add_tiles(const OddPair* weights, int begin, int end, int d, float* to, size_t output_bytes) {
+    memory_barrier();
+    _tile_loadd(0, to, output_bytes);
+    if constexpr (Tiles > 1) _tile_loadd(1, to + kTileRows, output_bytes);
+    if constexpr (Tiles > 2) _tile_loadd(2, to + 2 * kTileRows, output_bytes);
+    if constexpr (Tiles > 3) _tile_loadd(3, to + 3 * kTileRows, output_bytes);
+    for (int token = begin; token < end; token += kTileRows) {
+      size_t bytes;
+      const BFloat16* value = values_at(token, &bytes) + d;
+      memory_barrier();
+      _tile_loadd(4, weights + token, kKvTile * sizeof(float));
+      const auto next = [&] { upcoming.advance(), upcoming.advance(); };
+      _tile_loadd(6, value, bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      next();
+      if constexpr (Tiles > 1) {
+        _tile_loadd(7, value + kTileDepth, bytes);
+        _tile_dpbf16ps(1, 4, 7);
+        next();
+      }
+      if constexpr (Tiles > 2) {
+        _tile_loadd(6, value + 2 * kTileDepth, bytes);
+        _tile_dpbf16ps(2, 4, 6);
+        next();
+      }
+      if constexpr (Tiles > 3) {
+        _tile_loadd(7, value + 3 * kTileDepth, bytes);
+        _tile_dpbf16ps(3, 4, 7);
+        next();
+      }
+    }
+    _tile_stored(0, to, output_bytes);
+    if constexpr (Tiles > 1) _tile_stored(1, to + kTileRows, output_bytes);
+    if constexpr (Tiles > 2) _tile_stored(2, to + 2 * kTileRows, output_bytes);
+    if constexpr (Tiles > 3) _tile_stored(3, to + 3 * kTileRows, output_bytes);
+    memory_barrier();
+  }
+
+  // Columns of the output: of every 32 dimensions, first the even, then the odd ones; see arrange_output.
+  void add_apart(float* output, const OddPair* weights, const uint32_t* even, int begin, int end) {
+    const int stride = head_size;
     memory_barrier();
     const size_t weight_bytes = kKvTile * sizeof(float);
     const size_t output_bytes = stride * sizeof(float);
@@ -152,7 +226,7 @@ struct AmxDirectPanels {
       }
       for (int token = begin; token < end; token += kTileRows) {
         size_t bytes;
-        const BFloat16* value = rows_at(current->value, token, current->value_stride, copy, &bytes) + d;
+        const BFloat16* value = values_at(token, &bytes) + d;
         memory_barrier();
         _tile_loadd(4, even + token, weight_bytes);
         _tile_loadd(5, weights + token, weight_bytes);
@@ -180,10 +254,14 @@ struct AmxDirectPanels {
   void finish() { upcoming.rest(); }
 
   void arrange_output(int num_rows) {
+    const float* halves = static_cast<const float*>(scratch.values);
+    if (few) __builtin_memcpy(scratch.values, scratch.output, sizeof(float) * kHalf * head_size);
     for (int r = 0; r < num_rows; ++r) {
       for (int d = 0; d < head_size; d += 2 * kWidth) {
         float* to = scratch.output + static_cast<size_t>(r) * head_size + d;
-        Vec even = load(to), odd = load(to + kWidth);
+        const float* half = halves + (r * head_size + d) / 2;
+        Vec even = load(few ? half + kHalf * head_size / 2 : to);
+        Vec odd = load(few ? half : to + kWidth);
         join_pairs(even, odd);
         store(to, even);
         store(to + kWidth, odd);

@@ -184,5 +184,36 @@ inline void transpose(Vec (&a)[16]) {
   for (int i = 0; i < 16; ++i) a[i] = b[i];
 }
 
+// 16 rows of 16 numbers, one behind the other, to their columns: all 16, or the first 8.
+inline void load_transposed(const float* rows, Vec (&columns)[16]) {
+  FA_UNROLL
+  for (int i = 0; i < 16; ++i) columns[i] = load(rows + i * 16);
+  transpose(columns);
+}
+inline void load_transposed(const float* rows, Vec (&columns)[8]) {
+  Vec pairs[8];  // of half rows: 0 and 4, 1 and 5, ..., 8 and 12, ...
+  FA_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const float* row = rows + (i % 4 + i / 4 * 8) * 16;
+    pairs[i] = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(row)), _mm256_loadu_ps(row + 4 * 16), 1);
+  }
+  Vec quads[8];  // 4 rows in each lane: of quads[k] and quads[4 + k], columns k, 4 + k, k and 4 + k
+  FA_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    const Vec low = _mm512_unpacklo_ps(pairs[i], pairs[i + 1]), high = _mm512_unpackhi_ps(pairs[i], pairs[i + 1]);
+    const Vec low2 = _mm512_unpacklo_ps(pairs[i + 2], pairs[i + 3]);
+    const Vec high2 = _mm512_unpackhi_ps(pairs[i + 2], pairs[i + 3]);
+    quads[i] = _mm512_shuffle_ps(low, low2, 0x44);
+    quads[i + 1] = _mm512_shuffle_ps(low, low2, 0xee);
+    quads[i + 2] = _mm512_shuffle_ps(high, high2, 0x44);
+    quads[i + 3] = _mm512_shuffle_ps(high, high2, 0xee);
+  }
+  FA_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    columns[k] = _mm512_shuffle_f32x4(quads[k], quads[4 + k], 0x88);
+    columns[4 + k] = _mm512_shuffle_f32x4(quads[k], quads[4 + k], 0xdd);
+  }
+}
+
 }  // namespace
 }  // namespace fastattention
