@@ -39,7 +39,10 @@ struct AmxDirectPanels {
 
   static bool can_run(const fa_attention_problem& problem) { return problem.head_size % kTileDepth == 0; }
   // Each panel loads and stores its output in each tile: not worth it for more than one.
-  static int tile_tokens(int num_rows) { return num_rows <= kRows ? kAmxDirectTile : kKvTile; }
+  static int tile_tokens(int num_rows) {
+    if (num_rows > kRows) return kKvTile;
+    return num_rows > kHalf ? kAmxDirectTile : 2 * kAmxDirectTile;
+  }
   static int query_stride(int head_size) { return head_size; }
   static int output_stride(int head_size) { return head_size; }
 

@@ -10,7 +10,7 @@ constexpr int kDirectAccumulators = kTuning.direct_accumulators;
 constexpr int kDirectTile = kTuning.direct_tile;
 constexpr int kAmxDirectTile = kTuning.amx_direct_tile;
 constexpr int kAmxSplitTile = kTuning.amx_split_tile;
-static_assert(kDirectTile <= kKvTile && kAmxDirectTile <= kKvTile && 2 * kAmxSplitTile <= kKvTile,
+static_assert(kDirectTile <= kKvTile && 2 * kAmxDirectTile <= kKvTile && 2 * kAmxSplitTile <= kKvTile,
               "memory is for tiles of kKvTile");
 static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth, "direct panels halve their rows");
 

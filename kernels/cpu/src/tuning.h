@@ -15,8 +15,8 @@ struct Tuning {
   // The same where K and V are read as they lie, up to kv_tile: the shorter, the fewer pages are being read and fetched
   // at the same time.
   int direct_tile;
-  int amx_direct_tile;
-  int amx_split_tile;  // with up to 8 rows; twice that with more
+  int amx_direct_tile;  // with 9 to 16 rows; twice that with fewer
+  int amx_split_tile;   // with up to 8 rows; twice that with more
   // Direct panels: rows at once (a power of two up to the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
