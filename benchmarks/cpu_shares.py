@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ITEMS_PER_SEQUENCE, MIN_TOKENS, TILE = 512, 1024, 128
+ITEMS_PER_SEQUENCE, SPLIT_TOKENS, FEW_ITEMS, MIN_TOKENS, TILE = 512, 1024, 64, 256, 128
 THREAD_SPREAD, ITEM_SPREAD, RUNS = 0.03, 0.05, 20
 
 
@@ -60,7 +60,8 @@ def row(tokens: int, kv_heads: int, threads: int) -> dict[str, Any]:
 
 
 def splits(tokens: int, kv_heads: int) -> list[int]:
-    count = max(1, min(-(-ITEMS_PER_SEQUENCE // kv_heads), tokens // MIN_TOKENS))
+    split_tokens = min(max(tokens // -(-FEW_ITEMS // kv_heads), MIN_TOKENS), SPLIT_TOKENS)
+    count = max(1, min(-(-ITEMS_PER_SEQUENCE // kv_heads), tokens // split_tokens))
     tiles = -(-tokens // TILE)
     bounds = [
         min(tokens, TILE * min(tiles * (2 * count - i) * i // count**2, tiles - (count - i))) for i in range(count + 1)

@@ -436,8 +436,8 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("kv_len", [1000, 2500])
 def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch.dtype) -> None:
-    """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within a split (1000 tokens
-    are one) and across splits."""
+    """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within a split (the first
+    takes 512 tokens) and across splits."""
     problem = Case((1, 3, 8, 40), (kv_len,) * 4, page_size=0, dtype=dtype).build()
     ramp = torch.linspace(-8, 8, kv_len)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]

@@ -65,9 +65,12 @@ void make_plan(const fa_attention_problem& problem, const KernelTable& kernel, P
       item.kv_begin = std::min(item.kv_begin, item.kv_end);
 
       const int64_t length = item.kv_end - item.kv_begin;
-      const int64_t shortest = std::max(kSplits.min_tokens, kSplits.min_tokens_per_row * rows);
+      const int64_t items_unsplit = blocks_of_sequence * problem.num_kv_heads;
+      const int64_t tokens =
+          std::clamp(length / ceil_div(kSplits.few_items, items_unsplit), kSplits.min_tokens, kSplits.tokens);
+      const int64_t shortest = std::max(tokens, kSplits.min_tokens_per_row * rows);
       const int64_t wanted_items = rows < kRowBlock ? kSplits.items_per_sequence : kSplits.large_items;
-      const int64_t wanted_splits = ceil_div(wanted_items, blocks_of_sequence * problem.num_kv_heads);
+      const int64_t wanted_splits = ceil_div(wanted_items, items_unsplit);
       block.num_splits = static_cast<int32_t>(std::clamp<int64_t>(length / shortest, 1, wanted_splits));
       block.partial_size = partial_floats(rows, problem.head_size);
       plan.max_rows = std::max(plan.max_rows, rows);

@@ -11,11 +11,13 @@ namespace fastattention {
 struct SplitTuning {
   int64_t items_per_sequence;  // enough for 64 threads to share one request evenly
   int64_t large_items;         // the same where they are of kRowBlock rows or more, and so are their partial results
-  int64_t min_tokens;          // mean length of a split, so that partial results stay small against its K and V
+  int64_t tokens;              // mean length of a split, so that partial results stay small against its K and V
+  int64_t few_items;           // a sequence with fewer than this is split into shorter ones ...
+  int64_t min_tokens;          // ... down to this mean length
   int64_t min_tokens_per_row;  // the same where many query rows make partial results large
   int64_t row_blocks_of_sequence;  // times KV heads; row blocks do not grow to where there are fewer
 };
-constexpr SplitTuning kSplits = {512, 128, 1024, 8, 128};
+constexpr SplitTuning kSplits = {512, 128, 1024, 64, 256, 8, 128};
 
 // How items reach threads. None of these changes results.
 struct PoolTuning {
