@@ -231,7 +231,7 @@ def can_run(problem: AttentionProblem) -> str | None:
     query, key = problem.query, problem.key
     for name in ("query", "key", "value"):
         tensor: torch.Tensor = getattr(problem, name)
-        if tensor.device != _CPU:
+        if not tensor.is_cpu:
             return f"{name} is on {tensor.device}, the CPU kernels need it on cpu."
         if tensor.dtype not in (_DTYPES if name == "query" else _KV_DTYPES):
             or_fp8 = "" if name == "query" else ", or float8_e4m3fn or float8_e5m2"
@@ -306,31 +306,32 @@ def _arguments(
         raise ValueError(reason)
     if query.dim() != 3:
         raise ValueError(f"query must be [num_tokens, num_heads, head_size], not {_shape(query)}.")
-    num_tokens, num_heads, head_size = query.shape
+    num_tokens, num_heads, head_size = query_shape = query.shape
+    key_shape = key.shape
     num_seqs = seq_lens.shape[0]
     query_strides = _rows(query, "query")
     key_strides = _rows(key, "key")
     value_strides = _rows(value, "value")
-    if key.shape != value.shape or key.dtype != value.dtype:
+    if key_shape != value.shape or key.dtype != value.dtype:
         raise ValueError(
             f"key and value must agree, but are {_shape(key)} {key.dtype} and {_shape(value)} {value.dtype}."
         )
-    if key.shape[-1] != head_size:
-        raise ValueError(f"key has head_size {key.shape[-1]}, query {head_size}.")
+    if key_shape[-1] != head_size:
+        raise ValueError(f"key has head_size {key_shape[-1]}, query {head_size}.")
 
     _check_index(query_start_loc, "query_start_loc", (num_seqs + 1,))
     _check_index(seq_lens, "seq_lens", (num_seqs,))
     page_size, table_width, table_stride = 0, 0, 0
     if block_table is not None:
-        if key.dim() != 4:
+        if len(key_shape) != 4:
             raise ValueError(
                 f"with a block_table, key must be [num_blocks, page_size, num_kv_heads, head_size], not {_shape(key)}."
             )
-        page_size, table_width = max(1, key.shape[1]), block_table.shape[-1]
+        page_size, table_width = max(1, key_shape[1]), block_table.shape[-1]
         _check_index(block_table, "block_table", (num_seqs, table_width))
         table_stride = block_table.stride(0)
     else:
-        if key.dim() != 3:
+        if len(key_shape) != 3:
             raise ValueError(
                 f"without a block_table, key must be [num_kv_tokens, num_kv_heads, head_size], not {_shape(key)}."
             )
@@ -362,7 +363,7 @@ def _arguments(
             out = allocate((num_tokens, num_heads, head_size))
         if lse is None and return_lse:
             lse = allocate((num_tokens, num_heads), dtype=torch.float32)
-    if out.shape != query.shape or out.dtype != query.dtype or out.device != _CPU:
+    if out.shape != query_shape or out.dtype != query.dtype or not out.is_cpu:
         raise ValueError(
             f"out must be {_shape(query)} {query.dtype} on cpu, not {_shape(out)} {out.dtype} on {out.device}."
         )
@@ -379,7 +380,7 @@ def _arguments(
     arguments = _AttentionProblem(
         num_seqs,
         num_heads,
-        key.shape[-2],
+        key_shape[-2],
         head_size,
         page_size,
         _DTYPES[query.dtype],
@@ -398,7 +399,7 @@ def _arguments(
         None if slopes is None else slopes.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
         num_tokens,
-        key.shape[0],
+        key_shape[0],
         table_width,
         table_stride,
         slope_stride,
@@ -485,14 +486,14 @@ def write_kv(
 
 def _rows(tensor: torch.Tensor, name: str) -> tuple[int, ...]:
     """Strides of all dimensions but the last, which must be contiguous."""
-    *strides, last = tensor.stride()
-    if last != 1:
-        raise ValueError(f"{name} must be contiguous in its last dimension, but its stride is {last}.")
-    return tuple(strides)
+    strides = tensor.stride()
+    if strides[-1] != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, but its stride is {strides[-1]}.")
+    return strides[:-1]
 
 
 def _check_index(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape or tensor.dtype != torch.int32 or tensor.device != _CPU:
+    if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_cpu:
         raise ValueError(
             f"{name} must be {list(shape)} int32 on cpu, not {_shape(tensor)} {tensor.dtype} on {tensor.device}."
         )
