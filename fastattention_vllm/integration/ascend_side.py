@@ -28,9 +28,8 @@ class AscendHostMetadataBuilder(HostMetadataBuilder):
 
     def starts(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Padding of parallel layers is one more request at the end, which has no length and no blocks."""
-        tokens = common.num_actual_tokens
-        starts = super().starts(common).clamp(max=tokens)
-        return starts[: int((starts[:-1] < tokens).sum()) + 1]
+        starts = super().starts(common)
+        return starts[: int((starts[:-1] < common.num_actual_tokens).sum()) + 1]
 
     def page(self) -> int:
         return PAGE
