@@ -91,20 +91,27 @@ class Launch:
 
     simulation: Simulation
     works: list[float]
-    """Of the CTAs of one head (``blockIdx.x``): keys that they pass over, and what their begin and end are worth."""
+    """Of the CTAs of one head: keys that they pass over, and what their begin and end are worth."""
     cost: float
     """Of a unit of work to the simulator: query rows times head size."""
     heads: int
-    """In the simulated memory: ``blockIdx.y``."""
+    """In the simulated memory."""
     alike: bool = False
     """All CTAs of a head do the same, so one of them stands for all."""
+    together: int = 1
+    """Heads whose CTAs begin one after the other, the first of each, then the second: ``blockIdx.x`` is the head then,
+    else ``blockIdx.y``."""
     traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
 
     def trace(self, x: int, head: int) -> Trace:
         key = (0 if self.alike else x, head % self.heads)
         if key not in self.traces:
-            self.traces[key] = self.simulation.trace(*key)
+            self.traces[key] = self.simulation.trace(*(key if self.together == 1 else key[::-1]))
         return self.traces[key]
+
+    def place(self, number: int) -> int:
+        """Of a launch's CTA among those of its head."""
+        return number // self.together % len(self.works)
 
 
 @dataclass(frozen=True)
@@ -122,13 +129,13 @@ class Time:
 
 def whole_launch(launch: Launch, heads: int, timing: Timing | None = None) -> Time:
     """Simulated time of the SM that ends last, in a launch of ``heads`` like those in the simulated memory."""
-    resident, count = launch.simulation.occupancy.ctas, len(launch.works)
-    works = launch.works * heads
+    resident = launch.simulation.occupancy.ctas
+    works = [launch.works[launch.place(number)] for number in range(len(launch.works) * heads)]
     mine = dispatch(works, resident=resident, sms=V100.sms)[0]
     work_of = [works[number] for number in mine]
     all_work = sum(work_of)
     some, fewer = _sample(work_of, launch.cost, resident, launch.alike)
-    traces = {place: launch.trace(mine[place] % count, place) for place in some}
+    traces = {place: launch.trace(launch.place(mine[place]), place) for place in some}
     cycles = float(launch.simulation.time(list(traces.values()), timing=timing).cycles)
     work = sum(work_of[place] for place in some)
     if len(some) < len(mine):
@@ -300,9 +307,9 @@ def our_prefill(
     grid = volta_kernels.prefill_grid(variant, tokens, heads, 1)
     argument = Split(volta.parameters(problem, out, None, mapped(simulation)), parts=Divisor.by(1), rows=tokens)
     simulation.launch(grid, (variant.threads, 1, 1), bytes(argument), variant.shared_bytes)
-    begins = [(grid[0] - 1 - x) * variant.rows for x in range(grid[0])]
+    begins = [(grid[1] - 1 - x) * variant.rows for x in range(grid[1])]
     works = [float(min(tokens, begin + variant.rows) if causal else tokens) + variant.tile for begin in begins]
-    launch = Launch(simulation, works, variant.rows * head_size, heads, alike=not causal)
+    launch = Launch(simulation, works, variant.rows * head_size, heads, alike=not causal, together=HEADS)
 
     def error() -> float:
         errors = []

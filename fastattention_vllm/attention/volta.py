@@ -209,7 +209,7 @@ def attend(
         variant = volta_kernels.prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
         blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
-        grid = (blocks[0], kv_heads * parts, seqs)
+        grid = (kv_heads * parts, blocks[1], seqs)
     split = Split(argument, parts=Divisor.by(parts), rows=most_rows, least_parts=least)
     if decoding or parts > 1:
         rows = seqs * kv_heads * parts * most_rows

@@ -246,7 +246,7 @@ def decode_parts(longest: int, least: int) -> int:
 
 def prefill_grid(variant: Variant, most_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
     """Where keys are not in parts. ``most_rows``: of any sequence, query tokens times query heads per KV head."""
-    return -(-most_rows // variant.rows), num_kv_heads, num_seqs
+    return num_kv_heads, -(-most_rows // variant.rows), num_seqs
 
 
 def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) -> int:

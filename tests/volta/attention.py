@@ -127,7 +127,7 @@ def launch_prefill(
     variant, outputs, parts = variant_of(problem, architecture), outputs or Outputs(problem), parts or Parts(problem, 1)
     machine = on(variant)
     grid = volta_kernels.prefill_grid(variant, parts.rows, problem.key.shape[-2], len(problem.seq_lens))
-    grid = (grid[0], grid[1] * parts.count, grid[2])
+    grid = (grid[0] * parts.count, grid[1], grid[2])
     argument = bytes(parts.parameters(outputs, machine))
     machine.launch(grid, (variant.threads, 1, 1), argument, variant.shared_bytes)
     return machine, grid

@@ -154,7 +154,7 @@ def test_a_chunk_behind_a_long_context_is_cut(monkeypatch: pytest.MonkeyPatch) -
     metadata = builder().build(0, common(problem))
     monkeypatch.setattr(torch, "empty", None)
     check(problem, attend(problem, metadata, layer()))
-    assert grids[1:] == [("fa_volta_prefill", (1, 4 * KV_HEADS, 1)), ("fa_volta_combine", (40, KV_HEADS, 1))]
+    assert grids[1:] == [("fa_volta_prefill", (4 * KV_HEADS, 1, 1)), ("fa_volta_combine", (40, KV_HEADS, 1))]
 
 
 @pytest.mark.parametrize(

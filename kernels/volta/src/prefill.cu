@@ -100,11 +100,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   uint4* const keys = queries + kRows * kPitch;
   uint4* const values = keys + kTile * kPitch;
 
-  const int seq = blockIdx.z, kv_head = divide(blockIdx.y, s.parts);
+  const int seq = blockIdx.z, kv_head = divide(blockIdx.x, s.parts);
   const int first_token_of_all = p.query_start_loc[seq];
   const int q_len = p.query_start_loc[seq + 1] - first_token_of_all, kv_len = p.seq_lens[seq];
   const int group = p.group.divisor, num_rows = q_len * group;
-  const int first_row = (gridDim.x - 1 - blockIdx.x) * kRows;  // those that see most begin first
+  // Of all heads those that see most begin first, and what is left at the end is short.
+  const int first_row = (gridDim.y - 1 - blockIdx.y) * kRows;
   if (first_row >= num_rows) return;
 
   const int warp = threadIdx.x / 32;
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   };
   int some_begin = begin_of(first_position) / kTile, some_end = (end_of(last_position) + kTile - 1) / kTile;
   if (s.parts.divisor > 1) {  // as many tiles for each part
-    const int part = blockIdx.y - kv_head * s.parts.divisor, tiles = max(0, some_end - some_begin);
+    const int part = blockIdx.x - kv_head * s.parts.divisor, tiles = max(0, some_end - some_begin);
     some_end = some_begin + divide(tiles * (part + 1), s.parts);
     some_begin += divide(tiles * part, s.parts);
   }
@@ -337,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       float share = total > 0.0f ? p.value_scale / total : 0.0f;
       const bool writes_lse = real && lane.is_first_of_row();
       if (s.parts.divisor > 1) {  // others see the same rows, and sinks count once
-        const size_t at = (static_cast<size_t>(seq) * gridDim.y + blockIdx.y) * s.rows + row;
+        const size_t at = (static_cast<size_t>(seq) * gridDim.x + blockIdx.x) * s.rows + row;
         if (writes_lse) s.partial_lse[at] = total > 0.0f ? reference[i][r] * factor + __log2f(total) : -infinity();
         float* const out = s.partial_out + at * HEAD_SIZE;
         FA_UNROLL
