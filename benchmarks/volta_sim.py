@@ -179,16 +179,12 @@ def everything(source: str) -> str:
 
 # The source's fragments that are compiled out for comparison, and what takes their place.
 MASKS = (
-    ("number < masked; ++number) step(number, tile_begin(number), tile_begin(number + 2), Masked());",
-     "number < 0;) {}"),
+    ("for (; number < masked; ++number) step(number + 1 < num_tiles, tile_begin(number), tile_begin(number + 2), "
+     "Masked());", ""),
+    ("for (; number < unseen; ++number) {", "for (; number < 0; ++number) {"),
 )  # fmt: skip
-RAGGED_ENDS = (
-    ("if (key >= end) return {-1, 0};", ""),
-    ("return row.entry < 0 ? ~0u : row.entry * block_stride + row.token * token_stride;",
-     "return row.entry * block_stride + row.token * token_stride;"),
-    ("if (offset != ~0u && in_head) to[pass]", "to[pass]"),
-)  # fmt: skip
-PAGES = (("if (pages == nullptr) return {0, base + key};", "return {0, base + key};"),)
+RAGGED_ENDS = (("const int key = min(tile_begin + first, last);", "const int key = tile_begin + first;"),)
+PAGES = (("if (tables == nullptr) return {0, key};", "return {0, key};"),)
 
 
 def compiled_out(replacements: Sequence[tuple[str, str]], source: str) -> str:

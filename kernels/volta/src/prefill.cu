@@ -45,25 +45,23 @@ constexpr bool kAdjusted = ADJUSTED;
 
 // Where the rows of a tile that this warp loads lie: each lane knows one of them.
 struct RowFinder {
-  const int* pages;
+  const int* tables;  // of all sequences; null: no pages
+  u32 table, begin;   // where the sequence's table begins; where keys of this head do, in chunks
   Divisor page;
   u32 block_stride, token_stride;  // in chunks
-  int first, end;                  // the lane's row within a tile; keys of the sequence
-  int base;                        // without pages: where the sequence begins
+  int first, last;                 // the lane's row within a tile; the sequence's last key
 
   struct Row {
     int entry, token;
   };
+  // Behind the last key lies the last one again, hidden by masks: memory there may hold no numbers.
   FA_DEVICE Row look_up(int tile_begin) const {
-    const int key = tile_begin + first;
-    if (key >= end) return {-1, 0};
-    if (pages == nullptr) return {0, base + key};
+    const int key = min(tile_begin + first, last);
+    if (tables == nullptr) return {0, key};
     const int number = divide(key, page);
-    return {pages[number], key - number * static_cast<int>(page.divisor)};
+    return {tables[table + number], key - number * static_cast<int>(page.divisor)};
   }
-  FA_DEVICE u32 offset(Row row) const {
-    return row.entry < 0 ? ~0u : row.entry * block_stride + row.token * token_stride;
-  }
+  FA_DEVICE u32 offset(Row row) const { return begin + row.entry * block_stride + row.token * token_stride; }
 };
 
 struct Masked {
@@ -81,8 +79,8 @@ struct Loader {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       const u32 offset = __shfl_sync(~0u, offsets, pass * kRowsOfPass + (threadIdx.x & 31) / kPitch);
-      to[pass] = eight_zeros();
-      if (offset != ~0u && in_head) to[pass] = base[static_cast<size_t>(offset) + chunk];
+      if (kChunks < kPitch) to[pass] = eight_zeros();
+      if (kChunks == kPitch || in_head) to[pass] = base[offset + chunk];
     }
   }
   FA_DEVICE void store(uint4* tile, const Eight (&from)[kPasses]) const {
@@ -131,47 +129,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const int num_tiles = max(0, some_end - some_begin);
   // Tiles with masks come first: those behind, then those before the ones that all rows see.
   const auto tile_begin = [&](int number) {
-    const int tile = number < behind   ? all_end + number
-                     : number < masked ? some_begin + number - behind
-                                       : all_begin + number - masked;
-    return tile * kTile;
+    return (number < behind ? some_end - 1 - number : some_begin - behind + number) * kTile;
   };
 
   const Loader loader{static_cast<int>(threadIdx.x % kPitch), static_cast<int>(threadIdx.x / kPitch),
                       static_cast<int>(threadIdx.x % kPitch) < kChunks};
   const int my_row = (lane.index / kRowsOfPass) * (kThreads / kPitch) + warp * kRowsOfPass + lane.index % kRowsOfPass;
-  const bool pages = p.block_table != nullptr;
-  const RowFinder finder{pages ? p.block_table + static_cast<size_t>(seq) * p.block_table_stride : nullptr,
+  const u32 token_stride = p.kv_token_stride / 8, head_stride = p.kv_head_stride / 8;
+  const u32 first_key = p.block_table != nullptr ? 0 : p.kv_start_loc[seq];
+  const RowFinder finder{p.block_table,
+                         static_cast<u32>(seq) * p.block_table_stride,
+                         first_key * token_stride + kv_head * head_stride,
                          p.page,
                          static_cast<u32>(p.kv_block_stride / 8),
-                         static_cast<u32>(p.kv_token_stride / 8),
+                         token_stride,
                          my_row,
-                         lane.index < kPasses * kRowsOfPass ? kv_len : 0,
-                         pages ? 0 : p.kv_start_loc[seq]};
-  const Eight* const key_base =
-      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.key) + kv_head * p.kv_head_stride);
-  const Eight* const value_base =
-      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.value) + kv_head * p.kv_head_stride);
+                         kv_len - 1};
+  const Eight* const keys_in_memory = static_cast<const Eight*>(p.key);
+  const Eight* const values_in_memory = static_cast<const Eight*>(p.value);
 
   const auto row_of = [&](int row, long long token_stride, long long head_stride) {
     const int token = divide(row, p.group);
     return (first_token_of_all + token) * token_stride + (kv_head * group + row - token * group) * head_stride;
   };
-  for (int i = threadIdx.x; i < kRows * kPitch; i += kThreads) {
-    const int row = first_row + i / kPitch, chunk = i % kPitch;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < num_rows && chunk < kChunks) {
-      x = reinterpret_cast<const uint4*>(static_cast<const Half*>(p.query) +
-                                         row_of(row, p.query_token_stride, p.query_head_stride))[chunk];
-    }
-    queries[place<kPitch>(i / kPitch, chunk)] = x;
-  }
+  // Of queries and of the output too, each lane knows where one of its warp's rows lies, in chunks; behind the last row
+  // it is that one.
+  const int known_row = min(first_row + kWarpRows * warp + lane.index % kWarpRows, num_rows - 1);
+  const int row_of_lane = lane.index / kPitch, chunk_of_lane = lane.index % kPitch;  // in each pass over them
 
   Eight coming[kPasses];
-  u32 here = finder.offset(finder.look_up(tile_begin(0)));  // of this tile's rows, and of the next one's
-  u32 next = finder.offset(finder.look_up(tile_begin(1)));
+  u32 here = 0, next = 0;  // of this tile's rows, and of the next one's
   if (num_tiles > 0) {
-    loader.load(coming, key_base, here);
+    here = finder.offset(finder.look_up(tile_begin(0)));
+    next = finder.offset(finder.look_up(tile_begin(1)));
+    loader.load(coming, keys_in_memory, here);
+  }
+  const u32 query_row = static_cast<u32>(row_of(known_row, p.query_token_stride / 8, p.query_head_stride / 8));
+  FA_UNROLL
+  for (int i = 0; i < kWarpRows; i += kRowsOfPass) {
+    const u32 from = __shfl_sync(~0u, query_row, i + row_of_lane);
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (kChunks == kPitch || chunk_of_lane < kChunks)
+      x = static_cast<const uint4*>(p.query)[static_cast<size_t>(from) + chunk_of_lane];
+    queries[place<kPitch>(kWarpRows * warp + i + row_of_lane, chunk_of_lane)] = x;
+  }
+  if (num_tiles > 0) {
     loader.store(keys, coming);
   }
   __syncthreads();
@@ -190,9 +192,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   // Of a lane's first element of a result, in block 0 of 16 rows.
   const int result_row = kWarpRows * warp + lane.row();
 
+  // Of the tiles behind, which begin with the last, those that none of this warp's rows sees.
+  const int warp_position = divide(min(first_row + kWarpRows * (warp + 1), num_rows) - 1, p.group) + offset;
+  const int unseen = min(behind, some_end - (end_of(warp_position) + kTile - 1) / kTile);
+
   const float factor = kAdjusted ? 1.0f : p.scale;  // of scores on their way into the exponent
-  const auto step = [&](int number, int begin, int begin_after_next, auto with_mask) {
-    loader.load(coming, value_base, here);
+  const auto step = [&](bool more, int begin, int begin_after_next, auto with_mask) {
+    loader.load(coming, values_in_memory, here);
     constexpr bool kMasked = decltype(with_mask)::value;
     const RowFinder::Row after_next = finder.look_up(begin_after_next);
     float scores[kBlocks][kKeyColumns][8];
@@ -206,6 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     }
     FA_UNROLL
     for (int c = 0; c < kChunks; ++c) {
+      __syncwarp();  // or the compiler puts loads in bursts, which the memory queue does not take
       Operand q[kBlocks];
       load_queries<kPitch>(q, queries, lane, kWarpRows * warp, c);
       FA_UNROLL
@@ -217,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       }
     }
     loader.store(values, coming);
-    if (number + 1 < num_tiles) loader.load(coming, key_base, next);
+    if (more) loader.load(coming, keys_in_memory, next);
 
     if constexpr (kAdjusted) {
       const float into_cap = __fdividef(p.scale, p.softcap);  // one division for all scores; not used without a cap
@@ -313,17 +320,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     __syncthreads();
     FA_UNROLL
     for (int j = 0; j < kKeyColumns; ++j) multiply_by_values<kPitch>(output, weights, j, values, lane, 16 * j);
-    if (number + 1 < num_tiles) loader.store(keys, coming);
+    if (more) loader.store(keys, coming);
     here = next;
     next = finder.offset(after_next);
     __syncthreads();
   };
+  int number = 0;
+  // A loop of its own, before sums are in registers: within the step, passing over it costs spills.
 #pragma unroll 1
-  for (int number = 0; number < masked; ++number) step(number, tile_begin(number), tile_begin(number + 2), Masked());
+  for (; number < unseen; ++number) {  // loads its part of the tile only
+    loader.load(coming, values_in_memory, here);
+    loader.store(values, coming);
+    const RowFinder::Row after_next = finder.look_up(tile_begin(number + 2));
+    loader.load(coming, keys_in_memory, next);
+    __syncthreads();
+    loader.store(keys, coming);
+    here = next;
+    next = finder.offset(after_next);
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (; number < masked; ++number) step(number + 1 < num_tiles, tile_begin(number), tile_begin(number + 2), Masked());
   int begin_after_next = tile_begin(masked + 2);
 #pragma unroll 1
-  for (int number = masked; number < num_tiles; ++number, begin_after_next += kTile) {
-    step(number, begin_after_next - 2 * kTile, begin_after_next, Unmasked());
+  for (; number < num_tiles; ++number, begin_after_next += kTile) {
+    step(number + 1 < num_tiles, begin_after_next - 2 * kTile, begin_after_next, Unmasked());
   }
 
   // Rows are the warp's own, so its part of the queries' tile takes the output.
@@ -377,11 +398,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   }
   if (s.parts.divisor > 1) return;
   __syncwarp();
-  for (int i = lane.index; i < kWarpRows * kPitch; i += 32) {
-    const int own_row = kWarpRows * warp + i / kPitch, chunk = i % kPitch, row = first_row + own_row;
-    if (row < num_rows && chunk < kChunks) {
-      reinterpret_cast<uint4*>(static_cast<Half*>(p.out) + row_of(row, p.out_token_stride, p.out_head_stride))[chunk] =
-          queries[place<kPitch>(own_row, chunk)];
+  const u32 out_row = static_cast<u32>(row_of(known_row, p.out_token_stride / 8, p.out_head_stride / 8));
+  FA_UNROLL
+  for (int i = 0; i < kWarpRows; i += kRowsOfPass) {
+    const int own_row = kWarpRows * warp + i + row_of_lane;
+    const u32 to = __shfl_sync(~0u, out_row, i + row_of_lane);
+    if (first_row + own_row < num_rows && (kChunks == kPitch || chunk_of_lane < kChunks)) {
+      static_cast<uint4*>(p.out)[static_cast<size_t>(to) + chunk_of_lane] =
+          queries[place<kPitch>(own_row, chunk_of_lane)];
     }
   }
 }

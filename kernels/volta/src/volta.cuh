@@ -57,12 +57,13 @@ FA_DEVICE void load_queries(Operand (&to)[kBlocks], const uint4* tile, const Lan
   // Eight rows that differ modulo 8 in each phase.
   FA_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
-    to[i] = tile[place<kPitch>(first_row + 8 * lane.half + 4 * lane.down + (lane.index & 3) + 16 * i, chunk)];
+    to[i] = load_from<kPitch>(tile, place<kPitch>(first_row + 8 * lane.half + 4 * lane.down + (lane.index & 3), 0),
+                              16 * i, chunk);
   }
 }
 template <int kPitch>
 FA_DEVICE void load_keys(Operand (&to)[kKeysAtOnce], const uint4* tile, const Lane& lane, int first_key, int chunk) {
-  to[0] = tile[place<kPitch>(first_key + 8 * lane.across + lane.slot, chunk)];
+  to[0] = load_from<kPitch>(tile, place<kPitch>(8 * lane.across + lane.slot, 0), first_key, chunk);
 }
 // scores[i][j] += q[i] * k
 template <int kBlocks, int kColumns>
@@ -109,10 +110,11 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
     }
     FA_UNROLL
     for (int k = 0; k < 2; ++k) {
-      const int row = first_key + 8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3);
+      const int at =
+          place<kPitch>(8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3), 2 * lane.across + lane.half);
       FA_UNROLL
       for (int t = 0; t < kOutputs / 2; ++t) {
-        const uint4 v = values[place<kPitch>(row, 4 * t + 2 * lane.across + lane.half)];
+        const uint4 v = load_from<kPitch>(values, at, first_key, 4 * t);
         FA_UNROLL
         for (int i = 0; i < kBlocks; ++i) multiply_by_rows(output[i][2 * t], w[i][2 * k], w[i][2 * k + 1], v.x, v.y);
         FA_UNROLL
