@@ -111,7 +111,7 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
         shape = (4, 64, 2)
     elif architecture == TURING:
         shape = (4, 32, 1)
-    elif head_size <= (96 if cache else 112):
+    elif head_size <= 96:
         shape = (4, 32, 2)
     else:
         shape = (8, 32, 1)
