@@ -109,9 +109,11 @@ class Launch:
             self.traces[key] = self.simulation.trace(*(key if self.together == 1 else key[::-1]))
         return self.traces[key]
 
-    def place(self, number: int) -> int:
-        """Of a launch's CTA among those of its head."""
-        return number // self.together % len(self.works)
+    def order(self, heads: int) -> list[int]:
+        """In which CTAs of a launch begin: of each, its number among those of its head."""
+        numbers = range(len(self.works))
+        groups = [min(self.together, heads - first) for first in range(0, heads, self.together)]
+        return [number for group in groups for number in numbers for _ in range(group)]
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,13 @@ class Time:
 def whole_launch(launch: Launch, heads: int, timing: Timing | None = None) -> Time:
     """Simulated time of the SM that ends last, in a launch of ``heads`` like those in the simulated memory."""
     resident = launch.simulation.occupancy.ctas
-    works = [launch.works[launch.place(number)] for number in range(len(launch.works) * heads)]
+    order = launch.order(heads)
+    works = [launch.works[number] for number in order]
     mine = dispatch(works, resident=resident, sms=V100.sms)[0]
     work_of = [works[number] for number in mine]
     all_work = sum(work_of)
     some, fewer = _sample(work_of, launch.cost, resident, launch.alike)
-    traces = {place: launch.trace(launch.place(mine[place]), place) for place in some}
+    traces = {place: launch.trace(order[mine[place]], place) for place in some}
     cycles = float(launch.simulation.time(list(traces.values()), timing=timing).cycles)
     work = sum(work_of[place] for place in some)
     if len(some) < len(mine):

@@ -41,11 +41,11 @@ volta_sim = script("volta_sim")
 def test_launches_are_simulated_whole_or_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     launch, error = volta_sim.our_prefill(256, 64, True)
     whole = volta_sim.whole_launch(launch, 200)
-    # 400 CTAs, five for each SM; longest first within a head, so no SM gets the long ones only.
-    assert (whole.ctas, whole.simulated) == (5, 5)
+    # 400 CTAs, five for each SM; the one that ends last gets a sixth, a short one.
+    assert (whole.ctas, whole.simulated) == (6, 6)
     assert error() < 2e-3
     alone = launch.simulation.time([launch.trace(0, 0)]).cycles
-    assert V100.seconds(alone) < whole.seconds < 5 * V100.seconds(alone)
+    assert V100.seconds(alone) < whole.seconds < 6 * V100.seconds(alone)
     assert whole.bound_seconds < whole.seconds
     # One whose CTAs are alike, by the first of them.
     launch, _ = volta_sim.our_prefill(256, 64, False)
@@ -54,6 +54,14 @@ def test_launches_are_simulated_whole_or_by_a_sample(monkeypatch: pytest.MonkeyP
     first = volta_sim.whole_launch(launch, 800)
     assert first.simulated < every.simulated == every.ctas
     assert first.seconds == pytest.approx(every.seconds, rel=0.05)
+
+
+def test_ctas_that_see_most_begin_first_of_all_heads_of_a_sequence() -> None:
+    launch, _ = volta_sim.our_prefill(256, 64, True)
+    assert launch.order(34) == [0] * 32 + [1] * 32 + [0] * 2 + [1] * 2
+    assert launch.works[0] > launch.works[1]
+    launch.together = 1  # as the peer's
+    assert launch.order(2) == [0, 1, 0, 1]
 
 
 @given(
