@@ -34,6 +34,8 @@ IMAGES = Path(__file__).resolve().parents[1] / "lib" / "volta"
 LOG2E = math.log2(math.e)
 MOST_OFFSET = 1 << 32
 """Chunks of 16 bytes that the kernels can count in a cache."""
+MOST_BLOCKS = 65535
+"""Of a grid in its second dimension, as the driver counts."""
 NUMBERS = {
     "query_start_loc": torch.int32,
     "seq_lens": torch.int32,
@@ -208,6 +210,12 @@ def attend(
         adjusted = _is_adjusted(problem)
         variant = volta_kernels.prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
         blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
+        if blocks[1] > MOST_BLOCKS:
+            raise ValueError(
+                f"a sequence has {extent.most_tokens} new tokens, the Volta kernels take "
+                f"{MOST_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time with "
+                f"{problem.num_heads // kv_heads} query heads per KV head; attend to them in chunks."
+            )
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (kv_heads * parts, blocks[1], seqs)
     split = Split(argument, parts=Divisor.by(parts), rows=most_rows, least_parts=least)

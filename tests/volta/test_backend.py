@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from fastattention_vllm.attention import volta_kernels
+from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import backend_volta
 from fastattention_vllm.integration.refusal import Refusal
@@ -155,6 +155,16 @@ def test_a_chunk_behind_a_long_context_is_cut(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "empty", None)
     check(problem, attend(problem, metadata, layer()))
     assert grids[1:] == [("fa_volta_prefill", (4 * KV_HEADS, 1, 1)), ("fa_volta_combine", (40, KV_HEADS, 1))]
+
+
+def test_more_new_tokens_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = simulated_gpu.use(monkeypatch)
+    problem = case((20,), (200,))
+    out = torch.empty(20, HEADS, SIZE, dtype=torch.float16)
+    most = 65535 * volta_kernels.prefill(SIZE).rows * KV_HEADS // HEADS
+    with pytest.raises(ValueError, match=f"^a sequence has {most + 1} new tokens, .* take {most} at a time with 4 "):
+        volta.attend(problem, volta.Extent(most + 1, most + 1), out)
+    assert not grids
 
 
 @pytest.mark.parametrize(
