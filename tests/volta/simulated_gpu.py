@@ -55,12 +55,22 @@ def addresses(parameters: ctypes.Structure) -> list[int]:
 
 
 def mapping_of(address: int) -> tuple[int, int]:
-    """The stretch of this process's memory that it lies in."""
+    """The stretch of this process's memory that it lies in: neighbours that differ in what the kernel was advised of
+    them, as parts of the heap may, are one."""
+    found: tuple[int, int] | None = None
     for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
-        if begin <= address < end:
-            return begin, end
-    raise AssertionError(f"{address:#x} is no memory of this process")
+        where, permissions = line.split(maxsplit=2)[:2]
+        begin, end = (int(part, 16) for part in where.split("-"))
+        if not permissions.startswith("rw"):
+            continue
+        if found is not None and found[1] == begin:
+            begin = found[0]
+        elif found is not None and found[0] <= address < found[1]:
+            break
+        found = begin, end
+    if found is None or not found[0] <= address < found[1]:
+        raise AssertionError(f"{address:#x} is no memory of this process that may be written")
+    return found
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int]]]:
