@@ -5,7 +5,7 @@
     python benchmarks/ablation.py --from FILE             # the table of an earlier run
 
 Two-level tiling and mask skipping are in the kernels, so these are built without them (cpu_variants.py; for the V100
-edits of the source as in volta_sim.py), and each variant's output is compared with the shipped one's or with float64:
+edits of the source as in volta_launches.py), and what each computes is compared with the shipped one or with float64:
 
     one panel       blocks of query rows are as small as the second level's: each reads keys and values for itself
     one tile        the context is one tile: what a panel of rows works on is as long as that, and fits no cache (CPU)
@@ -240,7 +240,7 @@ ONE_PANEL = {"warps": 1, "tile": 32, "ctas_per_sm": 3}
 
 
 def v100_rows(options: argparse.Namespace) -> list[Row]:
-    import volta_sim
+    import volta_launches
 
     every_key = V100_EVERY_KEY + V100_COMPARED
     without: dict[str, tuple[Sequence[tuple[str, str]], bool]] = {
@@ -251,9 +251,9 @@ def v100_rows(options: argparse.Namespace) -> list[Row]:
     }
     rows = []
     for head_size in options.v100_head_sizes:
-        on = v100_seconds(volta_sim, options.v100_tokens, head_size, (), False)
+        on = v100_seconds(volta_launches, options.v100_tokens, head_size, (), False)
         for name, (edits, one_panel) in without.items():
-            off = v100_seconds(volta_sim, options.v100_tokens, head_size, edits, one_panel)
+            off = v100_seconds(volta_launches, options.v100_tokens, head_size, edits, one_panel)
             case = f"prefill fp16 head size {head_size}, {options.v100_tokens} tokens, causal"
             rows.append(row(name, "V100", case, "prefill", "ms", 1e3 * off, 1e3 * on, "simulated"))
             print(f"V100, {case}, without {name}: {1e3 * off:.2f} ms, with {1e3 * on:.2f} ms", flush=True)
@@ -261,20 +261,20 @@ def v100_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def v100_seconds(
-    volta_sim: Any, tokens: int, head_size: int, edits: Sequence[tuple[str, str]], one_panel: bool
+    volta_launches: Any, tokens: int, head_size: int, edits: Sequence[tuple[str, str]], one_panel: bool
 ) -> float:
-    """Of a whole launch (volta_sim.py); what it computes is compared with float64."""
-    variant = volta_sim.volta_kernels.prefill(head_size)
+    """Of a whole launch (volta_launches.py); what it computes is compared with float64."""
+    variant = volta_launches.volta_kernels.prefill(head_size)
     if one_panel:
         variant = dataclasses.replace(variant, **ONE_PANEL)
-    edit: Callable[[str], str] = volta_sim.everything
+    edit: Callable[[str], str] = volta_launches.everything
     if edits:
-        edit = Compiled(volta_sim.compiled_out, tuple(edits))
-    launch, error = volta_sim.our_prefill(tokens, head_size, True, edit=edit, variant=variant)
+        edit = Compiled(volta_launches.compiled_out, tuple(edits))
+    launch, error = volta_launches.our_prefill(tokens, head_size, True, edit=edit, variant=variant)
     if set(V100_EVERY_KEY) <= set(edits):
         launch.works = [float(tokens) + variant.tile] * len(launch.works)
         launch.alike = True
-    seconds = float(volta_sim.whole_launch(launch, volta_sim.BATCH * volta_sim.HEADS).seconds)
+    seconds = float(volta_launches.whole_launch(launch, volta_launches.BATCH * volta_launches.HEADS).seconds)
     if not (wrong := error()) < CLOSE:
         sys.exit(f"ablation: the V100 kernel without {edits or one_panel} is wrong by {wrong}.")
     return seconds

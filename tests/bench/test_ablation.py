@@ -62,11 +62,11 @@ def test_builds_that_compute_something_else_are_no_ablation(ablation: Any) -> No
 
 
 def test_a_simulated_kernel_without_skipping_or_levels_is_right_and_slower(ablation: Any) -> None:
-    import volta_sim
+    import volta_launches
 
     every_key = ablation.V100_EVERY_KEY + ablation.V100_COMPARED
     seconds = [
-        ablation.v100_seconds(volta_sim, 512, 64, edits, one_panel)
+        ablation.v100_seconds(volta_launches, 512, 64, edits, one_panel)
         for edits, one_panel in (((), False), (ablation.V100_COMPARED, False), (every_key, False), ((), True))
     ]
     assert min(seconds[1:]) > seconds[0]

@@ -1,4 +1,4 @@
-"""benchmarks/volta_sim.py and volta_peer.py: how times of launches come about, and what a report says is missed."""
+"""benchmarks/volta_sim.py and its parts: how times of launches come about, and what a report says is missed."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def script(name: str) -> ModuleType:
 
 
 volta_peer = script("volta_peer")
+volta_launches = script("volta_launches")
+volta_sim_report = script("volta_sim_report")
 volta_sim = script("volta_sim")
 
 
@@ -39,8 +41,8 @@ volta_sim = script("volta_sim")
 
 
 def test_launches_are_simulated_whole_or_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, error = volta_sim.our_prefill(256, 64, True)
-    whole = volta_sim.whole_launch(launch, 200)
+    launch, error = volta_launches.our_prefill(256, 64, True)
+    whole = volta_launches.whole_launch(launch, 200)
     # 400 CTAs, five for each SM; the one that ends last gets a sixth, a short one.
     assert (whole.ctas, whole.simulated) == (6, 6)
     assert error() < 2e-3
@@ -48,16 +50,16 @@ def test_launches_are_simulated_whole_or_by_a_sample(monkeypatch: pytest.MonkeyP
     assert V100.seconds(alone) < whole.seconds < 6 * V100.seconds(alone)
     assert whole.bound_seconds < whole.seconds
     # One whose CTAs are alike, by the first of them.
-    launch, _ = volta_sim.our_prefill(256, 64, False)
-    every = volta_sim.whole_launch(launch, 800)
-    monkeypatch.setattr(volta_sim, "MOST_SIMULATED", 0)
-    first = volta_sim.whole_launch(launch, 800)
+    launch, _ = volta_launches.our_prefill(256, 64, False)
+    every = volta_launches.whole_launch(launch, 800)
+    monkeypatch.setattr(volta_launches, "MOST_SIMULATED", 0)
+    first = volta_launches.whole_launch(launch, 800)
     assert first.simulated < every.simulated == every.ctas
     assert first.seconds == pytest.approx(every.seconds, rel=0.05)
 
 
 def test_ctas_that_see_most_begin_first_of_all_heads_of_a_sequence() -> None:
-    launch, _ = volta_sim.our_prefill(256, 64, True)
+    launch, _ = volta_launches.our_prefill(256, 64, True)
     assert launch.order(34) == [0] * 32 + [1] * 32 + [0] * 2 + [1] * 2
     assert launch.works[0] > launch.works[1]
     launch.together = 1  # as the peer's
@@ -73,8 +75,8 @@ def test_ctas_that_see_most_begin_first_of_all_heads_of_a_sequence() -> None:
 def test_samples(works: list[float], resident: int, alike: bool, patience: float) -> None:
     count = len(works)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(volta_sim, "MOST_SIMULATED", patience * sum(works))
-        some, fewer = volta_sim._sample(works, 1.0, resident, alike)
+        patch.setattr(volta_launches, "MOST_SIMULATED", patience * sum(works))
+        some, fewer = volta_launches._sample(works, 1.0, resident, alike)
     some, fewer = list(some), list(fewer)
     assert set(fewer) <= set(some) <= set(range(count))
     if len(some) < count:
@@ -84,27 +86,27 @@ def test_samples(works: list[float], resident: int, alike: bool, patience: float
             assert (count - len(some)) % resident == (count - len(fewer)) % resident == 0
         else:
             assert some[-1] == fewer[-1] == count - 1
-            assert len(some) >= volta_sim.LEAST_UNALIKE
+            assert len(some) >= volta_launches.LEAST_UNALIKE
 
 
 # --- what is compiled out --------------------------------------------------------------------------------------------
 
 
 def test_what_is_compiled_out_is_still_in_the_source() -> None:
-    source = (volta_sim.SOURCES / "prefill.cu").read_text()
+    source = (volta_launches.SOURCES / "prefill.cu").read_text()
     for edit in volta_sim.WITHOUT.values():
         assert edit(source) != source
     with pytest.raises(RuntimeError, match="must learn what to take out"):
-        volta_sim.compiled_out((("no such line", ""),), source)
+        volta_launches.compiled_out((("no such line", ""),), source)
 
 
 def test_a_kernel_without_masks_computes_the_same_for_whole_tiles() -> None:
     edit = volta_sim.WITHOUT["masks, paging and ragged ends"]
-    launch, error = volta_sim.our_prefill(128, 64, False, page=None, edit=edit)
+    launch, error = volta_launches.our_prefill(128, 64, False, page=None, edit=edit)
     launch.trace(0, 1)
     assert error() < 2e-3
     # And it has none: of a causal problem it computes something else.
-    launch, error = volta_sim.our_prefill(128, 64, True, page=None, edit=edit)
+    launch, error = volta_launches.our_prefill(128, 64, True, page=None, edit=edit)
     launch.trace(0, 1)
     assert error() > 0.1
 
@@ -113,7 +115,7 @@ def test_decoding_includes_the_sum_of_the_parts() -> None:
     row = volta_sim.decode_row(64, 4, 784, 1024, 4)
     assert row["error"] < 2e-3
     assert 0 < row["combine_milliseconds"] < row["milliseconds"]
-    read = 4 * 64 * 1024 * (volta_sim.HEADS // 4) * 4
+    read = 4 * 64 * 1024 * (volta_launches.HEADS // 4) * 4
     assert row["gbs"] == pytest.approx(read / row["milliseconds"] / 1e6)
     assert row["gbs"] < row["bound_gbs"]
 
@@ -123,11 +125,11 @@ def test_decoding_includes_the_sum_of_the_parts() -> None:
 
 def prefill_rows(ours: float, peer: float, **changes: Any) -> list[dict[str, Any]]:
     row = {"kind": "prefill", "head_size": 64, "tokens": 4096, "causal": False, "error": 1e-4, **changes}
-    return [{**row, "kernel": "ours", "tflops": ours}, {**row, "kernel": volta_sim.PEER, "tflops": peer}]
+    return [{**row, "kernel": "ours", "tflops": ours}, {**row, "kernel": volta_sim_report.PEER, "tflops": peer}]
 
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    return {must.text: must.met for must in volta_sim.musts(rows)}
+    return {must.text: must.met for must in volta_sim_report.musts(rows)}
 
 
 def test_demands_are_missed_by_the_worst_row() -> None:
