@@ -23,7 +23,7 @@ from tests.ascend.streams import npu_streams, stand_in  # noqa: F401  a fixture
 from tests.ascend.test_attention import bound  # noqa: F401  a fixture
 from tests.attention.oracle import attention
 from tests.placement.conftest import exact_weights  # noqa: F401  a fixture
-from tests.placement.world import Model, Request, World
+from tests.placement.world import Model, World, some_steps
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
 NPU = torch.device("cpu")
@@ -42,25 +42,6 @@ def world_of(model: Model, share: float, seed: int) -> World:
     return World(model, 3, 600, Lane(npu.NpuLink(NPU), npu, share=Share(share)), seed)
 
 
-def some_steps(world: World, numbers: random.Random) -> None:
-    """Requests come, begin with what others have computed or just compute, and go on."""
-    requests: list[Request] = []
-    for _ in range(4):
-        works = []
-        for request in requests:
-            left = request.tokens - request.done
-            if left:
-                works.append(world.work(request, min(left, numbers.choice([1, 1, 5, 40]))))
-        if len(works) < 3:
-            like = numbers.choice(requests) if requests and numbers.random() < 0.5 else None
-            shared = like.done // world.model.page_size if like else 0
-            request = world.request(shared * world.model.page_size + numbers.randint(1, 80), like, shared)
-            requests.append(request)
-            works.append(world.work(request, min(request.tokens - request.done, numbers.choice([3, 20, 80]))))
-        numbers.shuffle(works)
-        world.attend(works)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     model=MODELS,
@@ -77,7 +58,7 @@ def test_steps_equal_attention_over_the_whole_history(
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block)
         patch.setattr(cooperative, "LEAST_SHARE", 1)
-        some_steps(world_of(model, share, seed), random.Random(seed))
+        some_steps(world_of(model, share, seed), random.Random(seed), rounds=4, chunk=40, firsts=(3, 20, 80))
 
 
 @pytest.mark.parametrize("window", [-1, 0, 3, 30, 500])

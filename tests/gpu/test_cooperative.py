@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastattention_vllm.placement import calibrate, cooperative, host_memory, link
 from fastattention_vllm.placement.cooperative import Lane, Share
 from fastattention_vllm.placement.pinning import CudaPinning
-from tests.placement.world import Model, Request, World
+from tests.placement.world import Model, World, some_steps
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
 UNWRITTEN = 50.0
@@ -42,25 +42,6 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return memory.view(dtype).view(shape)
 
 
-def some_steps(world: World, numbers: random.Random) -> None:
-    """Requests come, begin with what others have computed or just compute, and go on."""
-    requests: list[Request] = []
-    for _ in range(5):
-        works = []
-        for request in requests:
-            left = request.tokens - request.done
-            if left:
-                works.append(world.work(request, min(left, numbers.choice([1, 1, 5, 100]))))
-        if len(works) < 3:
-            like = numbers.choice(requests) if requests and numbers.random() < 0.5 else None
-            shared = like.done // world.model.page_size if like else 0
-            request = world.request(shared * world.model.page_size + numbers.randint(1, 400), like, shared)
-            requests.append(request)
-            works.append(world.work(request, min(request.tokens - request.done, numbers.choice([3, 60, 400]))))
-        numbers.shuffle(works)
-        world.attend(works)
-
-
 @settings(max_examples=60)
 @given(
     kernels=st.sampled_from(["flash", "volta"]),
@@ -80,14 +61,14 @@ def test_steps_equal_attention_over_the_whole_history(
         patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block)
         patch.setattr(cooperative, "LEAST_SHARE", 1)
         patch.setattr(link, "FEW_RUNS", few_runs)
-        some_steps(world_of(model, share, seed, kernels), random.Random(seed))
+        some_steps(world_of(model, share, seed, kernels), random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400))
 
 
 def test_sinks() -> None:
     """FlashAttention takes them in bf16 only."""
     for share in (0.0, 0.5):
         model = Model(8, 2, 64, 16, torch.bfloat16, has_sinks=True)
-        some_steps(world_of(model, share, 0), random.Random(0))
+        some_steps(world_of(model, share, 0), random.Random(0), rounds=5, chunk=100, firsts=(3, 60, 400))
 
 
 def test_rates_are_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,3 +184,25 @@ class World:
         rtol, atol = oracle.OUTPUT_TOLERANCE[self.model.dtype]
         excess = (output.double() - expected).abs() - rtol * (expected.abs() + size) - 2 * atol
         assert float(excess.max()) <= 0, f"layer {index} is off by {float(excess.max()):.3g} more than allowed"
+
+
+def some_steps(world: World, numbers: random.Random, *, rounds: int, chunk: int, firsts: Sequence[int]) -> None:
+    """Requests come, begin with what others have computed or just compute, and go on.
+
+    ``chunk``: tokens of the longest step that goes on; ``firsts``: of steps that begin, the last the most of a prompt.
+    """
+    requests: list[Request] = []
+    for _ in range(rounds):
+        works = []
+        for request in requests:
+            left = request.tokens - request.done
+            if left:
+                works.append(world.work(request, min(left, numbers.choice([1, 1, 5, chunk]))))
+        if len(works) < 3:
+            like = numbers.choice(requests) if requests and numbers.random() < 0.5 else None
+            shared = like.done // world.model.page_size if like else 0
+            request = world.request(shared * world.model.page_size + numbers.randint(1, firsts[-1]), like, shared)
+            requests.append(request)
+            works.append(world.work(request, min(request.tokens - request.done, numbers.choice(firsts))))
+        numbers.shuffle(works)
+        world.attend(works)
