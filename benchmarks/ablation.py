@@ -295,8 +295,8 @@ class Compiled:
 
 
 def stored_rows(folder: Path) -> list[Row]:
-    """Of what real engines and single layers on H200 gave; none where there is none."""
-    found: list[Row] = []
+    """Of what real engines and single layers on H200 gave, the last time for each; none where there is none."""
+    found: dict[tuple[str, str], Row] = {}
     for pattern, read in (
         ("*-tiling-layer-*.json", tiling_layer_rows),
         ("*-first-token-*.json", first_token_rows),
@@ -304,8 +304,8 @@ def stored_rows(folder: Path) -> list[Row]:
     ):
         for path in sorted(folder.glob(pattern)):
             for one in read(json.loads(path.read_text())["rows"]):
-                found.append(one | {"source": path.name})
-    return found
+                found[one["strategy"], one["case"]] = one | {"source": path.name}
+    return list(found.values())
 
 
 def tiling_layer_rows(rows: Sequence[Row]) -> list[Row]:

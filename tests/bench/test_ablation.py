@@ -84,7 +84,8 @@ def test_rows_of_earlier_runs_name_their_file(ablation: Any, tmp_path: Path) -> 
         {"case": f"{case} full", "kind": "measured", "ours": 40.0, "peer": 60.0},
         {"case": f"{case} full, predicted", "kind": "predicted", "ours": 30.0, "peer": 60.0},
     ]
-    write(tmp_path / "2026-01-01-first-token-host.json", tokens)
+    write(tmp_path / "2026-01-02-first-token-host.json", tokens)
+    write(tmp_path / "2026-01-01-first-token-host.json", [row | {"peer": 50.0} for row in tokens])
     found = ablation.stored_rows(tmp_path)
     assert [(row["strategy"], row["ratio"]) for row in found] == [
         ("tiling-AllReduce (row-parallel layers)", round(8 / 7, 4)),
