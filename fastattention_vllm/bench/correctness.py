@@ -41,7 +41,9 @@ class Checker:
         self.heads = sorted({0, case.num_kv_heads - 1})
         spread = torch.linspace(0, case.q_len - 1, min(_ROWS, case.q_len)).long()
         self.rows = sorted(set(spread.tolist()))
-        self._tile = random_tile(DTYPES[case.kv_dtype])
+        tile = random_tile(DTYPES[case.kv_dtype])
+        longest = min(case.page, case.kv_len) * case.num_kv_heads * case.head_size  # contenders take whole pages
+        self._tile = tile.repeat(-(-longest // tile.numel()))
         by_group = query.view(case.batch, case.q_len, case.num_kv_heads, case.group, case.head_size)
         self._expected = [
             self._attend(by_group[sequence, self.rows, head].double(), *self._head(sequence, head))

@@ -84,11 +84,16 @@ def options_of(vllm_config: VllmConfig) -> Options:
     try:
         return Options.model_validate(section)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            raise Refusal(f'additional-config "{KEY}" has no option {key!r}; valid options: {valid}.') from error
+        problems = error.errors()
+        option = problems[0]["loc"][0]
+        if problems[0]["type"] == "extra_forbidden":
+            raise Refusal(f'additional-config "{KEY}" has no option {option!r}; valid options: {valid}.') from error
+        # An option of several types has a problem for each of them: all are said, for any may be what was meant.
+        said = (found["msg"].lower() for found in problems if found["loc"][0] == option)
+        reasons = "input should be " + " or ".join(
+            dict.fromkeys(text.removeprefix("input should be ") for text in said)
+        )
         raise Refusal(
-            f'additional-config "{KEY}": {key} = {problem["input"]!r} is not valid '
-            f"({problem['msg'].lower()}); valid options: {valid}."
+            f'additional-config "{KEY}": {option} = {section.get(option, problems[0]["input"])!r} is not valid '
+            f"({reasons}); valid options: {valid}."
         ) from error

@@ -42,6 +42,13 @@ def test_each_contender_computes_the_case(contender: Contender, case: Case) -> N
     assert not torch.equal(bound.calls[0]().clone(), bound.calls[1]()), "each layer has a cache of its own"
 
 
+@pytest.mark.usefixtures("hurried")
+def test_pages_larger_than_the_numbers_that_are_drawn() -> None:
+    row = measure("decode bf16 (8,8,128) 5000 b1 page5000", [])["None"]
+    assert row.ours is not None
+    assert row.error is not None
+
+
 class Broken(Sdpa):
     """SDPA of another problem; answers as fast as one likes."""
 

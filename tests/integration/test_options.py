@@ -39,3 +39,20 @@ def test_bad_sections_are_refused_by_name_with_the_valid_keys(section: Any, name
     assert named in str(caught.value)
     assert all(option in str(caught.value) for option in Options.model_fields)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "ways"),
+    [
+        ("host_kv_layers", -1, ["'auto'", "greater than or equal to 0", "list"]),
+        ("host_kv_layers", [1, -2], ["[1, -2]", "greater than or equal to 0"]),
+        ("stream_fraction", 1.5, ["'auto'", "less than or equal to 1"]),
+        ("tiling_all_reduce", 65, ["'auto' or 'off'", "less than or equal to 64"]),
+    ],
+)
+def test_an_option_of_several_types_is_refused_with_all_of_them(option: str, value: Any, ways: list[str]) -> None:
+    with pytest.raises(Refusal) as caught:
+        options_of(config({option: value}))
+    reason, _, _ = str(caught.value).partition("; valid options")
+    assert f": {option} = {value!r} is not valid" in reason
+    assert all(way in reason for way in ways)
