@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,22 @@ def test_attention(kind: str, changes: dict[str, Any], head_size: int, dtype: to
     """As it is shipped; a prompt's keys in two parts."""
     problem = case(dtype, kind, head_size, **changes).build()
     attention.check(problem, attention.prefill(problem, count=2) if kind == "prefill" else attention.decode(problem))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("head_size", [112, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_prefill_spills_is_not_touched_by_its_loops(dtype: torch.dtype, head_size: int) -> None:
+    """These variants alone may spill (kernels/volta/build.py): as often for twice the keys."""
+
+    def spilled(keys: int) -> int:
+        problem = replace(case(dtype, "prefill", head_size), q_lens=(64,), kv_lens=(keys,)).build()
+        simulation = attention.launch_prefill(problem)[0]
+        trace = simulation.trace(0)
+        local = [i for i, facts in enumerate(simulation.instructions) if re.search(r"\b(LDL|STL)\b", facts.text)]
+        return sum(int(trace.executions[i]) for i in local)
+
+    assert spilled(300) == spilled(600)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
