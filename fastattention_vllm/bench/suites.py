@@ -40,10 +40,10 @@ def peers() -> list[str]:
 def roof() -> list[str]:
     """1, 4 and 8 query heads per KV head at head sizes 64 and 128, every dtype of the cache."""
     return [
-        f"decode {dtype} {heads} {context} b1"
+        f"decode {dtype} {heads} {size}"
         for dtype in ("bf16", "fp16", "fp32", "bf16/fp8")
         for heads in ROOF_HEADS
-        for context in ("4K", "32K", "128K")
+        for size in ("4K b1", "32K b1", "128K b1", *(["32K b16"] if dtype in ("bf16", "fp16") else []))
     ]
 
 

@@ -81,7 +81,9 @@ def key_of(
         device += f", {torch.get_num_threads()} threads"
     else:
         device = torch.get_device_module(weight.device).get_device_name(weight.device)
-        told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(("NCCL_", "HCCL_")))
+        # Which devices, too: those of one machine may be linked in several ways.
+        says = ("NCCL_", "HCCL_", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+        told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(says))
         device += "".join(f", {one}" for one in told)
     outputs, inputs = weight.shape
     dtype = str(weight.dtype).removeprefix("torch.")

@@ -48,7 +48,7 @@ MOST_SPILLED = {
     "decode_d256_int8.sm_75": 36,
 }
 """Bytes; 0 for all others. What prefill spills for the V100 is put aside before its loops, and read behind them
-(tests/volta/test_cache.py); decoding at 256 spills within its loop. Registers are bounded by the kernels' launch bounds."""
+(tests/volta/test_cache.py); decoding at 256 spills within its loop. The kernels' launch bounds limit registers."""
 
 
 def build(variant: Variant, folder: Path) -> str:

@@ -73,8 +73,13 @@ def test_the_suites_hold_what_the_means_are_over() -> None:
     peers = {str(case) for case in cases_of("peers")}
     for heads in ("(32,8,128)", "(32,32,128)", "(8,1,64)"):
         assert {f"decode bf16 {heads} 4K b1", f"decode fp16 {heads} 128K b16", f"prefill bf16 {heads} 8K"} <= peers
-    groups = {(case.group, case.head_size) for case in cases_of("roof")}
-    assert groups == {(group, size) for group in (1, 4, 8) for size in (64, 128)}
+    for dtype in ("bf16", "fp16"):
+        for batch in (1, 16):
+            some = [
+                case for case in cases_of("roof") if (case.kv_dtype, case.batch, case.kv_len) == (dtype, batch, 32768)
+            ]
+            groups = {(case.group, case.head_size) for case in some}
+            assert groups == {(group, size) for group in (1, 4, 8) for size in (64, 128)}
 
 
 def test_an_unknown_suite() -> None:
