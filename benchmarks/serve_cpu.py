@@ -49,7 +49,7 @@ def main() -> int:
     if options.peer_python and not os.access(options.peer_python, os.X_OK):
         parser.error(f"--peer-python {options.peer_python} cannot be run.")
     if options.json:
-        options.json.touch()  # now, and not after ten minutes of measuring
+        options.json.open("a").close()  # now, and not after ten minutes of measuring
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("serve_cpu: ended by a signal."))  # the servers end with it
     try:
         report = measure(options)

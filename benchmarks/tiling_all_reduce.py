@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--lanes", nargs="+", help="for auto to choose from")
     parser.add_argument("--sweep", nargs="+", metavar="LANE", help="time cuts by each of these lanes instead")
     parser.add_argument("--tiny", action="store_true", help="one small layer in fp32, to try the benchmark itself")
-    parser.add_argument("--models", nargs="+", default=list(LAYERS))
+    parser.add_argument("--models", nargs="+", choices=list(LAYERS), default=list(LAYERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a link, after which it is ended")
     parser.add_argument("--json", type=Path)

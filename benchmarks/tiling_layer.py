@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--lanes", nargs="+")
     parser.add_argument("--tiny", action="store_true", help="one small layer in fp32, to try the benchmark itself")
     parser.add_argument("--rounds", type=int, default=9)

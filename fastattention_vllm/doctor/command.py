@@ -27,5 +27,6 @@ def doctor(
         typer.echo(f"fastattention doctor: {error}", err=True)
         raise typer.Exit(2) from None
     if not complete:
-        typer.echo("fastattention doctor: a rank failed or did not end in time; its own message is above.", err=True)
+        reason = f"a rank failed, and its own message is above, or not all was measured within --limit {limit:g} s."
+        typer.echo(f"fastattention doctor: {reason}", err=True)
         raise typer.Exit(1)

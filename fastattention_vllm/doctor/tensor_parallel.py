@@ -38,14 +38,16 @@ def kinds_of(config: Path) -> list[LayerKind]:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {config}: no config.json that can be read there ({error}).") from error
-    found = found.get("text_config", found)
     try:
+        found = found.get("text_config", found)
         hidden, heads, wide = (int(found[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    except (KeyError, TypeError, ValueError) as error:
+        size = int(found.get("head_dim") or hidden // heads)
+        if min(hidden, heads, wide, size) < 1:
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(
-            f"--model {path} has no hidden_size, num_attention_heads and intermediate_size; name another model."
+            f"--model {path} has no hidden_size, num_attention_heads and intermediate_size above 0; name another model."
         ) from error
-    size = int(found.get("head_dim") or hidden // heads)
     return [LayerKind("o_proj", heads * size, hidden), LayerKind("down_proj", wide, hidden)]
 
 

@@ -76,10 +76,8 @@ def measure(
             trials.insert(0, _trial(bench, rows, matmul, sums))
             say(f"cuts of {rows} tokens are timed")
     except OutOfTimeError:
-        say(
-            f"{len(trials)} of {len(tried)} numbers of tokens were tried in {budget:.0f} s; steps of fewer than "
-            f"{trials[0].rows if trials else 'any'} tokens are not cut"
-        )
+        rest = f"steps of fewer than {trials[0].rows} tokens are not cut" if trials else "nothing is cut"
+        say(f"{len(trials)} of {len(tried)} numbers of tokens were tried in {budget:.0f} s; {rest}")
     return Choice(tuple(trials))
 
 

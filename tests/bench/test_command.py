@@ -53,6 +53,7 @@ def test_from_the_command_line_to_the_plots(tmp_path: Path) -> None:
         (["--threads", "100000"], "--threads names 100000"),
         (["--contender", "x"], "there is no contender 'x'"),
         (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+        (["--json", "/"], "/: Is a directory."),
     ],
 )
 def test_errors_are_one_sentence(arguments: list[str], said: str) -> None:

@@ -45,11 +45,22 @@ def test_sizes_come_from_the_config(tmp_path: Path) -> None:
     assert kinds_of(tmp_path / "config.json") == [LayerKind("o_proj", 64, 64), LayerKind("down_proj", 96, 64)]
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"hidden_size": 64, "num_attention_heads": 4}'])
+SIZES = '{"hidden_size": %d, "num_attention_heads": %d, "intermediate_size": 96}'
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[1]", '{"hidden_size": 64, "num_attention_heads": 4}', SIZES % (64, 0), SIZES % (-64, 4)]
+)
 def test_a_model_that_does_not_say_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="--model"):
         kinds_of(tmp_path)
+
+
+def test_what_does_not_end_in_time_says_so(tmp_path: Path) -> None:
+    done = doctor("--tp", "2", "--model", str(config(tmp_path)), "--limit", "1")
+    assert done.returncode == 1
+    assert done.stderr.endswith("or not all was measured within --limit 1 s.\n")
 
 
 def test_a_line_says_plan_and_gain() -> None:
