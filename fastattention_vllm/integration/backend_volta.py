@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, partial_floats
 from fastattention_vllm.integration import compat, host_layers, row_parallel, support
 from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
+from fastattention_vllm.integration.attention_rows import row_blocks
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
 from fastattention_vllm.integration.cuda_side import CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
@@ -66,14 +68,22 @@ class FastAttentionVoltaBackend(FastAttentionBackend):
 
 @dataclass(frozen=True)
 class Part:
-    """Some requests of a step, one behind the other. All tensors are on the GPU; see ``AttentionProblem``."""
+    """Some requests of a step or block, one behind the other. All tensors are on the GPU; see ``AttentionProblem``."""
 
     extent: volta.Extent
     query_start_loc: torch.Tensor
-    """int32 ``[requests + 1]``, places in the whole step's query."""
+    """int32 ``[requests + 1]``, places in the query of the whole step or block."""
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     workspace: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a step which are computed before the next ones."""
+
+    rows: slice
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,8 @@ class VoltaMetadata:
     parts: tuple[Part, ...]
     causal: bool
     slot_mapping: torch.Tensor
+    blocks: tuple[Block, ...] = ()
+    """The same once more, where o_proj begins with the first rows while the next ones are computed."""
 
 
 _workspaces: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
@@ -134,7 +146,13 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> VoltaMetadata:
-        return self._build(common_attn_metadata, int(common_attn_metadata.max_seq_len))
+        metadata = self._build(common_attn_metadata, int(common_attn_metadata.max_seq_len))
+        cut = row_parallel.attention_blocks()
+        if cut is None or not metadata.causal:
+            return metadata
+        starts = common_attn_metadata.query_start_loc_cpu[: common_attn_metadata.num_reqs + 1].tolist()
+        sizes = cut.of(starts[-1])
+        return metadata if len(sizes) < 2 else replace(metadata, blocks=self._blocks(sizes, starts, metadata))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMetadata:
         return self._build(common_attn_metadata, self.max_model_len)
@@ -163,6 +181,31 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
             if begin < end
         )
         return VoltaMetadata(parts, bool(common.causal), common.slot_mapping)
+
+    def _blocks(self, sizes: Sequence[int], starts: Sequence[int], metadata: VoltaMetadata) -> tuple[Block, ...]:
+        """Those of attention whose rows are cut. Graphs are captured without."""
+        seqs, decodes = len(starts) - 1, len(metadata.parts[0].seq_lens)
+        longest = metadata.parts[0].extent.longest
+        assert self.block_table is not None
+        found = []
+        for block in row_blocks(sizes, starts, self.query_start_loc[: seqs + 1], self.seq_lens[:seqs]):
+            parts = []
+            for begin, end in ((block.first, min(decodes, block.last)), (max(decodes, block.first), block.last)):
+                if begin >= end:
+                    continue
+                tokens = max(min(starts[i + 1], block.end) - max(starts[i], block.begin) for i in range(begin, end))
+                own = slice(begin - block.first, end - block.first)
+                parts.append(
+                    Part(
+                        volta.Extent(tokens, longest),
+                        block.starts[own.start : own.stop + 1],
+                        block.lengths[own],
+                        self.block_table[begin:end],
+                        self.workspace,
+                    )
+                )
+            found.append(Block(slice(block.begin, block.end), tuple(parts)))
+        return tuple(found)
 
     def _table(self, given: torch.Tensor) -> torch.Tensor:
         """Made with the first one that is given: its width is the most blocks that a request can have."""
@@ -228,19 +271,30 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
             key, value = volta.alike(key, value)
         else:
             key, value = self._split(kv_cache)
-        for part in metadata.parts:
-            where = {"kv_start_loc": part.query_start_loc} if self.is_encoder else {"block_table": part.block_table}
-            problem: AttentionProblem = self.problem(
-                layer,
-                query=query,
-                key=key,
-                value=value,
-                query_start_loc=part.query_start_loc,
-                seq_lens=part.seq_lens,
-                causal=metadata.causal,
-                **where,
-            )
-            volta.attend(problem, part.extent, output, workspace=part.workspace)
+
+        def attend(parts: tuple[Part, ...], rows: slice) -> None:
+            for part in parts:
+                where = {"kv_start_loc": part.query_start_loc} if self.is_encoder else {"block_table": part.block_table}
+                problem: AttentionProblem = self.problem(
+                    layer,
+                    query=query[rows],
+                    key=key,
+                    value=value,
+                    query_start_loc=part.query_start_loc,
+                    seq_lens=part.seq_lens,
+                    causal=metadata.causal,
+                    **where,
+                )
+                volta.attend(problem, part.extent, output[rows], workspace=part.workspace)
+
+        following = row_parallel.attention_blocks()
+        if following is None or not metadata.blocks:
+            attend(metadata.parts, slice(None))
+            return output
+        following.ready.begin(output)
+        for block in metadata.blocks:
+            attend(block.parts, block.rows)
+            following.ready.mark(output, block.rows.stop)
         return output
 
     def why_not_on_host(self) -> str | None:

@@ -42,9 +42,8 @@ class Options(BaseModel):
     where none are faster."""
 
     tiling_full_form: bool = False
-    """The paper's full form: attention (on GPUs with FlashAttention) is computed in the blocks of the o_proj behind it,
-    and an MLP of two matmuls in those of its second, so that there is more to hide a block's sum behind. Not
-    on NPUs."""
+    """The paper's full form: attention (on GPUs) is computed in the blocks of the o_proj behind it, and an MLP of two
+    matmuls in those of its second, so that there is more to hide a block's sum behind. Not on NPUs."""
 
     tiling_min_tokens: Annotated[int, Field(ge=2)] = 2048
     """Steps of fewer tokens are not cut: their sums are short messages, which gain nothing by being shorter."""

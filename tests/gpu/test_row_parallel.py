@@ -37,10 +37,13 @@ def expected(model: Path) -> Callable[[bool], list[Steps]]:
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize(("blocks", "full"), [(3, False), (3, True), ("auto", False)])
+@pytest.mark.parametrize(
+    ("blocks", "full", "kernels"), [(3, False, "auto"), (3, True, "auto"), ("auto", False, "auto"), (3, True, "ptx")]
+)
 def test_answers_are_those_without(
     blocks: Any,
     full: bool,
+    kernels: str,
     eager: bool,
     model: Path,
     expected: Callable[[bool], list[Steps]],
@@ -48,11 +51,13 @@ def test_answers_are_those_without(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """With graphs, those of up to 512 tokens have tiled layers in them. ``full``: attention and MLPs, too."""
+    """With graphs, those of up to 512 tokens have tiled layers in them. ``full``: attention and MLPs, too. ``ptx``: by
+    the V100's kernels."""
     wanted = expected(eager)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     capfd.readouterr()
     section = {"host_kv_layers": 0, "tiling_all_reduce": blocks, "tiling_min_tokens": LEAST, "tiling_full_form": full}
+    section["volta_kernels"] = kernels
     check(answers(model, enforce_eager=eager, additional_config={"fastattention": section}, **CHANGES), wanted)
     captured = capfd.readouterr()
     log = captured.out + captured.err

@@ -182,6 +182,38 @@ def test_a_layers_own_features(changes: dict[str, Any], asked: dict[str, Any], m
     check(problem, attend(problem, builder().build(0, common(problem)), layer(**changes)))
 
 
+def test_blocks_of_rows_for_the_layer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full form of tiling-AllReduce: each block is all there, and told of, before the next one begins."""
+    grids = simulated_gpu.use(monkeypatch)
+    problem = case((1, 2, 30, 9), (200, 33, 30, 70), padding=3)
+    told: list[tuple[Any, ...]] = []
+
+    class Ready:
+        def begin(self, out: torch.Tensor) -> None:
+            told.append(("begin", bool((out == 7).all())))
+
+        def mark(self, out: torch.Tensor, end: int) -> None:
+            told.append((end, bool((out[:end] != 7).any(2).all()), bool((out[end:] == 7).all())))
+
+    following = SimpleNamespace(ready=Ready(), of=lambda tokens: (16, 16, 13))
+    monkeypatch.setattr(backend_volta.row_parallel, "attention_blocks", lambda: following)
+    metadata = builder().build(0, common(problem))
+    check(problem, attend(problem, metadata, layer()))
+    assert told == [("begin", True), (16, True, True), (32, True, True), (42, True, True)]
+    kernels = [name.removeprefix("fa_volta_") for name, _ in grids]
+    assert kernels == ["write_kv", "decode", "combine", "prefill", "prefill", "prefill"]
+    assert not builder().build_for_cudagraph_capture(common(problem)).blocks
+
+
+@pytest.mark.parametrize(("tokens", "causal"), [((1, 2), True), ((20, 30), False)])
+def test_steps_that_are_not_cut(tokens: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    following = SimpleNamespace(of=lambda rows: (rows,) if rows < 16 else (rows - 8, 8))
+    monkeypatch.setattr(backend_volta.row_parallel, "attention_blocks", lambda: following)
+    step = common(case(tokens, (40, 40)))
+    step.causal = causal
+    assert not builder().build(0, step).blocks
+
+
 def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metadata of the capture, and of a later step's build() only its buffers: the replay reads the later step."""
     grids = simulated_gpu.use(monkeypatch)
