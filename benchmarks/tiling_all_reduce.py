@@ -79,17 +79,22 @@ def main() -> int:
     if options.draw:
         draw(json.loads(options.draw.read_text())["rows"], options.timeline or options.draw.with_suffix(".png"))
         return 0
-    return 0 if run_all(work, options) else 1
+    return 0 if run_all(work, fields, options) else 1
 
 
-def run_all(work: Callable[[int, str, Any], None], options: argparse.Namespace) -> bool:
-    """``work(rank, folder, (link, options))`` on all ranks, for each link; rows go into the file. Whether all ended."""
+def run_all(
+    work: Callable[[int, str, Any], None],
+    fields: Callable[[dict[str, Any], Sequence[dict[str, Any]]], dict[str, Any]],
+    options: argparse.Namespace,
+) -> bool:
+    """``work(rank, folder, (link, options))`` on all ranks, for each link; rows go into the file, each with its
+    ``fields(row, rows before it)``. Whether all ended."""
     rows: list[dict[str, Any]] = []
     complete = True
 
     def see(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
-        rows.append(row)
+        rows.append(row | fields(row, rows))
 
     for link in options.links:
         complete &= world.run(work, options.ranks, (link, options), LINKS[link], options.limit, see)
@@ -105,6 +110,54 @@ def run_all(work: Callable[[int, str, Any], None], options: argparse.Namespace) 
     if getattr(options, "timeline", None) and rows:
         draw(rows, options.timeline)
     return complete
+
+
+def fields(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What rows of every result have. The peer is the plain layer of the same place, which stands in a row ``before``;
+    nothing takes less time than the longer one of matmul and all-reduce."""
+    if "note" in row:
+        return result(row["note"], "overlap note", "", None)
+    case = f"{row['model']} {row['layer']}, {row['ranks']} ranks, {row['link']}"
+    if "chosen" in row:
+        return result(case, "overlap calibration", "s", row["calibration seconds"])
+    case = f"{row['tokens']} tokens, {case}"
+    if "timeline" in row:
+        return result(f"{case}, {row['lane']}", "overlap timeline", "ms", row["timeline"]["all-reduce"][-1][1])
+    place = ("link", "ranks", "model", "layer", "tokens")
+    plain = next(one for one in (row, *before) if "plain ms" in one and all(one[key] == row[key] for key in place))
+    limit = max(plain["matmul ms"], plain["all-reduce ms"])
+    if "way" in row:
+        way, took = row["way"], row["ms"]
+    elif "lane" in row:
+        shape = min(SHAPES, key=lambda name: float(row[name]))
+        way, took = f"{row['lane']}, the fastest cut: {shape}", row[shape]
+    else:
+        way, took = "plain", plain["plain ms"]
+    peer = (None, None) if way == "plain" else ("plain", plain["plain ms"])
+    return result(f"{case}, {way}", "overlap row-parallel layer", "ms", took, *peer, limit)
+
+
+def result(
+    case: str,
+    metric: str,
+    unit: str,
+    ours: float | None,
+    peer_name: str | None = None,
+    peer: float | None = None,
+    limit: float | None = None,
+) -> dict[str, Any]:
+    """Of times: ``ratio`` is above 1 where ours is less than the peer's."""
+    return {
+        "case": case,
+        "metric": metric,
+        "unit": unit,
+        "ours": ours,
+        "peer_name": peer_name,
+        "peer": peer,
+        "ratio": peer / ours if peer and ours else None,
+        "limit": limit,
+        "fraction_of_limit": limit / ours if limit and ours else None,
+    }
 
 
 def lanes_of(link: str) -> list[str]:

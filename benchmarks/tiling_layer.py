@@ -24,10 +24,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiling_all_reduce import LINKS, difference, join, lanes_of, run_all
+from tiling_all_reduce import LINKS, difference, join, lanes_of, result, run_all
 
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
@@ -76,7 +77,19 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a link, after which it is ended")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    return 0 if run_all(work, options) else 1
+    return 0 if run_all(work, fields, options) else 1
+
+
+def fields(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What rows of every result have. The peer is the plain way, whose row stands ``before`` those of the others."""
+    if "note" in row:
+        return result(row["note"], "overlap note", "", None)
+    case = f"{row['model']} layer, {row['tokens']} tokens, {row['ranks']} ranks, {row['link']}, {row['way']}"
+    if row["way"] == "plain":
+        return result(case, "overlap layer", "ms", row["ms"])
+    place = ("link", "ranks", "model", "tokens")
+    plain = next(one for one in before if one.get("way") == "plain" and all(one[key] == row[key] for key in place))
+    return result(case, "overlap layer", "ms", row["ms"], "plain", plain["ms"])
 
 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:

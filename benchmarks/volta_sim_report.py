@@ -89,6 +89,38 @@ def against_peer(rows: list[Row]) -> list[Row]:
     ]
 
 
+def fields(row: Row, rows: list[Row]) -> Row:
+    """What rows of every result have. Whoever compares kernels reads our rows: the peer's have no ``ours``."""
+    unit, ours, peer_name, peer, limit, ratio = "TFLOPS", None, None, None, None, None
+    case, metric = label(row), "prefill rate"
+    if row["kind"] == "decode":
+        metric, unit, ours, limit = "decode KV read rate", "GB/s", row["gbs"], FEED
+    elif row["kind"] == "masks":
+        metric, unit, ours = "prefill time with masks and paging", "of the time without", 1 + row["cost"]
+        peer_name, peer, ratio = row["against"], 1.0, 1 / ours
+    elif row["kind"] == "method":
+        case, metric = f"{case} {row['what']}", "prefill rate of the peer"
+        ours, peer_name, peer, ratio = row["tflops"], "simulator's prototype", row["prototype"], row["ratio"]
+    elif row["kernel"] == PEER:
+        peer_name, peer = PEER, row["tflops"]
+    else:
+        ours, limit = row["tflops"], row["bound_tflops"]
+        for both in against_peer([row, *rows]):
+            if label(both) == case:
+                peer_name, peer, ratio = PEER, both["peer"]["tflops"], both["ratio"]
+    return {
+        "case": case,
+        "metric": metric,
+        "unit": unit,
+        "ours": ours,
+        "peer_name": peer_name,
+        "peer": peer,
+        "ratio": ratio,
+        "limit": limit,
+        "fraction_of_limit": ours / limit if ours and limit else None,
+    }
+
+
 def kind(causal: bool) -> str:
     return "causal" if causal else "not causal"
 
@@ -124,7 +156,7 @@ def report_of(rows: list[Row]) -> dict[str, Any]:
 
 def demanded(rows: list[Row]) -> dict[str, Any]:
     return {
-        "rows": rows,
+        "rows": [row | fields(row, rows) for row in rows],
         "musts": [{"must": must.text, "found": must.value, "met": must.met} for must in musts(rows)],
     }
 

@@ -56,6 +56,14 @@ class VoltaRow(BaseModel):
     """As a CUDA graph, without the CPU's part."""
     note: str = ""
     """Why there is no value, or what is wrong with it."""
+    metric: str = ""
+    """From here on what rows of every result have: of right answers only, ours against this contender."""
+    ours: float | None = None
+    peer_name: str | None = None
+    peer: float | None = None
+    ratio: float | None = None
+    limit: float | None = None
+    fraction_of_limit: float | None = None
 
 
 class VoltaReport(BaseModel):
@@ -143,11 +151,20 @@ def measure(case: Case, everyone: Sequence[Contender], gpu: Gpu, rounds: int, l2
         row = rows[sampled.name]
         row.milliseconds, row.iqr, row.samples = 1e3 * sampled.median, sampled.iqr, len(sampled.samples)
         row.value = (case.flops / 1e12 if case.kind == "prefill" else case.kv_bytes / 1e9) / sampled.median
-    ours = rows[OURS]
-    for row in rows.values():
-        if row.milliseconds and ours.milliseconds and not row.note and not ours.note and row is not ours:
-            row.ours_is = row.milliseconds / ours.milliseconds
+    compare(rows[OURS], list(rows.values()))
     return list(rows.values())
+
+
+def compare(ours: VoltaRow, rows: Sequence[VoltaRow]) -> None:
+    """Fill in what ``rows`` of one case say against ``ours``, which is one of them."""
+    for row in rows:
+        row.metric = "prefill rate" if row.kind == "prefill" else "decode KV read rate"
+        row.ours = None if ours.note else ours.value
+        if row is ours:
+            continue
+        row.peer_name, row.peer = row.contender, None if row.note else row.value
+        if row.milliseconds and ours.milliseconds and not row.note and not ours.note:
+            row.ours_is = row.ratio = row.milliseconds / ours.milliseconds
 
 
 def _empty(case: Case, name: str) -> VoltaRow:

@@ -159,6 +159,10 @@ def test_medians_ratios_and_units() -> None:
     assert found["other"].milliseconds == pytest.approx(50.0)
     assert found["other"].ours_is == pytest.approx(2.5)
     assert found[OURS].ours_is is None
+    assert found["other"].metric == "prefill rate"
+    assert (found["other"].ours, found["other"].peer_name) == (found[OURS].value, "other")
+    assert (found["other"].peer, found["other"].ratio) == (found["other"].value, found["other"].ours_is)
+    assert (found[OURS].ours, found[OURS].peer_name, found[OURS].ratio) == (found[OURS].value, None, None)
     pairs = 48 * 49 / 2
     assert found[OURS].value == pytest.approx(4 * 64 * pairs * 2 * 2 / 0.02 / 1e12)
     assert found[OURS].samples == 5
@@ -221,6 +225,8 @@ def test_failures_are_rows() -> None:
     assert rows["missing"].note == "RuntimeError: No available kernel. Aborting execution. more"
     assert rows["wrong"].note.startswith("wrong by 5")
     assert rows["wrong"].ours_is is None
+    assert (rows["wrong"].peer, rows["wrong"].ratio) == (None, None)
+    assert all(row.ours == rows[OURS].value for row in rows.values())
     assert rows["wrong"].value is not None
     assert all(rows[name].value is None for name in ("large", "missing"))
     assert rows[OURS].note == ""

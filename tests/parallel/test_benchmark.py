@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tiling_all_reduce.py"
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
+def run(*arguments: str, script: str = "tiling_all_reduce.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture
+def tiling(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("tiling_all_reduce"), importlib.import_module("tiling_layer")
 
 
 def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None:
@@ -30,6 +40,10 @@ def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None
         assert sum(row["blocks"]) == tokens
         assert row["speedup"] == row["plain ms"] / row["ms"]
         assert row["error"] < 1e-5
+        assert row["case"] == f"{tokens} tokens, tiny {row['layer']}, 2 ranks, gloo, {row['way']}"
+        assert row["ours"] == row["ms"]
+        assert row["ratio"] == (None if row["way"] == "plain" else row["speedup"])
+        assert row["limit"] == max(row["matmul ms"], row["all-reduce ms"])
     assert len(ways[256, "auto"]["blocks"]) == 1, "fewer tokens than auto cuts"
     assert len(ways[1000, "8"]["blocks"]) == 8
     lanes = next(row["timeline"] for row in report["rows"] if row.get("tokens") == 1000 and "timeline" in row)
@@ -37,3 +51,25 @@ def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None
         assert matmul[0] <= matmul[1] <= reduce[1]
         assert reduce[0] >= matmul[1], "no block is summed before it is there"
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_cuts_of_a_sweep_stand_beside_the_plain_layer_of_their_place(tiling: tuple[Any, Any]) -> None:
+    script, _ = tiling
+    place = {"link": "host", "ranks": 2, "model": "8B", "layer": "o_proj"}
+    plain = place | {"tokens": 512, "matmul ms": 3.0, "all-reduce ms": 5.0, "plain ms": 8.0}
+    other = plain | {"tokens": 256, "plain ms": 4.0}
+    cuts = place | {"tokens": 512, "lane": "nccl", "sum ms": 5.0} | dict.fromkeys(script.SHAPES, 7.0) | {"even 4": 6.4}
+    found = script.fields(plain, [other])
+    assert (found["ours"], found["peer"], found["limit"], found["fraction_of_limit"]) == (8.0, None, 5.0, 5 / 8)
+    found = script.fields(cuts, [other, plain])
+    assert (found["ours"], found["peer_name"], found["peer"], found["ratio"]) == (6.4, "plain", 8.0, 8 / 6.4)
+    assert found["case"] == "512 tokens, 8B o_proj, 2 ranks, host, nccl, the fastest cut: even 4"
+
+
+def test_ways_of_a_whole_layer_stand_beside_its_plain_way(tiling: tuple[Any, Any]) -> None:
+    _, script = tiling
+    plain = {"link": "host", "ranks": 2, "model": "8B", "tokens": 512, "way": "plain", "ms": 8.0}
+    before = [{"note": "a lane is missing"}, plain | {"tokens": 256, "ms": 4.0}, plain]
+    found = script.fields(plain | {"way": "full", "ms": 5.0}, before)
+    assert (found["metric"], found["ours"], found["peer"], found["ratio"]) == ("overlap layer", 5.0, 8.0, 1.6)
+    assert script.fields(plain, before[:-1])["peer"] is None

@@ -149,6 +149,26 @@ def test_demands_are_missed_by_the_worst_row() -> None:
     assert verdicts(prefill_rows(80, 30, error=3e-3))["error against float64 2e-3 at most"] is False
 
 
+def test_rows_have_the_fields_of_every_result() -> None:
+    prefill = prefill_rows(80, 40, bound_tflops=100.0)
+    decode = {"kind": "decode", "kernel": "ours", "head_size": 64, "tokens": 4096, "batch": 8, "group": 4, "page": 16}
+    decode |= {"gbs": 0.5 * volta_sim_report.FEED, "part_of_feed": 0.5, "error": 1e-4}
+    masks = prefill[0] | {"kind": "masks", "cost": 0.25, "against": "without masks"}
+    method = prefill[1] | {"kind": "method", "what": "24 CTAs", "prototype": 50.0, "ratio": 0.8}
+    keys = ("metric", "ours", "peer_name", "peer", "ratio", "fraction_of_limit")
+    peer, rate = volta_sim_report.PEER, "prefill rate"
+    found = [
+        tuple(row[key] for key in keys) for row in volta_sim_report.report_of([*prefill, decode, masks, method])["rows"]
+    ]
+    assert found == [
+        (rate, 80, peer, 40, 2.0, 0.8),
+        (rate, None, peer, 40, None, None),
+        ("decode KV read rate", decode["gbs"], None, None, None, 0.5),
+        ("prefill time with masks and paging", 1.25, "without masks", 1.0, 0.8, None),
+        ("prefill rate of the peer", 40, "simulator's prototype", 50.0, 0.8, None),
+    ]
+
+
 # --- the peer --------------------------------------------------------------------------------------------------------
 
 
