@@ -1,0 +1,55 @@
+"""kernels/volta/build.py: what its compiler's reports must not say."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastattention_vllm.attention import volta_kernels
+from fastattention_vllm.attention.volta_kernels import COMBINE, Variant
+from kernels.volta import build
+
+PREFILL, DECODE = volta_kernels.prefill(64), volta_kernels.decode(256)
+CROWDED = replace(volta_kernels.decode(64), ctas_per_sm=5)
+
+
+@pytest.mark.parametrize(
+    ("variant", "registers", "spilled", "said"),
+    [
+        (PREFILL, 255, 0, None),
+        (PREFILL, 255, 4, "4 bytes spilled, more than 0"),
+        (DECODE, 255, 120, None),
+        (DECODE, 255, 124, "124 bytes spilled, more than 120"),
+        (CROWDED, 200, 0, None),
+        (CROWDED, 201, 0, "201 registers, more than the 200 that 5 CTAs per SM leave"),
+        (COMBINE, 32, 0, None),
+        (COMBINE, 33, 0, "33 registers, more than the 32 that 8 CTAs per SM leave"),
+    ],
+)
+def test_a_kernel_that_takes_too_much_fails_the_build(
+    variant: Variant,
+    registers: int,
+    spilled: int,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = f"{spilled} bytes stack frame, {spilled} bytes spill stores\nptxas info: Used {registers} registers"
+    monkeypatch.setattr(build, "VARIANTS", (COMBINE, variant))
+    fine = "0 bytes spill stores\nUsed 32 registers"
+    monkeypatch.setattr(build, "build", lambda one, folder: log if one is variant else fine)
+    monkeypatch.setattr(sys, "argv", ["build", str(tmp_path)])
+    assert build.main() == (said is not None)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert ("more than" in lines[1]) == (said is not None)
+    assert (said or f"{registers} registers") in lines[1]
+
+
+def test_no_more_ctas_are_wanted_than_an_sm_has_threads() -> None:
+    for variant in volta_kernels.VARIANTS:
+        assert build.most_registers(variant) >= 32, variant.name
