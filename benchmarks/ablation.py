@@ -69,7 +69,12 @@ def main() -> int:
         answer(*map(json.loads, options.answer))
         return 0
     if options.earlier:
-        show(json.loads(options.earlier.read_text())["rows"])
+        try:
+            show(json.loads(options.earlier.read_text())["rows"])
+        except OSError as error:
+            sys.exit(f"ablation: {error.filename}: {error.strerror}.")
+        except (ValueError, LookupError, TypeError):
+            sys.exit(f"ablation: {options.earlier} was not written by this script's --json.")
         return 0
     rows: list[Row] = []
     for place in options.where:

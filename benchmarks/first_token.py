@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiling_all_reduce import LINKS, join, lanes_of
+from tiling_all_reduce import LINKS, join, lanes_of, why_not
 
 from fastattention_vllm.bench import machine
 from fastattention_vllm.parallel import calibrate, world
@@ -115,6 +115,9 @@ def main() -> int:
     if options.engine:
         serve(options.engine[0], json.loads(options.engine[1]))
         return 0
+    if reason := why_not(options.links, max(options.ranks)):
+        print(f"first_token: {reason}", file=sys.stderr)
+        return 2
     rows: list[dict[str, Any]] = []
     all_parts: dict[str, dict[str, Any]] = {}
     complete = True

@@ -79,7 +79,18 @@ def main() -> int:
     if options.draw:
         draw(json.loads(options.draw.read_text())["rows"], options.timeline or options.draw.with_suffix(".png"))
         return 0
+    if reason := why_not(options.links, options.ranks):
+        print(f"tiling_all_reduce: {reason}", file=sys.stderr)
+        return 2
     return 0 if run_all(work, fields, options) else 1
+
+
+def why_not(links: Sequence[str], ranks: int) -> str | None:
+    """Why nothing can be measured over ``links``, in one sentence."""
+    there = torch.cuda.device_count()
+    if set(links) <= {"gloo"} or there >= ranks:
+        return None
+    return f"{ranks} ranks need as many NVIDIA GPUs, torch can use {there} here; `--links gloo` needs none."
 
 
 def run_all(

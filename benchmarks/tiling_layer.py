@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiling_all_reduce import LINKS, difference, join, lanes_of, result, run_all
+from tiling_all_reduce import LINKS, difference, join, lanes_of, result, run_all, why_not
 
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
@@ -77,6 +77,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a link, after which it is ended")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if reason := why_not(options.links, options.ranks):
+        print(f"tiling_layer: {reason}", file=sys.stderr)
+        return 2
     return 0 if run_all(work, fields, options) else 1
 
 

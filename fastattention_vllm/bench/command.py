@@ -18,7 +18,7 @@ from rich.console import Console
 from fastattention_vllm.attention import cpu as kernels
 from fastattention_vllm.bench import table
 from fastattention_vllm.bench.cases import DEFAULT_PAGE, Case, parse_case
-from fastattention_vllm.bench.contenders import contenders
+from fastattention_vllm.bench.contenders import OURS, contenders
 from fastattention_vllm.bench.report import Report, Row, report
 from fastattention_vllm.bench.runner import Runner
 from fastattention_vllm.bench.suites import SUITES, cases_of
@@ -84,6 +84,9 @@ def cpu(
 
         for path in draw(found, plot):
             console.print(f"wrote {path}")
+    asked = "ours" if contender is None or OURS in contender else "peer"
+    if all(getattr(row, asked) is None for row in found.rows):
+        status = status or 1  # the rows say why
     raise typer.Exit(status)
 
 

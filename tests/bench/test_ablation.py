@@ -117,3 +117,21 @@ def test_the_cpu_kernels_without_each_are_built_and_compute_the_same(tmp_path: P
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 8
     assert {row["kind"] for row in rows} == {"measured"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "{file}: No such file or directory."),
+        ("no JSON", "{file} was not written by this script's --json."),
+        ('{"rows": [{"case": "of another script"}]}', "{file} was not written by this script's --json."),
+    ],
+)
+def test_a_file_that_holds_no_table(content: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "earlier.json"
+    if content is not None:
+        file.write_text(content)
+    command = [sys.executable, str(BENCHMARKS / "ablation.py"), "--from", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"ablation: {said.format(file=file)}\n"

@@ -65,6 +65,23 @@ def test_errors_are_one_sentence(arguments: list[str], said: str) -> None:
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("cases", "contender", "status"),
+    [
+        (["decode fp16 (4,2,300) 100 b1"], "ours", 1),
+        (["decode fp16 (4,2,300) 100 b1"], "sdpa", 0),
+        (["decode fp16 (4,2,300) 100 b1", "decode fp16 (4,2,64) 100 b1"], "ours", 0),
+    ],
+)
+def test_the_exit_status_says_that_no_case_could_run(cases: list[str], contender: str, status: int) -> None:
+    spelled = [argument for case in cases for argument in ("--case", case)]
+    result = bench(*spelled, "--contender", contender, "--threads", "1", "--rounds", "1", "--sweep-gib", "0.01")
+    assert result.returncode == status, result.stderr
+    assert ("head_size is 300, the CPU kernels take multiples of 8 up to 256." in result.stdout) == (
+        contender == "ours"
+    )
+
+
 def test_no_library() -> None:
     result = bench(environment={"FASTATTENTION_CPU_LIBRARY": "/nowhere.so"})
     assert result.stderr == "fastattention bench: FASTATTENTION_CPU_LIBRARY names /nowhere.so, which does not exist.\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(*arguments: str, script: str = "tiling_all_reduce.py") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, script: str = "tiling_all_reduce.py", **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 @pytest.fixture
@@ -51,6 +54,19 @@ def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None
         assert matmul[0] <= matmul[1] <= reduce[1]
         assert reduce[0] >= matmul[1], "no block is summed before it is there"
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("script", ["tiling_all_reduce", "tiling_layer", "first_token"])
+def test_without_gpus_links_between_them_are_refused_at_once(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    done = run(
+        "--links", "gloo", "host", "--ranks", "2", "--json", str(file), script=f"{script}.py", CUDA_VISIBLE_DEVICES=""
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    said = "2 ranks need as many NVIDIA GPUs, torch can use 0 here; `--links gloo` needs none."
+    assert done.stderr == f"{script}: {said}\n"
+    assert not file.exists()
 
 
 def test_cuts_of_a_sweep_stand_beside_the_plain_layer_of_their_place(tiling: tuple[Any, Any]) -> None:
