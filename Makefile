@@ -4,10 +4,10 @@ VENV := .venv/bin
 # Most tests keep one core busy. Those of a file share what is made for it.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help serve test test-more test-gpu test-ascend conformance lint docs sanitize mutate build volta setup setup-dev clean
+.PHONY: help serve test test-more test-gpu test-ascend conformance lint docs sanitize sanitize-gpu mutate build volta setup setup-dev clean
 
 help:             ## show this list
-	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 14
 
 serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for another)
 	@exec $(VENV)/python scripts/serve.py
@@ -37,6 +37,9 @@ docs: setup-dev   ## write the generated pages of docs/
 
 sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, with a proof that each would report: needs g++
 	$(VENV)/python scripts/sanitize.py --self-check
+
+sanitize-gpu:     ## tests of the V100's kernels under compute-sanitizer on this machine's GPU, with a proof that it would report: needs what test-gpu needs, and compute-sanitizer
+	@$(PYTHON) -m scripts.sanitize_gpu --self-check
 
 mutate: setup-dev ## break the code in many places and demand that the tests notice each
 	$(VENV)/python scripts/mutate.py tests/mutations/kernels.toml --jobs 2
