@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -163,3 +164,14 @@ def test_what_is_missing_is_one_sentence(
     assert printed.out == ""
     (line,) = printed.err.splitlines()
     assert line.startswith(f"fastattention sanitize-gpu: {said}")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"), [*zip(sanitize_gpu.CHOSEN, (6, 2, 6, 4), strict=True), (sanitize_gpu.BROKEN, 2)]
+)
+def test_the_tests_that_are_chosen_are_there(chosen: str, count: int) -> None:
+    """Each with both architectures' kernels."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", sanitize_gpu.TESTS, "-k", chosen]
+    done = subprocess.run(command, cwd=sanitize_gpu.ROOT, capture_output=True, text=True, check=False)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    assert sum("[auto" in name for name in names) == sum("[ptx-sm_75" in name for name in names) == count, done.stdout
