@@ -63,15 +63,15 @@ class Ours:
         return cpu.can_run(AttentionProblem(query, cache, cache, starts, seq_lens, 1.0, True, block_table(case)))
 
     def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
-        """vLLM's paged layout: ``[blocks, KV heads, page, K | V]``."""
+        """As the backend keeps them: ``[blocks, KV heads, K and V, page, head_size]``."""
         table = block_table(case)
         starts, seq_lens = sequence_tensors(case)
-        shape = (table.numel(), case.num_kv_heads, case.page, 2, case.head_size)
+        shape = (table.numel(), case.num_kv_heads, 2, case.page, case.head_size)
         caches = [layer.view(DTYPES[case.kv_dtype]).view(shape) for layer in layers]
         out = torch.empty_like(query)
 
         def call(cache: torch.Tensor) -> Callable[[], torch.Tensor]:
-            key, value = cache.permute(3, 0, 2, 1, 4)
+            key, value = cache.permute(2, 0, 3, 1, 4)
             problem = AttentionProblem(
                 query, key, value, starts, seq_lens, case.head_size**-0.5, causal=True, block_table=table
             )
@@ -86,8 +86,8 @@ class Ours:
             for start in range(0, key.shape[0], case.page):
                 page = caches[0][int(table[sequence, (first_token + start) // case.page])]
                 rows = key[start : start + case.page].shape[0]
-                page[:, :rows, 0] = key[start : start + rows].transpose(0, 1)
-                page[:, :rows, 1] = value[start : start + rows].transpose(0, 1)
+                page[:, 0, :rows] = key[start : start + rows].transpose(0, 1)
+                page[:, 1, :rows] = value[start : start + rows].transpose(0, 1)
 
         return Bound([call(cache) for cache in caches], load)
 

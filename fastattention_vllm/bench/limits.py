@@ -87,7 +87,8 @@ def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader
     """One reader per layer of the very bytes that attention reads.
 
     In the order of addresses, neighbours joined: no order of the block table can be faster. ``layers`` are in the
-    paged layout ``[blocks, KV heads, page, K | V]``; what lies behind the last token of a sequence is left out.
+    paged layout ``[blocks, KV heads, K and V, page, head_size]``; what lies behind the last token of a sequence is left
+    out.
     """
     row = 2 * case.head_size * DTYPES[case.kv_dtype].itemsize
     table = block_table(case)
@@ -96,10 +97,10 @@ def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader
     runs: list[list[int]] = []
     for block, tokens in enumerate(used.tolist()):
         begin = block * case.num_kv_heads * case.page * row
-        parts = 1 if tokens == case.page else case.num_kv_heads
-        size = tokens * row * (case.num_kv_heads // parts)
+        parts = 1 if tokens == case.page else 2 * case.num_kv_heads
+        size = tokens * row * case.num_kv_heads // parts
         for part in range(parts):
-            at = begin + part * case.page * row
+            at = begin + part * case.page * row // 2
             if runs and sum(runs[-1]) == at:
                 runs[-1][1] += size
             else:

@@ -271,7 +271,11 @@ class FastAttentionImpl(AttentionImpl[Any]):
         cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, *scales)
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return compat.split_kv_cache(kv_cache if self.fp8 is None else kv_cache.view(self.fp8), self.head_size)
+        return self.halves(kv_cache if self.fp8 is None else kv_cache.view(self.fp8))
+
+    def halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        return compat.keys_before_values(kv_cache, self.head_size)
 
     def scales(self, layer: Any) -> tuple[float, float]:
         """What the cache's keys and values were divided by. Asked every time: weights may be loaded anew."""

@@ -297,5 +297,9 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
             following.ready.mark(output, block.rows.stop)
         return output
 
+    def halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Side by side for each token."""
+        return compat.split_kv_cache(kv_cache, self.head_size)
+
     def why_not_on_host(self) -> str | None:
         return None if self.alibi_slopes is None else "ALiBi position bias"

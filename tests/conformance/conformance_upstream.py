@@ -1,8 +1,9 @@
 """pytest plugin for upstream's tests: their backend checks run FASTATTENTION, in every cache layout it declares.
 
 What is replaced: the list of backends handed to upstream's ``_test_backend_correctness``; for vLLM >= 0.29 the layout,
-which upstream would choose once; and the number of blocks in the cache, of which most are never read. A case in which
-upstream leaves this backend out (a KV cache dtype it does not declare) is skipped: a loop over nothing proves nothing.
+which upstream would choose once; where in a page keys and values are; and the number of blocks in the cache, of which
+most are never read. A case in which upstream leaves this backend out (a KV cache dtype it does not declare) is skipped:
+a loop over nothing proves nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from fastattention_vllm.integration import compat
 
@@ -57,9 +59,13 @@ def _redirect(module: ModuleType) -> None:
     check, run, configure = getattr(module, CHECK), module.run_attention_backend, module.create_vllm_config
     ran: list[str] = []
 
+    parameters = inspect.signature(run)
+
     def run_and_count(backend: Any, *arguments: Any, **named: Any) -> Any:
         ran.append(backend.name)
-        return run(backend, *arguments, **named)
+        given = parameters.bind(backend, *arguments, **named)
+        given.arguments["kv_cache"] = _arranged(given.arguments["kv_cache"])
+        return run(*given.args, **given.kwargs)
 
     def configure_with(blocks: int, *arguments: Any, **named: Any) -> Any:
         # Upstream's mock methods take other arguments than the real ones, which this backend's platform calls.
@@ -80,6 +86,18 @@ def _redirect(module: ModuleType) -> None:
 
     module.run_attention_backend = run_and_count  # type: ignore[attr-defined]
     setattr(module, CHECK, check_ours)
+
+
+def _arranged(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Upstream writes each token's value beside its key; the backend may keep them elsewhere in the same page."""
+    if kv_cache.dim() == 5:
+        return kv_cache
+    arranged = torch.empty_strided(kv_cache.shape, kv_cache.stride(), dtype=kv_cache.dtype)
+    head_size = kv_cache.shape[3] // 2
+    halves = (compat.keys_before_values(arranged, head_size), compat.split_kv_cache(kv_cache, head_size))
+    for ours, theirs in zip(*halves, strict=True):
+        ours.copy_(theirs)
+    return arranged
 
 
 def _layouts(check: Any, named: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from fastattention_vllm.integration.backend import (
     FastAttentionMetadataBuilder,
     start_cpu_threads,
 )
-from fastattention_vllm.integration.compat import split_kv_cache
+from fastattention_vllm.integration.compat import keys_before_values
 from fastattention_vllm.integration.refusal import Refusal
 from tests.integration import kv_caches
 
@@ -57,7 +57,7 @@ def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(kind: str) -> No
         torch.testing.assert_close(output[part].double(), expected, atol=2e-6, rtol=1e-5)
         start += n
     assert (output[tokens:] == 42.0).all()
-    written = split_kv_cache(cache, HEAD_SIZE)[0]
+    written = keys_before_values(cache, HEAD_SIZE)[0]
     assert int((~written.isnan()).sum()) == tokens * KV_HEADS * HEAD_SIZE, "only the given slots are written"
 
 
@@ -74,7 +74,7 @@ def test_an_fp8_cache_is_bytes_read_and_written_with_the_layers_scales(kind: str
     key, value = torch.randn(9, KV_HEADS, HEAD_SIZE), torch.randn(9, KV_HEADS, HEAD_SIZE)
     query = torch.randn(9, HEADS, HEAD_SIZE)
     impl.do_kv_cache_update(layer, key, value, cache, torch.arange(9) + 2 * BLOCK)
-    stored = split_kv_cache(cache.view(dtype), HEAD_SIZE)
+    stored = keys_before_values(cache.view(dtype), HEAD_SIZE)
     expected_key, expected_value = ((x / s).to(dtype).float() for x, s in ((key, 0.02), (value, 0.3)))
     assert torch.equal(stored[0][2, :9].float(), expected_key)
     assert torch.equal(stored[1][2, :9].float(), expected_value)
