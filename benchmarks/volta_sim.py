@@ -81,6 +81,8 @@ from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_ti
 from kernels.volta.sim.dispatch import dispatch
 
 NOTHING = 10.0
+import os
+ROOM=int(os.environ.get("ROOM","0")); ORDER=int(os.environ.get("ORDER","1"))
 """Keys in whose time a CTA sees that it has none."""
 KINDS = ("method", "prefill", "decode", "masks")
 
@@ -127,7 +129,8 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     parts = volta_kernels.decode_parts(tokens, least)
     problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)
     out = torch.full((1, group * mapped_heads, head_size), 7.0, dtype=torch.float16)
-    partial_out = numpy.full((mapped_heads, parts, group, head_size), numpy.nan, numpy.float32)
+    parts = ROOM or parts
+    partial_out = numpy.full((mapped_heads, parts, group, head_size), numpy.nan, numpy.float16)
     partial_lse = numpy.full((mapped_heads, parts, group), numpy.nan, numpy.float32)
 
     def ready(variant: Variant, grid: tuple[int, int, int], threads: int) -> Simulation:
@@ -138,8 +141,8 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
         simulation.launch(grid, (threads, 1, 1), bytes(whole), variant.shared_bytes)
         return simulation
 
-    attention = ready(variant, (mapped_heads, parts, 1), variant.threads)
-    combine = ready(COMBINE, (group, mapped_heads, 1), head_size)
+    attention = ready(variant, (mapped_heads, 1, parts), variant.threads)
+    combine = ready(COMBINE, (group, mapped_heads, 1), head_size // 8)
     seconds = []
     time_of_parts: dict[str, float] = {}
     length = volta_kernels.part_length(tokens, least)
@@ -147,11 +150,11 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     for simulation, works in ((attention, keys), (combine, [1.0] * group)):
         traces: dict[float, list[Trace]] = {work: [] for work in works}
         for head, (x, work) in itertools.product(range(mapped_heads), enumerate(works)):
-            traces[work].append(simulation.trace(*((head, x) if simulation is attention else (x, head))))
+            traces[work].append(simulation.trace(*((head, 0, x) if simulation is attention else (x, head, 0))))
         for alike in traces.values():  # neighbours have long gone out of step, and read different keys
             random.Random(0).shuffle(alike)
         turns = {work: itertools.cycle(alike) for work, alike in traces.items()}
-        all_works = [work for work in works for _ in range(kv_heads)] * batch
+        all_works = [work for work in works for _ in range(kv_heads)] * batch if ORDER else [work for work in works for _ in range(kv_heads * batch)]
         mine = dispatch([work or NOTHING for work in all_works], resident=simulation.occupancy.ctas, sms=V100.sms)[0]
         order = [next(turns[all_works[number]]) for number in mine]
         seconds.append(V100.seconds(simulation.time(order, timing=feed_timing()).cycles))

@@ -68,7 +68,7 @@ class Variant:
         if not self.head_size:
             return cache
         if self.source == "decode.cu":
-            return cache | {"HEAD_SIZE": self.head_size, "WARPS": self.warps}
+            return cache | {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
         return cache | {
             "HEAD_SIZE": self.head_size,
             "WARPS": self.warps,
@@ -120,7 +120,8 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
     """Of the V100 small CTAs: while one begins or ends, the others read."""
-    warps, ctas = 2, 4 if head_size <= 128 else 2
+    import os
+    warps, ctas = 2, 8 if head_size == 64 else int(os.environ.get("C128", "5")) if head_size == 128 else 4 if head_size < 128 else 2
     if architecture == TURING:
         warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
     return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)

@@ -6,7 +6,7 @@ namespace fastattention {
 
 extern "C" __global__ void fa_volta_combine(const Split s) {
   const Prefill& p = s.problem;
-  const int row = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z, column = threadIdx.x, head_size = blockDim.x;
+  const int row = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z, head_size = 8 * blockDim.x;
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, kv_len = p.seq_lens[seq];
   if (row >= q_len * group) return;
@@ -17,26 +17,49 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
     parts = (kv_len + length - 1) / length;
   }
   const size_t first = (static_cast<size_t>(seq) * gridDim.y + kv_head) * s.parts.divisor * s.rows + row;
-  float top = -infinity();
-  for (int part = 0; part < parts; ++part) top = fmaxf(top, s.partial_lse[first + part * s.rows]);
-  float total = 0.0f, x = 0.0f;
-  for (int part = 0; part < parts && top != -infinity(); ++part) {
-    const size_t at = first + part * s.rows;
-    const float share = exp2(s.partial_lse[at] - top);
-    total += share;
-    x += share * s.partial_out[at * head_size + column];
+  const uint4* const means = reinterpret_cast<const uint4*>(s.partial_out) + threadIdx.x;
+  float top = -infinity(), total = 0.0f, x[8];
+  FA_UNROLL
+  for (int e = 0; e < 8; ++e) x[e] = 0.0f;
+  constexpr int kAtOnce = 8;  // parts whose numbers are on their way together
+#pragma unroll 1
+  for (int begin = 0; begin < parts; begin += kAtOnce) {
+    uint4 mean[kAtOnce];
+    float lse[kAtOnce], larger = top;
+    FA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const size_t at = first + min(begin + i, parts - 1) * s.rows;
+      mean[i] = means[at * blockDim.x];
+      lse[i] = begin + i < parts ? s.partial_lse[at] : -infinity();
+      larger = fmaxf(larger, lse[i]);
+    }
+    const float rescale = top == -infinity() ? 0.0f : exp2(top - larger);
+    top = larger;
+    total *= rescale;
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) x[e] *= rescale;
+    FA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float share = lse[i] == -infinity() ? 0.0f : exp2(lse[i] - top);
+      const u32 pairs[4] = {mean[i].x, mean[i].y, mean[i].z, mean[i].w};
+      total += share;
+      FA_UNROLL
+      for (int e = 0; e < 8; ++e) x[e] += share * to_float(static_cast<Half>(pairs[e / 2] >> 16 * (e & 1)));
+    }
   }
   float log_of_sum = total > 0.0f ? (top + __log2f(total)) * kLn2 : -infinity(),
-        share = total > 0.0f ? 1.0f / total : 0.0f;
+        share = total > 0.0f ? p.value_scale / total : 0.0f;
   if (p.sinks != nullptr) {
     const float larger = fmaxf(log_of_sum, p.sinks[head]);
     const float with_sink = larger + __logf(__expf(log_of_sum - larger) + __expf(p.sinks[head] - larger));
     share *= __expf(log_of_sum - with_sink);
     log_of_sum = with_sink;
   }
-  static_cast<Half*>(p.out)[(first_token + token) * p.out_token_stride + head * p.out_head_stride + column] =
-      to_half(x * share);
-  if (p.lse != nullptr && column == 0) {
+  const uint4 out = make_uint4(pack(x[0] * share, x[1] * share), pack(x[2] * share, x[3] * share),
+                               pack(x[4] * share, x[5] * share), pack(x[6] * share, x[7] * share));
+  Half* const to = static_cast<Half*>(p.out) + (first_token + token) * p.out_token_stride + head * p.out_head_stride;
+  reinterpret_cast<uint4*>(to)[threadIdx.x] = out;
+  if (p.lse != nullptr && threadIdx.x == 0) {
     p.lse[(first_token + token) * p.lse_token_stride + head * p.lse_head_stride] = log_of_sum;
   }
 }

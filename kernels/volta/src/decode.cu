@@ -11,6 +11,9 @@
 #ifndef WARPS
 #define WARPS 2
 #endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM 2
+#endif
 
 namespace fastattention {
 
@@ -22,14 +25,15 @@ constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numb
 constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
 constexpr int kRowsOfPass = 32 / kPitch;                            // that a warp loads at once
 constexpr int kPasses = kTile / kRowsOfPass;
+constexpr int kThreadsOfRow = kThreads / kRows;                     // that sum it over the warps, four columns at a time
 using WarpLane = DecodeLane<HEAD_SIZE, kPitch>;
 constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const Split s) {
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_decode(const Split s) {
   extern __shared__ uint4 shared[];
   const Prefill& p = s.problem;
-  // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last of each sequence.
-  const int seq = blockIdx.z, part = blockIdx.y, kv_head = blockIdx.x;
+  // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last.
+  const int seq = blockIdx.y, part = blockIdx.z, kv_head = blockIdx.x;
   const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.least_parts);
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, num_rows = q_len * group, offset = kv_len - q_len;
@@ -37,30 +41,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
   const auto end_of = [&](int position) {
     return p.window_right < 0 ? kv_len : max(0, min(kv_len, position + p.window_right + 1));
   };
-  const int part_end = min(kv_len, (part + 1) * length);
   const int first_key = max(part * length, begin_of(offset)) / kTile * kTile;
-  const int last_key = min(part_end, end_of(offset + q_len - 1));
+  const int last_key = min((part + 1) * length, end_of(offset + q_len - 1));
   if (part * length >= kv_len) return;
 
   const int warp = threadIdx.x / 32;
   const WarpLane lane(threadIdx.x & 31);
   uint4* const queries = shared;
   uint4* const tile = shared + kRows * kPitch + warp * kTile * kPitch;  // of this warp
-
-  const auto row_of = [&](int row, long long token_stride, long long head_stride) {
-    const int token = divide(row, p.group);
-    return (first_token + token) * token_stride + (kv_head * group + row - token * group) * head_stride;
-  };
-  for (int i = threadIdx.x; i < kRows * kPitch; i += kThreads) {
-    const int row = i / kPitch, chunk = i % kPitch;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < num_rows && chunk < kChunks) {
-      x = reinterpret_cast<const uint4*>(static_cast<const Half*>(p.query) +
-                                         row_of(row, p.query_token_stride, p.query_head_stride))[chunk];
-    }
-    queries[place<kPitch>(row, chunk)] = x;
-  }
-  __syncthreads();
 
   // Each lane knows where one key of the tile lies.
   const int* const pages =
@@ -95,15 +83,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
       tile[place<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = to_halves(coming[pass]);
   };
 
+  int begin = first_key + warp * kTile;
+  u32 here = offset_of(begin), next = offset_of(begin + kWarps * kTile);
+  load(key_base, here);
+
+  const auto row_of = [&](int row, long long token_stride, long long head_stride) {
+    const int token = divide(row, p.group);
+    return (first_token + token) * token_stride + (kv_head * group + row - token * group) * head_stride;
+  };
+  for (int i = threadIdx.x; i < kRows * kPitch; i += kThreads) {
+    const int row = i / kPitch, chunk = i % kPitch;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (row < num_rows && chunk < kChunks) {
+      x = reinterpret_cast<const uint4*>(static_cast<const Half*>(p.query) +
+                                         row_of(row, p.query_token_stride, p.query_head_stride))[chunk];
+    }
+    queries[place<kPitch>(row, chunk)] = x;
+  }
+  __syncthreads();
+
   float output[kOutputs][kElements], reference[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
   FA_UNROLL
   for (int t = 0; t < kOutputs; ++t) {
     FA_UNROLL
     for (int e = 0; e < kElements; ++e) output[t][e] = 0.0f;
   }
-  int begin = first_key + warp * kTile;
-  u32 here = offset_of(begin), next = offset_of(begin + kWarps * kTile);
-  load(key_base, here);
 #pragma unroll 1
   for (; begin < last_key; begin += kWarps * kTile) {
     store();
@@ -118,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
     FA_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int row = lane.row(r), position = divide(row, p.group) + offset;
-      const int from = begin_of(position), to = min(part_end, end_of(position));
+      const int from = begin_of(position), to = end_of(position);
       float slope = 0.0f;
       if (p.alibi_slopes != nullptr && row < num_rows) {
         slope = p.alibi_slopes[kv_head * group + row - divide(row, p.group) * group] * kLog2E;
@@ -159,49 +163,61 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_decode(const 
     next = after_next;
   }
 
-  // The warps' sums meet in shared memory, each row with its reference and its sum.
-  constexpr int kWidth = HEAD_SIZE + 2;
+  // The warps' sums meet in shared memory, each in the place of its tile.
+  constexpr int kWidth = HEAD_SIZE + 4;
   static_assert(HEAD_SIZE % 16 == 0, "products fill the head");
-  float* const of_warps = reinterpret_cast<float*>(shared);  // [kWarps][kRows][kWidth]
+  static_assert(kRows * (kWidth + 2) <= kTile * kPitch * 4, "a warp's sums fit into its tile");
+  const auto sums_of = [&](int of_warp) {
+    return reinterpret_cast<float*>(shared + kRows * kPitch + of_warp * kTile * kPitch);
+  };
+  float* const own = sums_of(warp);
   float factor[2];
   FA_UNROLL
   for (int r = 0; r < 2; ++r) factor[r] = lane.meet(reference[r], sum[r]);
-  __syncthreads();
   FA_UNROLL
   for (int t = 0; t < kOutputs; ++t) {
     FA_UNROLL
     for (int e = 0; e < kElements; ++e) {
       const int r = WarpLane::row_of(e);
       const float x = lane.met_output(output[t][e] * factor[r]);
-      if (lane.has_output()) of_warps[(warp * kRows + lane.row(r)) * kWidth + lane.column(t, e)] = x;
+      if (lane.has_output()) own[lane.row(r) * kWidth + lane.column(t, e)] = x;
     }
   }
   if (lane.is_first_of_row()) {
     FA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float* const end_of_row = of_warps + (warp * kRows + lane.row(r) + 1) * kWidth - 2;
-      end_of_row[0] = reference[r];
-      end_of_row[1] = sum[r];
+      own[kRows * kWidth + lane.row(r)] = reference[r];
+      own[kRows * kWidth + kRows + lane.row(r)] = sum[r];
     }
   }
   __syncthreads();
-  const size_t first = ((static_cast<size_t>(seq) * gridDim.x + kv_head) * s.parts.divisor + part) * s.rows;
-  for (int i = threadIdx.x; i < kRows * HEAD_SIZE; i += kThreads) {
-    const int row = i / HEAD_SIZE, column = i % HEAD_SIZE;
-    if (row >= num_rows) continue;
-    float top = -infinity(), total = 0.0f, x = 0.0f;
-    FA_UNROLL
-    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, of_warps[(w * kRows + row + 1) * kWidth - 2]);
+  // This thread's row, and the first of its columns.
+  const int row = threadIdx.x / kThreadsOfRow, first_column = threadIdx.x % kThreadsOfRow * 4;
+  if (row >= num_rows) return;
+  float top = -infinity(), total = 0.0f, share[kWarps];
+  FA_UNROLL
+  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, sums_of(w)[kRows * kWidth + row]);
+  FA_UNROLL
+  for (int w = 0; w < kWarps; ++w) {
+    const float of_warp = sums_of(w)[kRows * kWidth + row];
+    share[w] = of_warp == -infinity() ? 0.0f : exp2(of_warp - top);
+    total += share[w] * sums_of(w)[kRows * kWidth + kRows + row];
+  }
+  const float inverse = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
+  const size_t at = ((static_cast<size_t>(seq) * gridDim.x + kv_head) * s.parts.divisor + part) * s.rows + row;
+  FA_UNROLL
+  for (int column = first_column; column < HEAD_SIZE; column += 4 * kThreadsOfRow) {
+    float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     FA_UNROLL
     for (int w = 0; w < kWarps; ++w) {
-      const float* const of_row = of_warps + (w * kRows + row) * kWidth;
-      const float share = of_row[kWidth - 2] == -infinity() ? 0.0f : exp2(of_row[kWidth - 2] - top);
-      total += share * of_row[kWidth - 1];
-      x += share * of_row[column];
+      const float4 of_warp = *reinterpret_cast<const float4*>(sums_of(w) + row * kWidth + column);
+      x[0] += share[w] * of_warp.x, x[1] += share[w] * of_warp.y;
+      x[2] += share[w] * of_warp.z, x[3] += share[w] * of_warp.w;
     }
-    s.partial_out[(first + row) * HEAD_SIZE + column] = total > 0.0f ? x * p.value_scale / total : 0.0f;
-    if (column == 0) s.partial_lse[first + row] = total > 0.0f ? top + __log2f(total) : -infinity();
+    *reinterpret_cast<uint2*>(s.partial_out + at * HEAD_SIZE + column) =
+        make_uint2(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse));
   }
+  if (first_column == 0) s.partial_lse[at] = total > 0.0f ? top + __log2f(total) : -infinity();
 }
 
 }  // namespace fastattention

@@ -41,7 +41,7 @@ struct Prefill {
 // per KV head.
 struct Split {
   Prefill problem;
-  float* partial_out;  // [num_seqs, num_kv_heads, parts, rows, head_size], normalised
+  unsigned short* partial_out;  // [num_seqs, num_kv_heads, parts, rows, head_size], fp16, normalised, unscaled
   float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
   Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
   int rows;            // room for so many of each sequence
