@@ -76,13 +76,11 @@ from volta_sim_report import (
 )
 
 from fastattention_vllm.attention import volta, volta_kernels
-from fastattention_vllm.attention.volta_kernels import COMBINE, Divisor, Split, Variant
+from fastattention_vllm.attention.volta_kernels import CHUNK, COMBINE, Divisor, Split, Variant
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
 from kernels.volta.sim.dispatch import dispatch
 
 NOTHING = 10.0
-import os
-ROOM=int(os.environ.get("ROOM","0")); ORDER=int(os.environ.get("ORDER","1"))
 """Keys in whose time a CTA sees that it has none."""
 KINDS = ("method", "prefill", "decode", "masks")
 
@@ -129,7 +127,6 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     parts = volta_kernels.decode_parts(tokens, least)
     problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)
     out = torch.full((1, group * mapped_heads, head_size), 7.0, dtype=torch.float16)
-    parts = ROOM or parts
     partial_out = numpy.full((mapped_heads, parts, group, head_size), numpy.nan, numpy.float16)
     partial_lse = numpy.full((mapped_heads, parts, group), numpy.nan, numpy.float32)
 
@@ -142,7 +139,7 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
         return simulation
 
     attention = ready(variant, (mapped_heads, 1, parts), variant.threads)
-    combine = ready(COMBINE, (group, mapped_heads, 1), head_size // 8)
+    combine = ready(COMBINE, (group, mapped_heads, 1), head_size // CHUNK)
     seconds = []
     time_of_parts: dict[str, float] = {}
     length = volta_kernels.part_length(tokens, least)
@@ -150,21 +147,22 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     for simulation, works in ((attention, keys), (combine, [1.0] * group)):
         traces: dict[float, list[Trace]] = {work: [] for work in works}
         for head, (x, work) in itertools.product(range(mapped_heads), enumerate(works)):
-            traces[work].append(simulation.trace(*((head, 0, x) if simulation is attention else (x, head, 0))))
+            traces[work].append(simulation.trace(*((head, 0, x) if simulation is attention else (x, head))))
         for alike in traces.values():  # neighbours have long gone out of step, and read different keys
             random.Random(0).shuffle(alike)
         turns = {work: itertools.cycle(alike) for work, alike in traces.items()}
-        all_works = [work for work in works for _ in range(kv_heads)] * batch if ORDER else [work for work in works for _ in range(kv_heads * batch)]
+        heads = kv_heads * batch  # parts come one after the other, rows of one head together
+        all_works = [work for work in works for _ in range(heads)] if simulation is attention else works * heads
         mine = dispatch([work or NOTHING for work in all_works], resident=simulation.occupancy.ctas, sms=V100.sms)[0]
         order = [next(turns[all_works[number]]) for number in mine]
         seconds.append(V100.seconds(simulation.time(order, timing=feed_timing()).cycles))
         if simulation is attention:
-            for trace in order:
-                for unit, busy in static_bound(simulation, trace).items():
+            for work in works:
+                for unit, busy in static_bound(simulation, traces[work][0]).items():
                     slow = default_timing().l2_bytes_per_cycle / feed_timing().l2_bytes_per_cycle if unit == "L2" else 1
-                    time_of_parts[unit] = time_of_parts.get(unit, 0.0) + busy * slow / len(order)
+                    time_of_parts[unit] = time_of_parts.get(unit, 0.0) + busy * slow
     unit = max(time_of_parts, key=lambda name: time_of_parts[name])
-    bound = V100.seconds(time_of_parts[unit] * parts * kv_heads * batch / V100.sms)
+    bound = V100.seconds(time_of_parts[unit] * kv_heads * batch / V100.sms)
     giga = 4.0 * head_size * tokens * kv_heads * batch / 1e9
     errors = []
     for head in range(mapped_heads):

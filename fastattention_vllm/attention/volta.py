@@ -205,7 +205,7 @@ def attend(
         variant = volta_kernels.decode(head_size, cache, architecture)
         least = volta_kernels.least_parts(kv_heads)
         parts = volta_kernels.decode_parts(extent.longest, least)
-        grid = (kv_heads, parts, seqs)
+        grid = (kv_heads, seqs, parts)
     else:
         adjusted = _is_adjusted(problem)
         variant = volta_kernels.prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
@@ -221,15 +221,15 @@ def attend(
     split = Split(argument, parts=Divisor.by(parts), rows=most_rows, least_parts=least)
     if decoding or parts > 1:
         rows = seqs * kv_heads * parts * most_rows
-        needed = rows * (head_size + 1)
+        needed = volta_kernels.floats_of_parts(head_size, rows)
         partial = torch.empty(needed, device=device) if workspace is None else workspace
         if partial.numel() < needed:
             raise ValueError(f"the workspace has {partial.numel()} numbers, but {parts} parts need {needed}.")
         split.partial_out = partial.data_ptr()
-        split.partial_lse = partial.data_ptr() + 4 * rows * head_size
+        split.partial_lse = partial.data_ptr() + 2 * rows * head_size
     _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
     if split.partial_out:
-        _kernel(volta_kernels.COMBINE).launch((most_rows, kv_heads, seqs), (head_size, 1, 1), 0, split, stream)
+        _kernel(volta_kernels.COMBINE).launch((most_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
 
 
 def write_kv(

@@ -28,7 +28,7 @@ FEW_CTAS = 64
 SMS = 80
 """Of a V100. Taken on any GPU, so that results do not depend on it."""
 PREFILL_WAVES = 4
-"""The most that a prompt's keys are cut for: bounds what its parts need of memory, to 42 MB."""
+"""The most that a prompt's keys are cut for: bounds what its parts need of memory, to 21 MB."""
 PART_KEYS = 128
 """What a prompt's part costs beside its keys, as a number of keys (benchmarks/NOTES.md)."""
 CHUNK = 8
@@ -67,15 +67,10 @@ class Variant:
         cache: dict[str, str | int] = {"KV_CACHE": CACHES.index(self.cache)}
         if not self.head_size:
             return cache
+        shape = {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
         if self.source == "decode.cu":
-            return cache | {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
-        return cache | {
-            "HEAD_SIZE": self.head_size,
-            "WARPS": self.warps,
-            "TILE": self.tile,
-            "BLOCKS_PER_SM": self.ctas_per_sm,
-            "ADJUSTED": int(self.adjusted),
-        }
+            return cache | shape
+        return cache | shape | {"TILE": self.tile, "ADJUSTED": int(self.adjusted)}
 
     @property
     def threads(self) -> int:
@@ -94,8 +89,7 @@ class Variant:
             return 0
         row = 16 * self.pitch
         if self.source == "decode.cu":
-            columns = -(-self.head_size // 16) * 16
-            return max((DECODE_ROWS + self.warps * self.tile) * row, 4 * self.warps * DECODE_ROWS * (columns + 2))
+            return (DECODE_ROWS + self.warps * self.tile) * row
         return (self.rows + 2 * self.tile) * row
 
     @property
@@ -119,9 +113,8 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """Of the V100 small CTAs: while one begins or ends, the others read."""
-    import os
-    warps, ctas = 2, 8 if head_size == 64 else int(os.environ.get("C128", "5")) if head_size == 128 else 4 if head_size < 128 else 2
+    """Of the V100 small CTAs, as many as registers and shared memory hold: while one begins or ends, the others read."""
+    warps, ctas = 2, {64: 8, 128: 5}.get(head_size, 4 if head_size < 128 else 2)
     if architecture == TURING:
         warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
     return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)
@@ -133,7 +126,7 @@ def write_kv(cache: str = "") -> Variant:
 
 
 COMBINE = Variant("combine.cu", "fa_volta_combine", 0, 0, 0, 8)
-"""Of every head size; a thread for each of its numbers."""
+"""Of every head size; a thread for each ``CHUNK`` of its numbers."""
 
 VARIANTS = (
     COMBINE,
@@ -272,11 +265,16 @@ def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) ->
     return min((1, *fewest), key=cost)
 
 
+def floats_of_parts(head_size: int, rows: int) -> int:
+    """fp32 numbers that take so many rows' means, in fp16, and log-sum-exps."""
+    return rows * (head_size // 2 + 1)
+
+
 def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
-    """fp32 numbers that any launch needs at most for its parts, sums and log-sum-exps of each. ``group``: query heads
-    per KV head; ``longest``: keys of any of up to ``most_seqs`` sequences."""
+    """fp32 numbers that any launch needs at most for its parts. ``group``: query heads per KV head; ``longest``: keys of
+    any of up to ``most_seqs`` sequences."""
     tokens = max(1, DECODE_ROWS // group)
     parts = decode_parts(longest, least_parts(num_kv_heads))
     decoding = most_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
     variant = prefill(head_size)
-    return max(decoding, PREFILL_WAVES * SMS * variant.ctas_per_sm * variant.rows) * (head_size + 1)
+    return floats_of_parts(head_size, max(decoding, PREFILL_WAVES * SMS * variant.ctas_per_sm * variant.rows))

@@ -13,7 +13,7 @@ import torch
 
 from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import VOLTA, Divisor, Prefill, Split, Variant
+from fastattention_vllm.attention.volta_kernels import CHUNK, VOLTA, Divisor, Prefill, Split, Variant
 from kernels.volta.emulator import Emulation
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
@@ -105,7 +105,7 @@ class Parts:
         seqs, kv_heads, head_size = len(problem.seq_lens), problem.key.shape[-2], problem.query.shape[2]
         self.count, self.least = count, least
         self.rows = problem.query.shape[1] // kv_heads * int(torch.diff(problem.query_start_loc).max())
-        self.out = numpy.full((seqs, kv_heads, count, self.rows, head_size), numpy.nan, numpy.float32)
+        self.out = numpy.full((seqs, kv_heads, count, self.rows, head_size), numpy.nan, numpy.float16)
         self.lse = numpy.full((seqs, kv_heads, count, self.rows), numpy.nan, numpy.float32)
 
     def parameters(self, outputs: Outputs, machine: Machine) -> Split:
@@ -159,7 +159,7 @@ def launch_decode(
     variant = volta_kernels.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype], architecture)
     outputs, parts = outputs or Outputs(problem), parts or decode_parts(problem)
     machine = on(variant)
-    grid = (problem.key.shape[-2], parts.count, len(problem.seq_lens))
+    grid = (problem.key.shape[-2], len(problem.seq_lens), parts.count)
     argument = bytes(parts.parameters(outputs, machine))
     machine.launch(grid, (variant.threads, 1, 1), argument, variant.shared_bytes)
     return machine, grid
@@ -168,7 +168,7 @@ def launch_decode(
 def launch_combine(problem: AttentionProblem, outputs: Outputs, parts: Parts, on: Machines = simulated) -> Launch:
     machine = on(volta_kernels.COMBINE)
     grid = (parts.rows, problem.key.shape[-2], len(problem.seq_lens))
-    machine.launch(grid, (problem.query.shape[2], 1, 1), bytes(parts.parameters(outputs, machine)), 0)
+    machine.launch(grid, (problem.query.shape[2] // CHUNK, 1, 1), bytes(parts.parameters(outputs, machine)), 0)
     return machine, grid
 
 

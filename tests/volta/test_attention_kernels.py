@@ -16,6 +16,7 @@ from fastattention_vllm.attention.volta_kernels import (
     SMS,
     Divisor,
     decode_parts,
+    floats_of_parts,
     least_parts,
     part_length,
     partial_floats,
@@ -167,7 +168,7 @@ def test_prompts_are_cut_where_ctas_are_few(launch: tuple[int, int, int, int, in
         assert parts > 1
     if parts > 1:
         rows = 2 * seqs * parts * tokens * group
-        assert rows * (head_size + 1) <= partial_floats(head_size, group, 2, seqs, longest)
+        assert floats_of_parts(head_size, rows) <= partial_floats(head_size, group, 2, seqs, longest)
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.integers(1, 128))

@@ -123,7 +123,7 @@ def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch
     check(problem, attend(problem, metadata, layer()))
     assert [(name, grid[2]) for name, grid in grids] == [
         ("fa_volta_write_kv", 1),
-        ("fa_volta_decode", 3),
+        ("fa_volta_decode", 2),
         ("fa_volta_combine", 3),
         ("fa_volta_prefill", 2),
     ]
@@ -223,7 +223,7 @@ def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatc
     problem = case((1, 1, 1), (300, 17, 599), seed=3)
     capturing.build(0, common(problem))
     check(problem, attend(problem, captured, layer()))
-    assert ("fa_volta_decode", (KV_HEADS, 5, 3)) in grids
+    assert ("fa_volta_decode", (KV_HEADS, 3, 5)) in grids
 
 
 def test_builders_get_what_a_layer_has_reserved() -> None:

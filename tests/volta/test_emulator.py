@@ -330,7 +330,7 @@ BARRIERS = {
     "prefill.cu": ["queries are there", "", "keys are no longer read", "values are no longer read",
                    "keys are no longer read by others", "values are no longer read by others", "", "out is staged"],
     "decode.cu": ["queries are there", "keys are there", "keys are read", "values are there", "values are read",
-                  "tiles are read", "sums are there"],
+                  "sums are there"],
 }  # fmt: skip
 """Of each source, in its order; those without a name are not needed: the first of prefill is there for the compiler,
 before the second a barrier of the block came."""

@@ -1,12 +1,13 @@
 // Parts of sequences become their output, in their order: a block of threads for each row, KV head and sequence, a
-// thread for each number of a head. Sinks belong to a row, not to a part, so they count here.
+// thread for eight numbers of a head. Sinks belong to a row, not to a part, so they count here, and so does the scale of
+// values.
 #include "device.cuh"
 
 namespace fastattention {
 
 extern "C" __global__ void fa_volta_combine(const Split s) {
   const Prefill& p = s.problem;
-  const int row = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z, head_size = 8 * blockDim.x;
+  const int row = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z;
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, kv_len = p.seq_lens[seq];
   if (row >= q_len * group) return;
@@ -28,9 +29,13 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
     float lse[kAtOnce], larger = top;
     FA_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      const size_t at = first + min(begin + i, parts - 1) * s.rows;
-      mean[i] = means[at * blockDim.x];
-      lse[i] = begin + i < parts ? s.partial_lse[at] : -infinity();
+      mean[i] = make_uint4(0, 0, 0, 0);
+      lse[i] = -infinity();
+      if (begin + i < parts) {
+        const size_t at = first + (begin + i) * s.rows;
+        mean[i] = means[at * blockDim.x];
+        lse[i] = s.partial_lse[at];
+      }
       larger = fmaxf(larger, lse[i]);
     }
     const float rescale = top == -infinity() ? 0.0f : exp2(top - larger);

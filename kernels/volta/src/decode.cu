@@ -25,14 +25,14 @@ constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numb
 constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
 constexpr int kRowsOfPass = 32 / kPitch;                            // that a warp loads at once
 constexpr int kPasses = kTile / kRowsOfPass;
-constexpr int kThreadsOfRow = kThreads / kRows;                     // that sum it over the warps, four columns at a time
+constexpr int kThreadsOfRow = kThreads / kRows;                     // that sum it over the warps
 using WarpLane = DecodeLane<HEAD_SIZE, kPitch>;
 constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_decode(const Split s) {
   extern __shared__ uint4 shared[];
   const Prefill& p = s.problem;
-  // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last.
+  // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last of all.
   const int seq = blockIdx.y, part = blockIdx.z, kv_head = blockIdx.x;
   const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.least_parts);
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
@@ -54,27 +54,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   const int* const pages =
       p.block_table != nullptr ? p.block_table + static_cast<size_t>(seq) * p.block_table_stride : nullptr;
   const u32 block_stride = p.kv_block_stride / 8, token_stride = p.kv_token_stride / 8;
-  const int base = pages != nullptr ? 0 : p.kv_start_loc[seq];
+  const u32 first = (pages != nullptr ? 0 : p.kv_start_loc[seq]) * token_stride +
+                    kv_head * static_cast<u32>(p.kv_head_stride / 8);
   const auto offset_of = [&](int tile_begin) -> u32 {
     const int key = tile_begin + lane.index;
     if (key >= last_key) return ~0u;
-    if (pages == nullptr) return static_cast<u32>(base + key) * token_stride;
+    if (pages == nullptr) return first + key * token_stride;
     const int number = divide(key, p.page);
-    return static_cast<u32>(pages[number]) * block_stride +
-           static_cast<u32>(key - number * static_cast<int>(p.page.divisor)) * token_stride;
+    return first + pages[number] * block_stride + (key - number * p.page.divisor) * token_stride;
   };
-  const Eight* const key_base =
-      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.key) + kv_head * p.kv_head_stride);
-  const Eight* const value_base =
-      reinterpret_cast<const Eight*>(static_cast<const Stored*>(p.value) + kv_head * p.kv_head_stride);
   const int own_chunk = lane.index % kPitch, own_row = lane.index / kPitch;
   Eight coming[kPasses];
-  const auto load = [&](const Eight* from, u32 offsets) {
+  const auto load = [&](const void* from, u32 offsets) {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       const u32 at = __shfl_sync(~0u, offsets, pass * kRowsOfPass + own_row);
       coming[pass] = eight_zeros();
-      if (at != ~0u && own_chunk < kChunks) coming[pass] = from[static_cast<size_t>(at) + own_chunk];
+      if (at != ~0u && own_chunk < kChunks)
+        coming[pass] = static_cast<const Eight*>(from)[static_cast<size_t>(at) + own_chunk];
     }
   };
   const auto store = [&] {
@@ -84,22 +81,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   };
 
   int begin = first_key + warp * kTile;
-  u32 here = offset_of(begin), next = offset_of(begin + kWarps * kTile);
-  load(key_base, here);
-
-  const auto row_of = [&](int row, long long token_stride, long long head_stride) {
-    const int token = divide(row, p.group);
-    return (first_token + token) * token_stride + (kv_head * group + row - token * group) * head_stride;
-  };
+  u32 here = offset_of(begin), next = offset_of(begin + kWarps * kTile);  // looked up while queries are loaded
   for (int i = threadIdx.x; i < kRows * kPitch; i += kThreads) {
     const int row = i / kPitch, chunk = i % kPitch;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < num_rows && chunk < kChunks) {
+      const int token = divide(row, p.group), head = kv_head * group + row - token * group;
       x = reinterpret_cast<const uint4*>(static_cast<const Half*>(p.query) +
-                                         row_of(row, p.query_token_stride, p.query_head_stride))[chunk];
+                                         (first_token + token) * p.query_token_stride +
+                                         head * p.query_head_stride)[chunk];
     }
     queries[place<kPitch>(row, chunk)] = x;
   }
+  load(p.key, here);
   __syncthreads();
 
   float output[kOutputs][kElements], reference[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
@@ -111,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
 #pragma unroll 1
   for (; begin < last_key; begin += kWarps * kTile) {
     store();
-    load(value_base, here);
+    load(p.value, here);
     const u32 after_next = offset_of(begin + 2 * kWarps * kTile);
     __syncwarp();
     float scores[8];
@@ -155,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     lane.to_operand(packed, weights);
     __syncwarp();
     store();
-    load(key_base, next);
+    load(p.key, next);
     __syncwarp();
     lane.multiply_by_values(output, packed, tile);
     __syncwarp();
@@ -163,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     next = after_next;
   }
 
-  // The warps' sums meet in shared memory, each in the place of its tile.
+  // The warps' sums meet in shared memory, each in its tile's place: output, then references and sums of all rows.
   constexpr int kWidth = HEAD_SIZE + 4;
   static_assert(HEAD_SIZE % 16 == 0, "products fill the head");
   static_assert(kRows * (kWidth + 2) <= kTile * kPitch * 4, "a warp's sums fit into its tile");
@@ -191,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     }
   }
   __syncthreads();
-  // This thread's row, and the first of its columns.
+  // A thread has a row and four columns at a time, eight or more threads a row: they write whole sectors.
   const int row = threadIdx.x / kThreadsOfRow, first_column = threadIdx.x % kThreadsOfRow * 4;
   if (row >= num_rows) return;
   float top = -infinity(), total = 0.0f, share[kWarps];

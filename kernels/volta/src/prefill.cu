@@ -356,20 +356,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       const float total = sum_of_row(sum[i][r]);
       const int own_row = result_row + 16 * i + kRowStep * r, row = first_row + own_row;
       const bool real = row < num_rows;
-      float share = total > 0.0f ? p.value_scale / total : 0.0f;
+      float share = total > 0.0f ? (s.parts.divisor > 1 ? 1.0f : p.value_scale) / total : 0.0f;
       const bool writes_lse = real && lane.is_first_of_row();
       if (s.parts.divisor > 1) {  // others see the same rows, and sinks count once
         const size_t at = (static_cast<size_t>(seq) * gridDim.x + blockIdx.x) * s.rows + row;
         if (writes_lse) s.partial_lse[at] = total > 0.0f ? reference[i][r] * factor + __log2f(total) : -infinity();
-        float* const out = s.partial_out + at * HEAD_SIZE;
+        Half* const out = s.partial_out + at * HEAD_SIZE;
         FA_UNROLL
         for (int t = 0; t < kOutputs; ++t) {
           FA_UNROLL
           for (int e = 0; e < 2; ++e) {
             const int chunk = lane.output_chunk(t, e);
             if (chunk < kChunks && real) {
-              *reinterpret_cast<float2*>(out + 8 * chunk + lane.output_column(t)) =
-                  make_float2(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
+              *reinterpret_cast<u32*>(out + 8 * chunk + lane.output_column(t)) =
+                  pack(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
             }
           }
         }

@@ -39,10 +39,9 @@ struct alignas(8) uint2 {
   unsigned x, y;
 };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-struct alignas(8) float2 {
-  float x, y;
+struct alignas(16) float4 {
+  float x, y, z, w;
 };
-inline float2 make_float2(float x, float y) { return {x, y}; }
 
 #define threadIdx (::volta_emulator::thread_index())
 #define blockIdx (::volta_emulator::block_index())
