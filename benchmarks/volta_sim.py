@@ -153,7 +153,8 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
         turns = {work: itertools.cycle(alike) for work, alike in traces.items()}
         heads = kv_heads * batch  # parts come one after the other, rows of one head together
         all_works = [work for work in works for _ in range(heads)] if simulation is attention else works * heads
-        mine = dispatch([work or NOTHING for work in all_works], resident=simulation.occupancy.ctas, sms=V100.sms)[0]
+        of_sms = dispatch([work or NOTHING for work in all_works], resident=simulation.occupancy.ctas, sms=V100.sms)
+        mine = max(of_sms, key=lambda of_sm: sum(all_works[number] for number in of_sm))  # they share the SM's feed
         order = [next(turns[all_works[number]]) for number in mine]
         seconds.append(V100.seconds(simulation.time(order, timing=feed_timing()).cycles))
         if simulation is attention:

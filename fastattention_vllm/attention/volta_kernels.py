@@ -113,7 +113,7 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """Of the V100 small CTAs, as many as registers and shared memory hold: while one begins or ends, the others read."""
+    """Of the V100 small CTAs, as many as its registers and memory hold: while one begins or ends, the others read."""
     warps, ctas = 2, {64: 8, 128: 5}.get(head_size, 4 if head_size < 128 else 2)
     if architecture == TURING:
         warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
@@ -271,8 +271,8 @@ def floats_of_parts(head_size: int, rows: int) -> int:
 
 
 def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
-    """fp32 numbers that any launch needs at most for its parts. ``group``: query heads per KV head; ``longest``: keys of
-    any of up to ``most_seqs`` sequences."""
+    """fp32 numbers that any launch needs at most for its parts. ``group``: query heads per KV head; ``longest``: keys
+    of any of up to ``most_seqs`` sequences."""
     tokens = max(1, DECODE_ROWS // group)
     parts = decode_parts(longest, least_parts(num_kv_heads))
     decoding = most_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)

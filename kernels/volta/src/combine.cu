@@ -1,6 +1,6 @@
 // Parts of sequences become their output, in their order: a block of threads for each row, KV head and sequence, a
-// thread for eight numbers of a head. Sinks belong to a row, not to a part, so they count here, and so does the scale of
-// values.
+// thread for eight numbers of a head. Sinks belong to a row, not to a part, so they count here, and so does the scale
+// of values.
 #include "device.cuh"
 
 namespace fastattention {

@@ -25,7 +25,7 @@ constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numb
 constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
 constexpr int kRowsOfPass = 32 / kPitch;                            // that a warp loads at once
 constexpr int kPasses = kTile / kRowsOfPass;
-constexpr int kThreadsOfRow = kThreads / kRows;                     // that sum it over the warps
+constexpr int kThreadsOfRow = kThreads / kRows;  // that sum it over the warps
 using WarpLane = DecodeLane<HEAD_SIZE, kPitch>;
 constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 
@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   const int* const pages =
       p.block_table != nullptr ? p.block_table + static_cast<size_t>(seq) * p.block_table_stride : nullptr;
   const u32 block_stride = p.kv_block_stride / 8, token_stride = p.kv_token_stride / 8;
-  const u32 first = (pages != nullptr ? 0 : p.kv_start_loc[seq]) * token_stride +
-                    kv_head * static_cast<u32>(p.kv_head_stride / 8);
+  const u32 first =
+      (pages != nullptr ? 0 : p.kv_start_loc[seq]) * token_stride + kv_head * static_cast<u32>(p.kv_head_stride / 8);
   const auto offset_of = [&](int tile_begin) -> u32 {
     const int key = tile_begin + lane.index;
     if (key >= last_key) return ~0u;

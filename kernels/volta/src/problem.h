@@ -41,7 +41,8 @@ struct Prefill {
 // per KV head.
 struct Split {
   Prefill problem;
-  // [num_seqs, num_kv_heads, parts, rows, head_size] in fp16: means of what is stored as values, so they lie in its range
+  // [num_seqs, num_kv_heads, parts, rows, head_size] in fp16: means of what is stored as values, so they lie in its
+  // range
   unsigned short* partial_out;
   float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
   Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed

@@ -134,7 +134,7 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 template <int kHeadSize, int kPitch>
 struct DecodeLane : Lane {
   static constexpr int kColumns = (kHeadSize + 15) / 16;  // pairs of products along the head
-  static constexpr bool kDivided = kHeadSize % 64 == 0;       // among the quadpairs
+  static constexpr bool kDivided = kHeadSize % 64 == 0;   // among the quadpairs
   static constexpr int kOwnColumns = kDivided ? kColumns / 4 : kColumns;
   static constexpr int kOutputs = 2 * kOwnColumns,
                        kElements = 8;  // of the output: products, and what a lane has of one
