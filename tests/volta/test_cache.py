@@ -128,3 +128,15 @@ def test_drawn_problems(kind: str, architecture: int, dtype: torch.dtype, data: 
     problem = case(dtype, kind, **changes).build()
     compute: Callable[..., Any] = attention.prefill if kind == "prefill" else attention.decode
     attention.check(problem, compute(problem, emulated, architecture=architecture))
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(FP16, 1.0), (E5M2, 0.125), (E4M3, 100.0)], ids=str)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_parts_of_large_values(kind: str, dtype: torch.dtype, scale: float) -> None:
+    """Means of parts are stored in fp16, without the scale of values: they are as large as what is stored."""
+    tokens = 20 if kind == "prefill" else 2
+    problem = Case((tokens,), (300,), 4, 1, 64, 16, FP16, dtype, value_scale=scale).build()
+    largest = min(60000.0, torch.finfo(dtype).max)
+    problem.value.copy_(torch.full(problem.value.shape, largest).to(dtype))
+    out, _ = attention.prefill(problem, emulated, 2) if kind == "prefill" else attention.decode(problem, emulated)
+    torch.testing.assert_close(out.float(), torch.full_like(out.float(), largest * scale), rtol=1e-3, atol=0)

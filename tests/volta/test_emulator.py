@@ -315,6 +315,22 @@ def test_decode_of_long_parts(head_size: int, architecture: int) -> None:
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
+def test_a_sequence_is_decoded_alike_in_any_batch() -> None:
+    """Bit for bit: how it is cut into parts, and in which order they are summed, depends on nothing but itself."""
+    problem = Case((1, 1, 2), (700, 2500, 40), 4, 2, dtype=FP16, page_size=16).build()
+    assert problem.block_table is not None
+    alone = replace(
+        problem,
+        query=problem.query[:1],
+        query_start_loc=problem.query_start_loc[:2],
+        seq_lens=problem.seq_lens[:1],
+        block_table=problem.block_table[:1],
+    )
+    together, by_itself = attention.decode(problem, emulated), attention.decode(alone, emulated)
+    for batch, one in zip(together, by_itself, strict=True):
+        assert torch.equal(batch[:1], one)
+
+
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 @pytest.mark.parametrize("head_size", [64, more(192)])
 def test_the_simulated_machine_computes_the_same(kind: str, head_size: int) -> None:
