@@ -17,12 +17,12 @@ def test_the_plain_read_covers_the_bytes_that_attention_reads(text: str) -> None
     case = parse_case(text)
     layer = torch.randint(0, 256, (case.layer_bytes,), dtype=torch.uint8)
     table = block_table(case)
-    blocks = layer.view(table.numel(), case.num_kv_heads, case.page, -1)
+    blocks = layer.view(table.numel(), case.num_kv_heads, 2, case.page, -1)
     expected = 0
     for pages in table.tolist():
         for number, page in enumerate(pages):
             tokens = min(case.page, case.kv_len - number * case.page)
-            words = blocks[page, :, :tokens].contiguous().view(-1).numpy().view(numpy.uint64)
+            words = blocks[page, :, :, :tokens].contiguous().view(-1).numpy().view(numpy.uint64)
             expected ^= int(numpy.bitwise_xor.reduce(words))
     (reader,) = limits.page_readers(case, [layer])
     assert reader.read(roof.ReadMethod()) == expected

@@ -21,8 +21,8 @@ CROWDED = replace(volta_kernels.decode(64), ctas_per_sm=5)
     [
         (PREFILL, 255, 0, None),
         (PREFILL, 255, 4, "4 bytes spilled, more than 0"),
-        (DECODE, 255, 120, None),
-        (DECODE, 255, 124, "124 bytes spilled, more than 120"),
+        (DECODE, 255, 64, None),
+        (DECODE, 255, 68, "68 bytes spilled, more than 64"),
         (CROWDED, 200, 0, None),
         (CROWDED, 201, 0, "201 registers, more than the 200 that 5 CTAs per SM leave"),
         (COMBINE, 32, 0, None),
