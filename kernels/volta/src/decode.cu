@@ -51,17 +51,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   uint4* const tile = shared + kRows * kPitch + warp * kTile * kPitch;  // of this warp
 
   // Each lane knows where one key of the tile lies.
-  const int* const pages =
-      p.block_table != nullptr ? p.block_table + static_cast<size_t>(seq) * p.block_table_stride : nullptr;
+  const bool paged = p.block_table != nullptr;
+  const u32 pages = seq * static_cast<u32>(p.block_table_stride);
   const u32 block_stride = p.kv_block_stride / 8, token_stride = p.kv_token_stride / 8;
-  const u32 first =
-      (pages != nullptr ? 0 : p.kv_start_loc[seq]) * token_stride + kv_head * static_cast<u32>(p.kv_head_stride / 8);
+  const u32 first = (paged ? 0 : p.kv_start_loc[seq]) * token_stride + kv_head * static_cast<u32>(p.kv_head_stride / 8);
   const auto offset_of = [&](int tile_begin) -> u32 {
     const int key = tile_begin + lane.index;
     if (key >= last_key) return ~0u;
-    if (pages == nullptr) return first + key * token_stride;
+    if (!paged) return first + key * token_stride;
     const int number = divide(key, p.page);
-    return first + pages[number] * block_stride + (key - number * p.page.divisor) * token_stride;
+    return first + p.block_table[pages + number] * block_stride + (key - number * p.page.divisor) * token_stride;
   };
   const int own_chunk = lane.index % kPitch, own_row = lane.index / kPitch;
   Eight coming[kPasses];
@@ -106,7 +105,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   for (; begin < last_key; begin += kWarps * kTile) {
     store();
     load(p.value, here);
-    const u32 after_next = offset_of(begin + 2 * kWarps * kTile);
     __syncwarp();
     float scores[8];
     FA_UNROLL
@@ -154,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     lane.multiply_by_values(output, packed, tile);
     __syncwarp();
     here = next;
-    next = after_next;
+    next = offset_of(begin + 2 * kWarps * kTile);  // wanted after the next keys' softmax
   }
 
   // The warps' sums meet in shared memory, each in its tile's place: output, then references and sums of all rows.
