@@ -1,198 +1,51 @@
 """Attention on CPUs, through the C ABI library of ``kernels/cpu``.
 
-The library is loaded on first use. It brings its own thread pool, chooses the instruction set itself, and computes in
+The library (``cpu_library.py``) brings its own thread pool, chooses the instruction set itself, and computes in
 fp32 whatever the dtype of the tensors, but for ``amx`` and ``avx512_bf16``: where queries, keys and values are bf16,
 these round the softmax weights to bf16. A call takes tens of microseconds of Python at most, for it runs once per layer
 and decode step.
-
-Environment: ``FASTATTENTION_CPU_LIBRARY`` names another library file, ``FASTATTENTION_CPU_ISA`` forces an instruction
-set (``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``neon`` or ``scalar``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.metadata
-import os
 from collections.abc import Sequence
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from fastattention_vllm.attention.cpu_library import AttentionArguments, WriteArguments, check, library
 from fastattention_vllm.attention.problem import AttentionProblem
 
-ABI_VERSION = 5
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 
-_LIBRARY_NAME = "libfastattention_cpu.so"
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _KV_DTYPES = _DTYPES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
-_OK, _OUT_OF_MEMORY = 0, 2
 _CPU = torch.device("cpu")
-
-
-class _AttentionProblem(ctypes.Structure):
-    """``fa_attention_problem`` of ``fastattention_cpu.h``, field by field."""
-
-    _fields_ = [
-        ("num_seqs", c_int32),
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_size", c_int32),
-        ("page_size", c_int32),
-        ("dtype", c_int32),
-        ("kv_dtype", c_int32),
-        ("causal", c_int32),
-        ("window_left", c_int32),
-        ("window_right", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("key_scale", c_float),
-        ("value_scale", c_float),
-        ("query_start_loc", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_table", c_void_p),
-        ("kv_start_loc", c_void_p),
-        ("alibi_slopes", c_void_p),
-        ("sinks", c_void_p),
-        ("num_tokens", c_int64),
-        ("num_blocks", c_int64),
-        ("block_table_width", c_int64),
-        ("block_table_stride", c_int64),
-        ("alibi_seq_stride", c_int64),
-        ("query", c_void_p),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("out", c_void_p),
-        ("lse", c_void_p),
-        ("query_token_stride", c_int64),
-        ("query_head_stride", c_int64),
-        ("key_block_stride", c_int64),
-        ("key_token_stride", c_int64),
-        ("key_head_stride", c_int64),
-        ("value_block_stride", c_int64),
-        ("value_token_stride", c_int64),
-        ("value_head_stride", c_int64),
-        ("out_token_stride", c_int64),
-        ("out_head_stride", c_int64),
-        ("lse_token_stride", c_int64),
-        ("lse_head_stride", c_int64),
-    ]
-
-
-class _KvWrite(ctypes.Structure):
-    """``fa_kv_write`` of ``fastattention_cpu.h``, field by field."""
-
-    _fields_ = [
-        ("num_tokens", c_int64),
-        ("num_blocks", c_int64),
-        ("num_kv_heads", c_int32),
-        ("head_size", c_int32),
-        ("page_size", c_int32),
-        ("dtype", c_int32),
-        ("kv_dtype", c_int32),
-        ("key_scale", c_float),
-        ("value_scale", c_float),
-        ("slot_mapping", c_void_p),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("key_cache", c_void_p),
-        ("value_cache", c_void_p),
-        ("key_token_stride", c_int64),
-        ("key_head_stride", c_int64),
-        ("value_token_stride", c_int64),
-        ("value_head_stride", c_int64),
-        ("key_cache_block_stride", c_int64),
-        ("key_cache_token_stride", c_int64),
-        ("key_cache_head_stride", c_int64),
-        ("value_cache_block_stride", c_int64),
-        ("value_cache_token_stride", c_int64),
-        ("value_cache_head_stride", c_int64),
-    ]
-
-
-def library_path() -> Path:
-    """Where the kernel library lies.
-
-    ``FASTATTENTION_CPU_LIBRARY`` if set; else ``lib/`` inside this package; else the ``lib/`` that the installed
-    distribution ``fastattention-vllm`` holds. The last one serves processes that import the package from a source
-    checkout, such as Ray workers, while the built library was installed into site-packages.
-
-    Raises ``RuntimeError`` naming the places if there is none.
-    """
-    forced = os.environ.get("FASTATTENTION_CPU_LIBRARY")
-    if forced:
-        if not Path(forced).is_file():
-            raise RuntimeError(f"FASTATTENTION_CPU_LIBRARY names {forced}, which does not exist.")
-        return Path(forced)
-    tried = [Path(__file__).resolve().parents[1] / "lib" / _LIBRARY_NAME]
-    for distribution in importlib.metadata.distributions(name="fastattention-vllm"):
-        installed = distribution.locate_file(f"fastattention_vllm/lib/{_LIBRARY_NAME}")
-        tried.append(Path(str(installed)))
-    for path in tried:
-        if path.is_file():
-            return path
-    places = ", ".join(str(path) for path in dict.fromkeys(tried))
-    raise RuntimeError(
-        f"The CPU kernel library is not built: looked at {places}; build it with `make build` "
-        "or name it in FASTATTENTION_CPU_LIBRARY."
-    )
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    path = library_path()
-    library = ctypes.CDLL(str(path))
-    found = library.fa_cpu_abi_version()
-    if found != ABI_VERSION:
-        raise RuntimeError(
-            f"{path} speaks version {found} of the CPU kernel interface, this package version "
-            f"{ABI_VERSION}: rebuild it with `make build`."
-        )
-    for name in ("fa_cpu_last_error", "fa_cpu_usable_isas", "fa_cpu_isa"):
-        getattr(library, name).restype = c_char_p
-    library.fa_cpu_set_isa.argtypes = [c_char_p]
-    library.fa_cpu_set_num_threads.argtypes = [c_int32, ctypes.POINTER(c_int32), c_int32]
-    library.fa_cpu_attention.argtypes = [ctypes.POINTER(_AttentionProblem)]
-    library.fa_cpu_attention_start.argtypes = [ctypes.POINTER(_AttentionProblem)]
-    library.fa_cpu_write_kv.argtypes = [ctypes.POINTER(_KvWrite)]
-    forced = os.environ.get("FASTATTENTION_CPU_ISA")
-    if forced and library.fa_cpu_set_isa(forced.encode()) != _OK:
-        usable = library.fa_cpu_usable_isas().decode().replace(",", ", ")
-        raise RuntimeError(f"FASTATTENTION_CPU_ISA is {forced!r}, but this machine can use: {usable}.")
-    return library
-
-
-def _check(status: int) -> None:
-    if status != _OK:
-        message = _library().fa_cpu_last_error().decode()
-        raise MemoryError(message) if status == _OUT_OF_MEMORY else ValueError(message)
 
 
 def isa() -> str:
     """The instruction set in use."""
-    name: bytes = _library().fa_cpu_isa()
+    name: bytes = library().fa_cpu_isa()
     return name.decode()
 
 
 def usable_isas() -> list[str]:
     """Instruction sets compiled in and usable on this machine, best first."""
-    names: bytes = _library().fa_cpu_usable_isas()
+    names: bytes = library().fa_cpu_usable_isas()
     return names.decode().split(",")
 
 
 def set_isa(name: str) -> None:
     """Force an instruction set; ``ValueError`` if it is not among :func:`usable_isas`."""
-    _check(_library().fa_cpu_set_isa(name.encode()))
+    check(library().fa_cpu_set_isa(name.encode()))
 
 
 def num_threads() -> int:
     """Threads that compute, the calling one included; at first one per CPU of the affinity mask."""
-    count: int = _library().fa_cpu_num_threads()
+    count: int = library().fa_cpu_num_threads()
     return count
 
 
@@ -207,7 +60,7 @@ def set_num_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     Raises ``ValueError`` for a CPU that is offline or outside this process's cpuset; the pool stays as it was.
     """
     named = (c_int32 * len(cpus))(*cpus) if cpus else None
-    _check(_library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
+    check(library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
 
 
 def set_spin(seconds: float) -> None:
@@ -216,13 +69,13 @@ def set_spin(seconds: float) -> None:
     Longer is better where the CPUs are the pool's alone and calls come every millisecond: waking a thread takes tens of
     microseconds, on virtual machines hundreds. ``ValueError`` below 0 or above 1.
     """
-    _check(_library().fa_cpu_set_spin(round(seconds * 1e6)))
+    check(library().fa_cpu_set_spin(round(seconds * 1e6)))
 
 
 def measure_wake() -> float | None:
     """Seconds, from now, until every thread of the pool runs; None if they take more than one."""
     nanoseconds = c_int64()
-    _check(_library().fa_cpu_measure_wake(ctypes.byref(nanoseconds)))
+    check(library().fa_cpu_measure_wake(ctypes.byref(nanoseconds)))
     return None if nanoseconds.value < 0 else nanoseconds.value * 1e-9
 
 
@@ -242,7 +95,7 @@ def can_run(problem: AttentionProblem) -> str | None:
         sizes = f"multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}"
         return f"head_size is {query.shape[2]}, the CPU kernels take {sizes}."
     try:
-        _library()
+        library()
     except RuntimeError as error:
         return str(error)
     return None
@@ -264,8 +117,8 @@ def run(
 
     Raises ``ValueError`` for tensors that do not fit together, with one sentence that names the value.
     """
-    arguments, out, lse = _arguments(problem, out, lse, return_lse)
-    _check(_library().fa_cpu_attention(arguments))
+    arguments, out, lse = attention_arguments(problem, out, lse, return_lse)
+    check(library().fa_cpu_attention(arguments))
     return out, lse
 
 
@@ -279,7 +132,7 @@ class Running:
 
     def finish(self) -> None:
         """Compute what is left together with the pool, and return when all is done."""
-        _check(_library().fa_cpu_attention_finish())
+        check(library().fa_cpu_attention_finish())
 
 
 def start(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None = None) -> Running:
@@ -288,14 +141,15 @@ def start(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None
     The same thread must call :meth:`Running.finish`. Until then its calls of these kernels raise ``ValueError``, and
     those of other threads wait.
     """
-    arguments, out, lse = _arguments(problem, out, lse, False)
-    _check(_library().fa_cpu_attention_start(arguments))
+    arguments, out, lse = attention_arguments(problem, out, lse, False)
+    check(library().fa_cpu_attention_start(arguments))
     return Running(problem, out, lse)
 
 
-def _arguments(
+def attention_arguments(
     problem: AttentionProblem, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
-) -> tuple[_AttentionProblem, torch.Tensor, torch.Tensor | None]:
+) -> tuple[AttentionArguments, torch.Tensor, torch.Tensor | None]:
+    """Checked and converted, with ``out`` and ``lse``, which are allocated where :func:`run` would."""
     query, key, value = problem.query, problem.key, problem.value
     query_start_loc, seq_lens = problem.query_start_loc, problem.seq_lens
     block_table, kv_start_loc = problem.block_table, problem.kv_start_loc
@@ -309,9 +163,9 @@ def _arguments(
     num_tokens, num_heads, head_size = query_shape = query.shape
     key_shape = key.shape
     num_seqs = seq_lens.shape[0]
-    query_strides = _rows(query, "query")
-    key_strides = _rows(key, "key")
-    value_strides = _rows(value, "value")
+    query_strides = row_strides(query, "query")
+    key_strides = row_strides(key, "key")
+    value_strides = row_strides(value, "value")
     if key_shape != value.shape or key.dtype != value.dtype:
         raise ValueError(
             f"key and value must agree, but are {_shape(key)} {key.dtype} and {_shape(value)} {value.dtype}."
@@ -319,8 +173,8 @@ def _arguments(
     if key_shape[-1] != head_size:
         raise ValueError(f"key has head_size {key_shape[-1]}, query {head_size}.")
 
-    _check_index(query_start_loc, "query_start_loc", (num_seqs + 1,))
-    _check_index(seq_lens, "seq_lens", (num_seqs,))
+    check_index(query_start_loc, "query_start_loc", (num_seqs + 1,))
+    check_index(seq_lens, "seq_lens", (num_seqs,))
     page_size, table_width, table_stride = 0, 0, 0
     if block_table is not None:
         if len(key_shape) != 4:
@@ -328,7 +182,7 @@ def _arguments(
                 f"with a block_table, key must be [num_blocks, page_size, num_kv_heads, head_size], not {_shape(key)}."
             )
         page_size, table_width = max(1, key_shape[1]), block_table.shape[-1]
-        _check_index(block_table, "block_table", (num_seqs, table_width))
+        check_index(block_table, "block_table", (num_seqs, table_width))
         table_stride = block_table.stride(0)
     else:
         if len(key_shape) != 3:
@@ -337,7 +191,7 @@ def _arguments(
             )
         if kv_start_loc is None:
             raise ValueError("without a block_table, kv_start_loc must say where sequences begin.")
-        _check_index(kv_start_loc, "kv_start_loc", (num_seqs,))
+        check_index(kv_start_loc, "kv_start_loc", (num_seqs,))
         key_strides, value_strides = (0, *key_strides), (0, *value_strides)
     slope_stride = 0
     if slopes is not None:
@@ -349,12 +203,7 @@ def _arguments(
             raise ValueError("alibi_slopes must be contiguous in its last dimension.")
         slope_stride = slopes.stride(0) if slopes.dim() == 2 else 0
     if sinks is not None:
-        if sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or sinks.device != _CPU:
-            raise ValueError(
-                f"sinks must be [{num_heads}] float32 on cpu, not {_shape(sinks)} {sinks.dtype} on {sinks.device}."
-            )
-        if num_heads > 1 and sinks.stride(0) != 1:
-            raise ValueError(f"sinks must be contiguous, but its stride is {sinks.stride(0)}.")
+        check_sinks(sinks, num_heads)
 
     if out is None or (lse is None and return_lse):
         padded = num_seqs == 0 or int(query_start_loc[-1]) < num_tokens
@@ -367,7 +216,7 @@ def _arguments(
         raise ValueError(
             f"out must be {_shape(query)} {query.dtype} on cpu, not {_shape(out)} {out.dtype} on {out.device}."
         )
-    out_strides = _rows(out, "out")
+    out_strides = row_strides(out, "out")
     lse_strides: tuple[int, ...] = (0, 0)
     if lse is not None:
         if lse.shape != (num_tokens, num_heads) or lse.dtype != torch.float32 or lse.device != _CPU:
@@ -377,7 +226,7 @@ def _arguments(
             )
         lse_strides = lse.stride()
 
-    arguments = _AttentionProblem(
+    arguments = AttentionArguments(
         num_seqs,
         num_heads,
         key_shape[-2],
@@ -438,6 +287,20 @@ def write_kv(
 
     Raises ``ValueError`` for tensors or scales that do not fit, with one sentence that names the value.
     """
+    arguments = write_arguments(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    check(library().fa_cpu_write_kv(arguments))
+
+
+def write_arguments(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float,
+    value_scale: float,
+) -> WriteArguments:
+    """Those of :func:`write_kv`, checked and converted."""
     for name, tensor, like in (("value", value, key), ("value_cache", value_cache, key_cache)):
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise ValueError(f"{name} must be {_shape(like)} {like.dtype}, not {_shape(tensor)} {tensor.dtype}.")
@@ -461,7 +324,7 @@ def write_kv(
     num_tokens = slot_mapping.shape[0]
     if num_tokens > key.shape[0]:
         raise ValueError(f"slot_mapping names {num_tokens} tokens, but key has {key.shape[0]}.")
-    arguments = _KvWrite(
+    return WriteArguments(
         num_tokens,
         key_cache.shape[0],
         key.shape[1],
@@ -476,15 +339,14 @@ def write_kv(
         value.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        *_rows(key, "key"),
-        *_rows(value, "value"),
-        *_rows(key_cache, "key_cache"),
-        *_rows(value_cache, "value_cache"),
+        *row_strides(key, "key"),
+        *row_strides(value, "value"),
+        *row_strides(key_cache, "key_cache"),
+        *row_strides(value_cache, "value_cache"),
     )
-    _check(_library().fa_cpu_write_kv(arguments))
 
 
-def _rows(tensor: torch.Tensor, name: str) -> tuple[int, ...]:
+def row_strides(tensor: torch.Tensor, name: str) -> tuple[int, ...]:
     """Strides of all dimensions but the last, which must be contiguous."""
     strides = tensor.stride()
     if strides[-1] != 1:
@@ -492,7 +354,16 @@ def _rows(tensor: torch.Tensor, name: str) -> tuple[int, ...]:
     return strides[:-1]
 
 
-def _check_index(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
+def check_sinks(sinks: torch.Tensor, num_heads: int) -> None:
+    if sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or sinks.device != _CPU:
+        raise ValueError(
+            f"sinks must be [{num_heads}] float32 on cpu, not {_shape(sinks)} {sinks.dtype} on {sinks.device}."
+        )
+    if num_heads > 1 and sinks.stride(0) != 1:
+        raise ValueError(f"sinks must be contiguous, but its stride is {sinks.stride(0)}.")
+
+
+def check_index(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_cpu:
         raise ValueError(
             f"{name} must be {list(shape)} int32 on cpu, not {_shape(tensor)} {tensor.dtype} on {tensor.device}."

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattention_vllm.attention.cpu import _check, _library
+from fastattention_vllm.attention.cpu_library import check, library
 
 
 class _Placement(ctypes.Structure):
@@ -47,7 +47,7 @@ def place(address: int, size: int, nodes: Sequence[int] = (), *, discard: bool =
     Raises ``ValueError`` for a null address or a negative size.
     """
     achieved = _Placement()
-    _check(_functions().fa_cpu_place_memory(address, size, *_nodes(nodes), int(discard), achieved))
+    check(_functions().fa_cpu_place_memory(address, size, *_nodes(nodes), int(discard), achieved))
     return _read(achieved)
 
 
@@ -59,7 +59,7 @@ def allocate(size: int, nodes: Sequence[int] = ()) -> tuple[torch.Tensor, Placem
     Raises ``ValueError`` for a size below 1, ``MemoryError`` where there is no such address space.
     """
     achieved, address = _Placement(), c_void_p()
-    _check(_functions().fa_cpu_alloc(size, *_nodes(nodes), address, achieved))
+    check(_functions().fa_cpu_alloc(size, *_nodes(nodes), address, achieved))
     assert address.value is not None
     memory = (c_char * size).from_address(address.value)
     # Not at exit: threads that still read would crash, and the process gives everything back anyway.
@@ -69,13 +69,13 @@ def allocate(size: int, nodes: Sequence[int] = ()) -> tuple[torch.Tensor, Placem
 
 @functools.cache
 def _functions() -> ctypes.CDLL:
-    library, numbers = _library(), ctypes.POINTER(c_int32)
+    loaded, numbers = library(), ctypes.POINTER(c_int32)
     achieved = ctypes.POINTER(_Placement)
-    library.fa_cpu_place_memory.argtypes = [c_void_p, c_int64, numbers, c_int32, c_int32, achieved]
-    library.fa_cpu_alloc.argtypes = [c_int64, numbers, c_int32, ctypes.POINTER(c_void_p), achieved]
-    library.fa_cpu_free.argtypes = [c_void_p, c_int64]
-    library.fa_cpu_free.restype = None
-    return library
+    loaded.fa_cpu_place_memory.argtypes = [c_void_p, c_int64, numbers, c_int32, c_int32, achieved]
+    loaded.fa_cpu_alloc.argtypes = [c_int64, numbers, c_int32, ctypes.POINTER(c_void_p), achieved]
+    loaded.fa_cpu_free.argtypes = [c_void_p, c_int64]
+    loaded.fa_cpu_free.restype = None
+    return loaded
 
 
 def _nodes(nodes: Sequence[int]) -> tuple[ctypes.Array[c_int32] | None, int]:

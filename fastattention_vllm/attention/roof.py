@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu_library import check, library
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PageReader:
         self.total_bytes = sum(sizes)
         self._pages = (c_void_p * len(pages))(*pages)
         self._sizes = (c_int64 * len(sizes))(*sizes)
-        self._function = cpu._library().fa_cpu_read_pages
+        self._function = library().fa_cpu_read_pages
         self._function.argtypes = [
             ctypes.POINTER(c_void_p),
             ctypes.POINTER(c_int64),
@@ -49,7 +49,7 @@ class PageReader:
     def read(self, method: ReadMethod) -> int:
         """Exclusive or of all 64-bit words; ``ValueError`` for a size or a method that cannot be."""
         checksum = c_uint64()
-        cpu._check(
+        check(
             self._function(self._pages, self._sizes, len(self._pages), method.prefetch_bytes, method.streams, checksum)
         )
         return checksum.value
@@ -57,7 +57,7 @@ class PageReader:
 
 def peak_kinds() -> list[str]:
     """What this build can make this machine compute: some of ``bf16_amx``, ``bf16_dot``, and always ``fp32_fma``."""
-    function = cpu._library().fa_cpu_peak_kinds
+    function = library().fa_cpu_peak_kinds
     function.restype = c_char_p
     names: bytes = function()
     return names.decode().split(",")
@@ -68,8 +68,8 @@ def peak(kind: str, iterations: int) -> float:
 
     Raises ``ValueError`` for a kind that is not among :func:`peak_kinds`.
     """
-    function = cpu._library().fa_cpu_peak
+    function = library().fa_cpu_peak
     function.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_double)]
     flops = c_double()
-    cpu._check(function(kind.encode(), iterations, flops))
+    check(function(kind.encode(), iterations, flops))
     return flops.value

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu_layer import Batch, LayerAttention
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.bench.cases import DTYPES, Case
 
@@ -69,6 +70,7 @@ class Ours:
         shape = (table.numel(), case.num_kv_heads, 2, case.page, case.head_size)
         caches = [layer.view(DTYPES[case.kv_dtype]).view(shape) for layer in layers]
         out = torch.empty_like(query)
+        batch = Batch(starts, seq_lens, table, causal=True)
 
         def call(cache: torch.Tensor) -> Callable[[], torch.Tensor]:
             key, value = cache.permute(2, 0, 3, 1, 4)
@@ -76,8 +78,10 @@ class Ours:
                 query, key, value, starts, seq_lens, case.head_size**-0.5, causal=True, block_table=table
             )
 
+            attention = LayerAttention(problem, out)
+
             def run() -> torch.Tensor:
-                cpu.run(problem, out)
+                attention.run(query, batch, out)
                 return out
 
             return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ from vllm.v1.attention.backend import (
 )
 
 from fastattention_vllm.attention import cpu as cpu_kernels
+from fastattention_vllm.attention import cpu_layer
+from fastattention_vllm.attention.cpu_layer import LayerAttention, LayerWriter
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_resources, host_layers, support
 from fastattention_vllm.integration.options import options_of
@@ -90,6 +93,10 @@ class FastAttentionMetadata:
     causal: bool
     slot_mapping: torch.Tensor | None = None
     """``[num_tokens]`` int64. vLLM hands it to ``do_kv_cache_update`` itself; upstream's backend tests read it here."""
+
+    @functools.cached_property
+    def batch(self) -> cpu_layer.Batch:
+        return cpu_layer.Batch(self.query_start_loc, self.seq_lens, self.block_table, self.causal)
 
 
 class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
@@ -248,6 +255,9 @@ class FastAttentionImpl(AttentionImpl[Any]):
         reach = -1 if sliding_window is None else sliding_window - 1
         self.window = (reach, reach if self.is_encoder else -1)
         self.host_window = None if sliding_window is None else reach
+        self._bound: torch.Tensor | None = None
+        self._attention: LayerAttention | None = None
+        self._writer: LayerWriter
         # vLLM skips the cache update of such a layer, and binds the other layer's cache to it.
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
@@ -265,10 +275,9 @@ class FastAttentionImpl(AttentionImpl[Any]):
         """Scatter this step's ``key``, ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into the cache."""
         if self.is_encoder:  # has no cache: every request is whole in one step
             return
-        key_cache, value_cache = self._split(kv_cache)
-        num_tokens = slot_mapping.shape[0]
-        scales = self.scales(layer)
-        cpu_kernels.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, *scales)
+        if kv_cache is not self._bound:
+            self._bind(kv_cache)
+        self._writer.write(key, value, slot_mapping, *self.scales(layer))
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.halves(kv_cache if self.fp8 is None else kv_cache.view(self.fp8))
@@ -303,22 +312,43 @@ class FastAttentionImpl(AttentionImpl[Any]):
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
-        parts: dict[str, Any] = {"kv_start_loc": attn_metadata.query_start_loc[:-1]}
-        if not self.is_encoder:
-            key, value = self._split(kv_cache)
-            parts = {"block_table": attn_metadata.block_table}
-        problem = self.problem(
+        batch = attn_metadata.batch
+        if self.is_encoder:
+            starts = batch.query_start_loc[:-1]
+            cpu_kernels.run(self._problem_of(layer, query, key, value, batch, kv_start_loc=starts), out=output)
+            return output
+        if kv_cache is not self._bound:
+            self._bind(kv_cache)
+        if self._attention is None:
+            halves = self._split(kv_cache)
+            problem = self._problem_of(layer, query, *halves, batch, block_table=batch.block_table)
+            self._attention = LayerAttention(problem, output)
+        self._attention.run(query, batch, output, self.float_sinks(), *self.scales(layer))
+        return output
+
+    def _bind(self, kv_cache: torch.Tensor) -> None:
+        """vLLM binds a cache before the first step, and may bind another one later."""
+        self._bound, self._attention, self._writer = kv_cache, None, LayerWriter(*self._split(kv_cache))
+
+    def _problem_of(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: cpu_layer.Batch,
+        **where: torch.Tensor,
+    ) -> AttentionProblem:
+        return self.problem(
             layer,
             query=query,
             key=key,
             value=value,
-            query_start_loc=attn_metadata.query_start_loc,
-            seq_lens=attn_metadata.seq_lens,
-            causal=attn_metadata.causal,
-            **parts,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            causal=batch.causal,
+            **where,
         )
-        cpu_kernels.run(problem, out=output)
-        return output
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
         """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
@@ -328,11 +358,14 @@ class FastAttentionImpl(AttentionImpl[Any]):
             "window": self.window,
             "softcap": self.softcap,
             "alibi_slopes": self.alibi_slopes,
-            "sinks": None if self.sinks is None else self.sinks.detach().float(),
+            "sinks": self.float_sinks(),
             "key_scale": scales[0],
             "value_scale": scales[1],
         }
         return AttentionProblem(**(own | parts))
+
+    def float_sinks(self) -> torch.Tensor | None:
+        return None if self.sinks is None else self.sinks.detach().float()
 
     def merges(self) -> bool:
         """Whether a host layer may merge attention over parts of its keys: positions and values as in one piece."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention import cpu, cpu_library
 from fastattention_vllm.attention.problem import AttentionProblem
 from tests.attention.oracle import Case
 
@@ -151,11 +151,11 @@ def test_an_empty_cache_of_sequences_without_keys() -> None:
 class TestAbi:
     """What only other callers than our wrapper can get wrong."""
 
-    FIELDS = ctypes.c_byte * ctypes.sizeof(cpu._AttentionProblem)
+    FIELDS = ctypes.c_byte * ctypes.sizeof(cpu_library.AttentionArguments)
 
     def attempt(self, **fields: int) -> str:
-        library = cpu._library()
-        problem = cpu._AttentionProblem()
+        library = cpu_library.library()
+        problem = cpu_library.AttentionArguments()
         valid = {"num_seqs": 1, "num_heads": 4, "num_kv_heads": 2, "head_size": 64, "page_size": 16, "scale": 1.0}
         locations = {"query_start_loc": i32(0, 1), "seq_lens": i32(1), "block_table": i32(0)}
         scales = {"key_scale": 1.0, "value_scale": 1.0}
@@ -198,7 +198,7 @@ class TestAbi:
         assert self.attempt(**fields) == message
 
     def test_null_structs(self) -> None:
-        library = cpu._library()
+        library = cpu_library.library()
         assert library.fa_cpu_attention(None) == 1
         assert library.fa_cpu_last_error() == b"problem must not be a null pointer."
         assert library.fa_cpu_write_kv(None) == 1
@@ -208,7 +208,10 @@ class TestAbi:
         """Same fields in the same order; ctypes and C agree on the layout of plain fields."""
         header = Path(__file__).parents[2] / "kernels/cpu/include/fastattention_cpu.h"
         text = header.read_text()
-        for struct, name in ((cpu._AttentionProblem, "fa_attention_problem"), (cpu._KvWrite, "fa_kv_write")):
+        for struct, name in (
+            (cpu_library.AttentionArguments, "fa_attention_problem"),
+            (cpu_library.WriteArguments, "fa_kv_write"),
+        ):
             body = text[text.index(f"typedef struct {name} {{") : text.index(f"}} {name};")]
             declared = []
             for line in body.splitlines()[1:]:
@@ -273,25 +276,25 @@ class TestLibrary:
 
     def test_a_library_that_is_not_built(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv("FASTATTENTION_CPU_LIBRARY", raising=False)
-        monkeypatch.setattr(cpu, "__file__", str(tmp_path / "fastattention_vllm" / "attention" / "cpu.py"))
-        monkeypatch.setattr(cpu.importlib.metadata, "distributions", lambda name: [])
+        monkeypatch.setattr(cpu_library, "__file__", str(tmp_path / "fastattention_vllm" / "attention" / "cpu.py"))
+        monkeypatch.setattr(cpu_library.importlib.metadata, "distributions", lambda name: [])
         expected = "not built: looked at .*/lib/libfastattention_cpu.so; build it with `make build`"
         with pytest.raises(RuntimeError, match=expected):
-            cpu.library_path()
+            cpu_library.library_path()
 
     def test_a_checkout_finds_the_installed_library(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """A Ray worker imports from the source tree, which holds no binary; the editable install does."""
         site = tmp_path / "site-packages"
         library = site / "fastattention_vllm" / "lib" / "libfastattention_cpu.so"
         library.parent.mkdir(parents=True)
-        shutil.copy(cpu.library_path(), library)
+        shutil.copy(cpu_library.library_path(), library)
         info = site / "fastattention_vllm-0.1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastattention-vllm\nVersion: 0.1.0\n")
         monkeypatch.delenv("FASTATTENTION_CPU_LIBRARY", raising=False)
-        monkeypatch.setattr(cpu, "__file__", str(tmp_path / "checkout" / "attention" / "cpu.py"))
+        monkeypatch.setattr(cpu_library, "__file__", str(tmp_path / "checkout" / "attention" / "cpu.py"))
         monkeypatch.syspath_prepend(str(site))
-        assert cpu.library_path() == library
+        assert cpu_library.library_path() == library
 
     def test_a_library_of_another_version(self, tmp_path: Path) -> None:
         compiler = shutil.which("c++") or shutil.which("g++")
@@ -302,7 +305,10 @@ class TestLibrary:
         other = tmp_path / "other.so"
         subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
         done = python("cpu.isa()", FASTATTENTION_CPU_LIBRARY=str(other))
-        assert f"speaks version 99 of the CPU kernel interface, this package version {cpu.ABI_VERSION}" in done.stderr
+        assert (
+            f"speaks version 99 of the CPU kernel interface, this package version {cpu_library.ABI_VERSION}"
+            in done.stderr
+        )
 
 
 def test_importing_attention_does_not_import_vllm() -> None:

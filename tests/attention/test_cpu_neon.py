@@ -75,7 +75,7 @@ class Laid:
         self.path = path
         self.out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
         self.lse = torch.zeros(problem.query.shape[:2])
-        struct, _, _ = cpu._arguments(problem, self.out, self.lse, True)
+        struct, _, _ = cpu.attention_arguments(problem, self.out, self.lse, True)
         tensors = [getattr(problem, name) for name in AttentionProblem.__dataclass_fields__]
         storages = {
             storage.data_ptr(): storage.nbytes()

@@ -238,9 +238,9 @@ problem = CASE.build()
 def test_the_pool_survives_dlclose_and_reload() -> None:
     code = """
 import _ctypes, ctypes, os, time
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention import cpu_library
 for _ in range(3):
-    library = ctypes.CDLL(str(cpu.library_path()))
+    library = ctypes.CDLL(str(cpu_library.library_path()))
     assert library.fa_cpu_set_num_threads(3, None, 0) == 0
     assert len(os.listdir("/proc/self/task")) >= 3
     _ctypes.dlclose(library._handle)

@@ -61,6 +61,24 @@ def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(kind: str) -> No
     assert int((~written.isnan()).sum()) == tokens * KV_HEADS * HEAD_SIZE, "only the given slots are written"
 
 
+def test_another_cache_may_be_bound_later() -> None:
+    """Each in turn, read first and written first: always the one that is given."""
+    impl, layer = FastAttentionImpl(HEADS, HEAD_SIZE, 1.0, KV_HEADS), torch.nn.Module()
+    query, states = torch.randn(1, HEADS, HEAD_SIZE), torch.randn(2, 1, KV_HEADS, HEAD_SIZE)
+    caches = [kv_caches.empty_cache(kv_caches.kinds()[0], 3, BLOCK, KV_HEADS, HEAD_SIZE) for _ in range(2)]
+    metadata = FastAttentionMetadata(
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([1], dtype=torch.int32),
+        block_table=torch.tensor([[1]], dtype=torch.int32),
+        causal=True,
+    )
+    for cache, value in zip(caches, states, strict=True):
+        impl.do_kv_cache_update(layer, value, value, cache, torch.tensor([BLOCK]))
+    for cache, value in [*zip(caches, states, strict=True)] * 2:
+        output = impl.forward(layer, query, value, value, cache, metadata, torch.empty_like(query))
+        torch.testing.assert_close(output, value.repeat_interleave(HEADS // KV_HEADS, 1))
+
+
 @pytest.mark.parametrize("kind", kv_caches.kinds())
 @pytest.mark.parametrize("kv_cache_dtype", support.FP8_CACHES)
 def test_an_fp8_cache_is_bytes_read_and_written_with_the_layers_scales(kind: str, kv_cache_dtype: str) -> None:
