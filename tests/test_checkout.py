@@ -19,7 +19,7 @@ def run(code: str, *flags: str, cwd: Path = ROOT) -> str:
     return result.stdout.strip()
 
 
-LIBRARY = "from fastattention_vllm.attention import cpu; print(cpu.library_path(), cpu.isa())"
+LIBRARY = "from fastattention_vllm.attention import cpu, cpu_library; print(cpu_library.library_path(), cpu.isa())"
 
 
 def test_the_library_is_found_from_the_checkout_and_from_anywhere(tmp_path: Path) -> None:
