@@ -1,0 +1,21 @@
+"""Results of earlier runs as arguments of a benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def earlier_report(text: str) -> Path:
+    """For argparse's ``type``: a file with rows, or a sentence that says why it is none."""
+    path = Path(text)
+    try:
+        rows = json.loads(path.read_text())["rows"]
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is no result of a benchmark: it has no rows.") from error
+    if not isinstance(rows, list):
+        raise argparse.ArgumentTypeError(f"{text} is no result of a benchmark: its rows are no list.")
+    return path
