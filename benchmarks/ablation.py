@@ -72,8 +72,6 @@ def main() -> int:
     if options.earlier:
         try:
             show(json.loads(options.earlier.read_text())["rows"])
-        except OSError as error:
-            sys.exit(f"ablation: {error.filename}: {error.strerror}.")
         except (ValueError, LookupError, TypeError):
             sys.exit(f"ablation: {options.earlier} was not written by this script's --json.")
         return 0
