@@ -127,9 +127,9 @@ def test_masks_over_large_row_blocks(dtype: torch.dtype, mask: str, q_len: int, 
 
 
 # Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 2, 4,
-# 8 or 16 rows, up to 64, and more; panels are of 12, 16 and 32 rows, blocks of 256 and more.
+# 6, 8 or 16 rows, up to 40 or 64, and more; panels are of 12, 16 and 32 rows, blocks of 256 and more.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 15, 16, 17, 40, 64, 65, 100, 270])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 40, 64, 65, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
 def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
     """Odd and even numbers of tokens, in one tile and in several; pages that begin at every 16 rows, and others."""
@@ -137,9 +137,10 @@ def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -
     check(Case((rows,) * 3, kv_lens, 2, 2, head_size, page_size, dtype=BF16))
 
 
-# The same in fp16: AMX begins at 7 rows and packs from 49 on, or from 33 where the head size is no multiple of 32.
+# The same in fp16: AMX begins at 7 rows and packs from 49 on, or from 33 where the head size is no multiple of 32;
+# without it, packing begins at 41.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
-@pytest.mark.parametrize("rows", [1, 6, 7, 8, 9, 16, 17, 32, 33, 48, 49, 100, 270])
+@pytest.mark.parametrize("rows", [1, 6, 7, 8, 9, 16, 17, 30, 32, 33, 40, 41, 48, 49, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 32, 72, 80, 96, 128, 256])
 def test_fp16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
     kv_lens = (rows, rows + 33, rows + 256 - rows % 2)
@@ -148,7 +149,7 @@ def test_fp16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -
 
 @pytest.mark.parametrize("head_size", [64, 80])
 @pytest.mark.parametrize("group", range(1, 17))
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_a_few_tokens_for_every_group(dtype: torch.dtype, group: int, head_size: int) -> None:
     q_lens = tuple(range(1, 9))
     kv_lens = tuple(q_len + (0, 150, 15, 31, 128, 2, 77, 300)[q_len - 1] for q_len in q_lens)

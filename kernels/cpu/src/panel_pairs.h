@@ -54,6 +54,10 @@ __attribute__((noinline)) void pair_scores(const float* query, int stride, const
   }
 }
 
+// With more rows a tile's scores take about as long as its values: the next rows are fetched during both alike.
+template <int R>
+constexpr int kPairValuesPerStep = R > 4 ? 2 : 1;
+
 // N lines of each row at once.
 template <class T, int R, int N>
 __attribute__((noinline)) void pair_values(const float* weights, const T* const* value, Prefetch<T>& upcoming,
@@ -67,7 +71,7 @@ __attribute__((noinline)) void pair_values(const float* weights, const T* const*
       for (int n = 0; n < kVectors; ++n) c[r][n] = splat(0.0f);
     }
     for (int i = begin; i < end; ++i) {
-      upcoming.advance();
+      if (i % kPairValuesPerStep<R> == 0) upcoming.advance();
       Vec operand[kVectors];
       FA_UNROLL
       for (int n = 0; n < kVectors; n += 2) load_pairs(value[i] + d + n * kWidth, operand[n], operand[n + 1]);
@@ -122,8 +126,7 @@ struct PairPanels {
     const int lines = head_size / kPairWidth;
     for (int row = 0; row < num_rows; row += kRows) {
       split(num_rows - row < kRows ? num_rows - row : kRows, [&](int, auto count) {
-        constexpr int N = value_lines(decltype(count)::value);
-        steps += rows.count / kTokensAbreast * lines + (lines + N - 1) / N * rows.count;
+        steps += rows.count / kTokensAbreast * lines + value_steps<decltype(count)::value>(head_size, rows.count);
       });
     }
     upcoming = Prefetch<T>(next, head_size, steps);
@@ -145,9 +148,15 @@ struct PairPanels {
   }
   void finish() { upcoming.rest(); }
 
- private:
   // Lines whose sums are formed at once: 16 accumulators, or a whole row of head size 128.
-  static constexpr int value_lines(int rows) { return rows < 4 ? 4 : 2; }
+  static constexpr int value_lines(int rows) { return rows < 4 ? 4 : rows == 4 ? 2 : 1; }
+  template <int R>
+  static int value_steps(int head_size, int tokens) {
+    constexpr int N = value_lines(R);
+    return (head_size / kPairWidth + N - 1) / N * (tokens / kPairValuesPerStep<R>);
+  }
+
+ private:
   template <class F>
   static void split(int rows, F f) {
     DirectPanels<T>::template split<kRows>(rows, f);

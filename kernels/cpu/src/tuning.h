@@ -20,7 +20,8 @@ struct Tuning {
   // Direct panels: rows at once (a power of two up to the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
-  // Up to this many query rows the direct panels are faster than packing; for fp32 arithmetic and for bf16 panels.
+  // Up to this many query rows, and with just direct_rows of them, the direct panels are faster; for fp32 arithmetic and
+  // for bf16 panels.
   int max_direct_rows;
   int max_direct_rows_bf16;
   // Up to this many query rows fp32 is faster for fp16 than two bf16 on AMX: where the head size is a multiple of 32
@@ -29,18 +30,21 @@ struct Tuning {
   int max_fma_rows_split_packed;
   // Up to this many query rows a cache in bf16 is read in pairs, where the vectors can.
   int max_pair_rows;
+  // Up to this many query rows transposing K alone is faster than packing, and with K in pairs of bf16.
+  int max_turned_rows;
+  int max_turned_rows_pairs;
   // Up to this many query rows AMX reads K and V in bf16 as they lie in memory; more make packing them worth while.
   int max_amx_direct_rows;
   // The same in fp16.
   int max_amx_split_rows;
 };
 
-constexpr Tuning kTuningAvx512 = {0, 128, 12, 2, 64, 0, 0, 8, 16, 16, 16, 0, 0, 4, 0, 0};
-constexpr Tuning kTuningAvx512Bf16 = {0, 128, 12, 2, 64, 0, 0, 8, 16, 16, 4, 0, 0, 4, 0, 0};
-constexpr Tuning kTuningAmx = {128 * 1024, 256, 12, 2, 64, 32, 64, 8, 16, 16, 2, 6, 32, 4, 64, 48};
-constexpr Tuning kTuningAvx2 = {0, 128, 6, 2, 128, 0, 0, 4, 8, 16, 16, 0, 0, 0, 0, 0};
-constexpr Tuning kTuningNeon = {0, 128, 6, 4, 128, 0, 0, 4, 16, 16, 16, 0, 0, 0, 0, 0};
-constexpr Tuning kTuningScalar = {0, 128, 4, 2, 128, 0, 0, 4, 4, 16, 16, 0, 0, 0, 0, 0};
+constexpr Tuning kTuningAvx512 = {0, 128, 12, 2, 64, 0, 0, 8, 16, 6, 6, 0, 0, 4, 40, 64, 0, 0};
+constexpr Tuning kTuningAvx512Bf16 = {0, 128, 12, 2, 64, 0, 0, 8, 16, 6, 4, 0, 0, 4, 40, 64, 0, 0};
+constexpr Tuning kTuningAmx = {128 * 1024, 256, 12, 2, 64, 32, 64, 8, 16, 6, 2, 6, 32, 4, 40, 64, 64, 48};
+constexpr Tuning kTuningAvx2 = {0, 128, 6, 2, 128, 0, 0, 4, 8, 16, 16, 0, 0, 0, 32, 0, 0, 0};
+constexpr Tuning kTuningNeon = {0, 128, 6, 4, 128, 0, 0, 4, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0};
+constexpr Tuning kTuningScalar = {0, 128, 4, 2, 128, 0, 0, 4, 4, 16, 16, 0, 0, 0, 0, 0, 0, 0};
 
 }  // namespace fastattention
 
