@@ -20,8 +20,8 @@ struct Tuning {
   // Direct panels: rows at once (a power of two up to the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
-  // Up to this many query rows, and with just direct_rows of them, the direct panels are faster; for fp32 arithmetic and
-  // for bf16 panels.
+  // Up to this many query rows, and with just direct_rows of them, the direct panels are faster; for fp32 arithmetic
+  // and for bf16 panels.
   int max_direct_rows;
   int max_direct_rows_bf16;
   // Up to this many query rows fp32 is faster for fp16 than two bf16 on AMX: where the head size is a multiple of 32
