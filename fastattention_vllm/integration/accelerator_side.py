@@ -12,7 +12,8 @@ from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.integration import cpu_resources, host_layers
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement.cooperative import STAGING_BYTES, Batch, Device
+from fastattention_vllm.placement.cooperative import Batch, Device
+from fastattention_vllm.placement.prefetch import NUM_BUFFERS, STAGING_BYTES
 
 logger = init_logger("vllm.fastattention")
 
@@ -130,7 +131,10 @@ class AcceleratorSide:
         tokens, seqs = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
         hidden = model.hidden_size
         wide = 3 * getattr(model, "intermediate_size", 4 * hidden) // ranks
-        activations = 2 * tokens * (4 * hidden + wide) + 8 * seqs * model.vocab_size
+        # A host layer merges partial results in fp32: two of them, and two in the model's dtype.
+        merged = 12 * tokens * config.model_config.get_num_attention_heads(config.parallel_config)
+        merged *= config.model_config.get_head_size()
+        activations = 2 * tokens * (4 * hidden + wide) + 8 * seqs * model.vocab_size + merged
         used = total - free
         utilization = config.cache_config.gpu_memory_utilization
-        return int(max(0, total * utilization - used - activations - WORKSPACE - 2 * STAGING_BYTES))
+        return int(max(0, total * utilization - used - activations - WORKSPACE - NUM_BUFFERS * STAGING_BYTES))

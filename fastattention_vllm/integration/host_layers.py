@@ -11,17 +11,19 @@ This happens once per worker: after the weights are loaded, before vLLM asks for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_resources
 from fastattention_vllm.integration.host_plan import check, host_budget, length_is_automatic, plan_layers
+from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
@@ -31,6 +33,7 @@ from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.pinning import Pinning
 from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
+from fastattention_vllm.placement.prefetch import Visit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,9 +101,10 @@ class HostLayers:
     """The host layers of one worker."""
 
     side: DeviceSide
+    lane: Lane
     placement: Placement
     targets: dict[str, str]
-    """By host layer's name: the device layer to which it points."""
+    """By host layer's name, in the model's order: the device layer to which it points."""
     budget: int
     max_model_len: int
     nodes: Sequence[int]
@@ -111,7 +115,8 @@ class HostLayers:
     pool: HostPool | None = None
     rates: calibrate.Rates | None = None
     """Where they were measured."""
-    lanes: list[Lane] = field(default_factory=list)
+    rehearsed: int = 0
+    """Tokens of the longest step whose device memory vLLM has seen."""
 
     def clamp(self, available: int) -> int:
         """The device memory for vLLM's KV cache, no more than the host pool has blocks for.
@@ -159,11 +164,8 @@ class HostLayers:
             )
         except MemoryError as error:
             raise Refusal(f"{error}.") from error
-        for names in filter(None, tables):
-            lane = Lane(self.side.link(), self.side.kernels())
-            self.lanes.append(lane)
-            for name in names:
-                forward_context[name].impl.open(lane, self.pool.caches[name])
+        for name in self.targets:
+            forward_context[name].impl.open(self.pool.caches[name])
         self._divide_reading(forward_context)
         for line in describe(self, kv_cache_config.num_blocks):
             logger.info("%s", line)
@@ -188,8 +190,23 @@ class HostLayers:
 
     def set_share(self, share: Share) -> None:
         """How much of decoding requests' host KV the device reads over the link."""
-        for lane in self.lanes:
-            lane.share = share
+        self.lane.share = share
+
+    def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
+        """The host layers' turns in this forward pass from ``first`` on, each with the step that vLLM has for it.
+
+        Layers of other block tables, or with another number of query heads, have metadata of their own.
+        """
+        metadata = get_forward_context().attn_metadata
+        for attention in self.lane.layers[self.lane.layers.index(first) :]:
+            if attention is first:
+                yield Visit(first, step)
+                continue
+            layer: Any = attention.layer
+            found = metadata.get(layer.layer.layer_name) if isinstance(metadata, dict) else None
+            if not isinstance(found, HostMetadata):
+                return  # vLLM does not say; that layer's turn will
+            yield Visit(attention, layer.step(found, attention))
 
 
 class HostLayerImpl(AttentionImpl[Any]):
@@ -207,9 +224,9 @@ class HostLayerImpl(AttentionImpl[Any]):
         process: Any = self.inner
         process.process_weights_after_loading(act_dtype)
 
-    def open(self, lane: Lane, cache: torch.Tensor) -> None:
+    def open(self, cache: torch.Tensor) -> None:
         """From now on keys and values go to ``cache``."""
-        self.attention = HostAttention(lane, self, cache, self.inner.host_window)
+        self.attention = HostAttention(self.house.lane, self, cache, self.inner.host_window)
 
     def problem(self, **parts: Any) -> AttentionProblem:
         return self.inner.problem(self.layer, **parts)
@@ -232,13 +249,40 @@ class HostLayerImpl(AttentionImpl[Any]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone."""
-        if attn_metadata is None or self.attention is None:  # profiling and warm-up, before there is a pool
+        """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone.
+
+        Raises:
+            RuntimeError: a batch is to be computed, and the worker has not made the host layers' pool.
+        """
+        if attn_metadata is None:  # vLLM's profiling and warm-up runs
+            if len(query) > self.house.rehearsed and self.house.side.pin:
+                self.house.rehearsed = len(query)
+                rehearse(self, query, key, value, output)
             return output.fill_(0)
-        most_short = MAX_SHORT if self.merges() else EVERY_LENGTH
-        step = attn_metadata.divided(self.attention.block_size, most_short)
-        self.attention.attend(step, query, key, value, output)
+        attention = self.attention
+        if attention is None:
+            raise RuntimeError(
+                f"layer {self.layer.layer_name} keeps its KV cache in host memory, which this worker has not "
+                "allocated; remove --worker-cls, or set host_kv_layers to 0."
+            )
+        step = self.step(attn_metadata, attention)
+        attention.attend(step, query, key, value, output, lambda: self.house.visits(attention, step))
         return output
+
+    def step(self, metadata: HostMetadata, attention: HostAttention) -> Step:
+        return metadata.divided(attention.block_size, MAX_SHORT if self.merges() else EVERY_LENGTH)
+
+
+def rehearse(
+    layer: HostLayerImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+) -> None:
+    """Have vLLM's profiling see the device memory that a step of so many tokens takes. There is no pool yet."""
+    house = layer.house
+    block_size = house.placement.device_size.block_size
+    page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
+    lane = replace(house.lane, layers=[])
+    lane.prefetcher = house.lane.prefetcher
+    HostAttention(lane, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
 
 
 @dataclass
@@ -271,7 +315,10 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     options = options_of(vllm_config)
     if options.host_kv_layers in (0, []):
         return
-    names, layers = _attention_layers(context)
+    names, layers, special = attention_layers(context, side.host_backend, vllm_config)
+    if special:
+        _without_host_layers(vllm_config, special)
+        return
     side.settle_block_size()
     local_ranks = vllm_config.parallel_config.local_world_size
     limits = Limits(
@@ -286,15 +333,19 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     if not placement.host:
         return
     check(vllm_config)
-    targets = {names[host]: names[target] for host, target in _targets(layers, placement).items()}
+    targets = {names[host]: names[target] for host, target in sorted(_targets(layers, placement).items())}
     nodes = cpu_resources.numa_nodes(side.cpus())
     for name in targets:
         why_not = context[name].impl.why_not_on_host()
         if why_not:
             raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
     side.prepare()
+    lane = Lane(side.link(), side.kernels())
+    # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
+    lane.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
     house = HostLayers(
         side,
+        lane,
         placement,
         targets,
         limits.host_bytes,
@@ -327,12 +378,12 @@ def page_shape(host: Any, target: Any) -> PageShape:
     """A host layer's pages are like those of the layer it points to."""
     caches = compat.kv_caches_of(target)
     blocks = compat.num_blocks_of(caches[0])
-    heads, head_size = host.impl.num_kv_heads, host.impl.head_size
+    elements = sum(cache.numel() for cache in caches)
     return PageShape(
         num_blocks=blocks,
-        block_size=sum(cache.numel() for cache in caches) // (blocks * heads * 2 * head_size),
-        num_kv_heads=heads,
-        head_size=head_size,
+        block_size=elements // (blocks * target.impl.num_kv_heads * 2 * target.impl.head_size),
+        num_kv_heads=host.impl.num_kv_heads,
+        head_size=host.impl.head_size,
         dtype=host.impl.inner.cache_dtype(caches[0]),
     )
 
@@ -373,8 +424,14 @@ def decode_rate(rates: calibrate.Rates) -> float:
     return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
 
 
-def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:
-    """Names by index, and kinds, of the layers with a cache of their own."""
+def attention_layers(
+    context: dict[str, Any], host_backend: type[Any], vllm_config: VllmConfig
+) -> tuple[dict[int, str], Layers, str]:
+    """Names by index, and kinds, of the layers with a KV cache of their own.
+
+    The last part is empty if all of them can become host layers, else it names one that cannot, and why: a layer whose
+    class or metadata does more than plain attention would lose that, and the plan does not know how large its cache is.
+    """
     from vllm.model_executor.models.utils import extract_layer_index
 
     shared = {target for layer in context.values() if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
@@ -382,17 +439,52 @@ def _attention_layers(context: dict[str, Any]) -> tuple[dict[int, str], Layers]:
     full: list[int] = []
     windowed: list[int] = []
     fixed: set[int] = set()
+    pages: set[tuple[int, int]] = set()
     for name, layer in context.items():
-        if not hasattr(getattr(layer, "impl", None), "host_window") or layer.kv_sharing_target_layer_name:
+        if not hasattr(layer, "get_kv_cache_spec") or getattr(layer, "kv_sharing_target_layer_name", None):
             continue
-        if layer.attn_type != "decoder":
-            continue
+        if getattr(layer, "attn_type", "decoder").startswith("encoder"):
+            if layer.attn_type == "encoder_decoder":
+                return {}, Layers(()), f"layer {name} attends to an encoder"
+            continue  # has no cache
+        reason = _why_special(layer, host_backend)
+        if reason:
+            return {}, Layers(()), f"layer {name} {reason}"
         index = extract_layer_index(name)
         names[index] = name
+        pages.add((layer.impl.num_kv_heads, layer.impl.head_size))
         (full if layer.sliding_window is None else windowed).append(index)
         if name in shared:
             fixed.add(index)
-    return names, Layers(tuple(sorted(full)), tuple(sorted(windowed)), frozenset(fixed))
+    if len(pages) > 1:
+        return {}, Layers(()), "its layers have different numbers of KV heads or head sizes"
+    kinds = as_grouped(tuple(sorted(full)), tuple(sorted(windowed)), vllm_config)
+    return names, Layers(*kinds, frozenset(fixed)), ""
+
+
+def _why_special(layer: Any, host_backend: type[Any]) -> str | None:
+    """Why this layer is not plain attention over a KV cache of its own, or None."""
+    from vllm.model_executor.layers.attention import Attention
+
+    if type(layer) is not Attention:
+        return f"is of class {type(layer).__name__}"
+    # A host layer's backend is made from the device's own. What vLLM wraps around that is a class below it.
+    if not issubclass(host_backend, layer.attn_backend):
+        return f"runs on {layer.attn_backend.__name__}"
+    if not hasattr(layer.impl, "host_window"):
+        return f"runs by {type(layer.impl).__name__}"
+    return None
+
+
+def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
+    """Raises:
+    Refusal: host layers were asked for.
+    """
+    asked = options_of(vllm_config).host_kv_layers
+    if asked != "auto":
+        raise Refusal(f"host_kv_layers {asked} is not supported with this model: {why}; set host_kv_layers to 0.")
+    logger.warning("No layer's KV cache is kept in host memory: %s.", why)
+    decide_host_layers(vllm_config, [])
 
 
 def _targets(layers: Layers, placement: Placement) -> dict[int, int]:

@@ -38,6 +38,16 @@ def check(vllm_config: VllmConfig) -> None:
             "it would skip the host layers' prompts",
             "remove it",
         ),
+        "data parallelism": (
+            parallel.data_parallel_size > 1,
+            "the host's memory and CPUs are divided among the ranks of one engine only",
+            "start one server per replica",
+        ),
+        "--enable-dbo": (
+            getattr(parallel, "enable_dbo", False),
+            "host layers compute a whole batch at a time",
+            "remove it",
+        ),
         "context parallelism": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "a host layer holds all tokens of its KV heads",

@@ -14,20 +14,34 @@ if TYPE_CHECKING:
 
 def layers_of(vllm_config: VllmConfig) -> Layers:
     """The layers with a KV cache of their own, as far as the model's configuration says."""
-    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text: Any = model.hf_text_config
     shared = getattr(text, "num_kv_shared_layers", None) or 0
     layers = model.get_num_layers_by_block_type(parallel) - shared
     if model.attn_type == "encoder_only":
         layers = 0
     kinds = (getattr(text, "layer_types", None) or ["sliding_attention"] * layers)[:layers]
-    windowed = [index for index, kind in enumerate(kinds) if "sliding" in kind] if _window(vllm_config) else []
-    if scheduler.disable_hybrid_kv_cache_manager and len(windowed) < layers:
-        windowed = []  # then vLLM keeps whole sequences for windowed layers too
-    full = [index for index in range(layers) if index not in windowed]
+    has_window = [bool(_window(vllm_config)) and "sliding" in kind for kind in kinds]
+    full, windowed = as_grouped(
+        tuple(index for index in range(layers) if not has_window[index]),
+        tuple(index for index in range(layers) if has_window[index]),
+        vllm_config,
+    )
     # The layers at the end share the cache of the last one of their kind.
     fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if shared else frozenset()
-    return Layers(tuple(full), tuple(windowed), fixed)
+    return Layers(full, windowed, fixed)
+
+
+def as_grouped(
+    full: tuple[int, ...], windowed: tuple[int, ...], vllm_config: VllmConfig
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices of the layers that keep whole sequences, and of those that keep a window.
+
+    With --disable-hybrid-kv-cache-manager vLLM gives both kinds one block table, which keeps whole sequences.
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and full:
+        return tuple(sorted((*full, *windowed))), ()
+    return full, windowed
 
 
 def _window(vllm_config: VllmConfig) -> int:

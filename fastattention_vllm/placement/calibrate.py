@@ -74,8 +74,7 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     page = 1 << 20
     addresses = [sample.data_ptr() + offset for offset in range(0, sample.nbytes - page + 1, page)]
     reader = PageReader(addresses, [page] * len(addresses))
-    layer.lane.conveyor.prepare(cache)
-    staging = layer.lane.conveyor.buffers[0]
+    staging = layer.lane.prefetcher.view(0, cache)
     some = torch.arange(min(len(staging), blocks))
     methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
     staged = len(some) * cache[:1].nbytes

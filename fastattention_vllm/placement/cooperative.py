@@ -11,8 +11,7 @@ The same code runs where the "device" is the host itself (``LocalLink``); there 
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,11 +21,10 @@ import torch
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement.link import Link
+from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit
 
 MAX_SHORT = 8
 """Most new tokens of a request that the CPU takes: they read its KV once."""
-STAGING_BYTES = 128 << 20
-"""Of each of the two buffers that bring context to the device."""
 LEAST_DIVIDED = 512 << 20
 """Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
 LEAST_SHARE = 1 << 20
@@ -123,17 +121,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Range:
-    """A part of a context that comes up to the device in one go."""
-
-    begin: int
-    end: int
-    """Its tokens."""
-    blocks: torch.Tensor
-    """int64, on the host."""
-
-
-@dataclass(frozen=True)
 class Parts:
     """How the contexts of one step are divided for layers with the same window."""
 
@@ -195,68 +182,6 @@ def _short(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> Shor
     )
 
 
-@dataclass
-class Conveyor:
-    """Brings ranges of context to the device, in order, one ahead of the one in use."""
-
-    link: Link
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    table: torch.Tensor = field(init=False)
-    """Block table of a buffer: its blocks in order."""
-    waiting: collections.deque[tuple[torch.Tensor, torch.Tensor, Sequence[Any]]] = field(
-        default_factory=collections.deque
-    )
-    """Host cache, blocks, and the points to begin after."""
-    coming: collections.deque[tuple[int, Any]] = field(default_factory=collections.deque)
-    """Number of the buffer, and the point at which its contents are there."""
-    free: dict[int, Any] = field(default_factory=dict)
-    """Buffers, each with the point at which its last use is over."""
-
-    def prepare(self, cache: torch.Tensor) -> None:
-        """Take the device memory, once."""
-        if not self.buffers:
-            blocks = self.blocks_per_buffer(cache)
-            self.buffers = [self.link.staging(cache, blocks) for _ in range(2)]
-            self.table = torch.arange(blocks, dtype=torch.int32, device=self.buffers[0].device)[None]
-            self.free = {0: None, 1: None}
-
-    @staticmethod
-    def blocks_per_buffer(cache: torch.Tensor) -> int:
-        return max(1, STAGING_BYTES // cache[:1].nbytes)
-
-    def reset(self) -> None:
-        """Forget what a step that failed has left."""
-        self.waiting.clear()
-        self.free |= dict(self.coming)
-        self.coming.clear()
-        for number in set(range(len(self.buffers))) - self.free.keys():  # was in use
-            self.free[number] = self.link.mark()
-
-    def ask(self, cache: torch.Tensor, blocks: torch.Tensor, after: Sequence[Any] = ()) -> None:
-        """Ask for blocks of a host cache, at most a buffer of them; :meth:`take` gives them in the order asked."""
-        self.waiting.append((cache, blocks, after))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        while self.waiting and self.free:
-            cache, blocks, after = self.waiting.popleft()
-            number = next(iter(self.free))
-            over = self.free.pop(number)
-            points = [*after, over] if over is not None else after
-            self.coming.append((number, self.link.fetch(cache, blocks, self.buffers[number], points)))
-
-    def take(self) -> tuple[int, torch.Tensor]:
-        """The next range, once it is there (the device waits, not the caller)."""
-        number, there = self.coming.popleft()
-        self.link.wait(there)
-        return number, self.buffers[number]
-
-    def give_back(self, number: int) -> None:
-        """The computation so far was the last to use that buffer."""
-        self.free[number] = self.link.mark()
-        self._go_on()
-
-
 @dataclass(frozen=True)
 class Share:
     """How much of decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
@@ -275,36 +200,28 @@ class Share:
 
 @dataclass
 class Lane:
-    """What the host layers of one block table share."""
+    """What all host layers of one device share."""
 
     link: Link
     device: Device
     layers: list[HostAttention] = field(default_factory=list)
-    """In the model's order."""
+    """In the model's order, whatever their block tables are."""
     share: Share = field(default_factory=lambda: Share(0.0))
-    conveyor: Conveyor = field(init=False)
-    _step: Step | None = None
+    prefetcher: Prefetcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.conveyor = Conveyor(self.link)
+        self.prefetcher = Prefetcher(self.link)
 
-    def begin(self, step: Step) -> None:
-        """If ``step`` is a new one: ask for everything that may be brought up before its layer's turn."""
-        if step is self._step:
-            return
-        self._step = step
-        self.conveyor.reset()
-        if step.independent:
-            start = self.link.mark()
-            for layer in self.layers:
-                layer.ask_for_context(step, [start, layer.written])
+    def upcoming(self, layer: HostAttention, step: Step) -> list[Visit]:
+        """The rest of a pass from ``layer`` on, where nobody says that some layers have another step."""
+        return [Visit(following, step) for following in self.layers[self.layers.index(layer) :]]
 
 
 class HostAttention:
     """One host layer.
 
     Args:
-        lane: what it shares with the others of its block table.
+        lane: what it shares with the others of its device. Layers are made in the model's order.
         layer: knows this layer's scale, window and so on; asked for every problem, since weights may be loaded anew.
         cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory.
         window: keys that a token sees before itself; None if all.
@@ -319,6 +236,7 @@ class HostAttention:
         self.device_cache = lane.link.visible(cache)
         self.written: Any = lane.link.mark()
         """The point at which all writes to the cache from the device are done."""
+        lane.prefetcher.reserve(cache)
         lane.layers.append(self)
 
     @property
@@ -326,15 +244,23 @@ class HostAttention:
         return self.cache.shape[2]
 
     def attend(
-        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+        self,
+        step: Step,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        upcoming: Callable[[], Iterable[Visit]] | None = None,
     ) -> None:
         """Store this step's ``key`` and ``value`` and attend for ``query`` into ``output``.
 
         All on the device: ``[>= num_tokens, heads, head_size]``. Rows of padding stay as they are.
+
+        ``upcoming`` says which layers come with which steps, this one first, in the rest of the forward pass; None:
+        all layers that follow, with ``step``.
         """
-        lane, link = self.lane, self.lane.link
-        lane.conveyor.prepare(self.cache)
-        lane.begin(step)
+        link, prefetcher = self.lane.link, self.lane.prefetcher
+        prefetcher.begin(self, step, upcoming or (lambda: self.lane.upcoming(self, step)))
         written_before = self.written
         if step.long:
             self._write_through(step, key, value)
@@ -342,25 +268,36 @@ class HostAttention:
             if step.short:  # the device may be to read that, too
                 rows = self._on_device(step.short)
                 self._store(step.short, *link.arrive(link.start_to_host(key[rows], value[rows])))
-            self.ask_for_context(step, [self.written])
+            prefetcher.fetch_now([self.written])
         parts = self._parts(step)
         for request, ranges in zip(step.long, parts.long, strict=True):
-            self._attend_on_device(request, ranges, query, key, value, output)
+            staged = prefetcher.staged(self, step, ranges)
+            self._attend_on_device(request, staged, query, key, value, output)
         if step.short:
             # A request may begin with blocks that another one writes in this very step.
             link.wait_on_host(written_before if step.independent else self.written)
-            self._attend_together(step.short, parts, query, key, value, output, store=step.independent)
+            self._attend_together(step, parts, query, key, value, output, store=step.independent)
         link.wait(self.written)  # after this layer its keys and values may be overwritten
+        prefetcher.end()
 
-    def ask_for_context(self, step: Step, after: Sequence[Any]) -> None:
-        """Ask the conveyor for the blocks that ``step`` needs on the device, in the order of their use."""
+    def rehearse(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+        """Take as much device memory, and give it back, as the longest step with so many tokens will.
+
+        One request with a context that fills a staging buffer, whatever lies there; nothing is written to the cache.
+        """
+        tokens = self.lane.prefetcher.blocks_per_buffer(self.cache) * self.block_size
+        blocks = torch.empty(0, dtype=torch.int64)
+        request = Long(slice(0, len(query)), tokens, blocks)
+        staged = self.lane.prefetcher.view(0, self.cache)
+        self._attend_on_device(request, [(Range(0, tokens, blocks), staged)], query, key, value, output)
+
+    def ranges(self, step: Step) -> list[Range]:
+        """The ranges that the device reads in ``step``, in the order of their use."""
         parts = self._parts(step)
-        for ranges in (*parts.long, *parts.short):
-            for part in ranges:
-                self.lane.conveyor.ask(self.cache, part.blocks, after)
+        return [part for ranges in (*parts.long, *parts.short) for part in ranges]
 
     def _parts(self, step: Step) -> Parts:
-        key = (self.window, self.lane.share, self.layer.merges(), self.lane.conveyor.blocks_per_buffer(self.cache))
+        key = (self.window, self.lane.share, self.layer.merges(), self.lane.prefetcher.blocks_per_buffer(self.cache))
         if key not in step.parts:
             long = tuple(self._ranges(request.blocks, request.context) for request in step.long)
             short, seq_lens, table = step.short, None, None
@@ -377,7 +314,7 @@ class HostAttention:
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[Range, ...]:
         """The parts of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
-        most = self.lane.conveyor.blocks_per_buffer(self.cache)
+        most = self.lane.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
         size = self.block_size
         return tuple(
@@ -399,13 +336,13 @@ class HostAttention:
     def _attend_on_device(
         self,
         request: Long,
-        ranges: Sequence[Range],
+        context: Iterable[tuple[Range, torch.Tensor]],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """The new tokens among themselves, then the context, range by range."""
+        """The new tokens among themselves, then the ``context``, range by range, each with its blocks on the device."""
         device, new = self.lane.device, request.rows.stop - request.rows.start
         rows, none_before = query[request.rows], torch.zeros(1, dtype=torch.int32)
         problem = self.layer.problem(
@@ -419,26 +356,25 @@ class HostAttention:
             causal=True,
         )
         partial, lse = _with_lse(device.run(problem, return_lse=True))
-        if not ranges:
-            output[request.rows] = partial
-            return
-        total = partial.float()
-        for span in ranges:
+        total: torch.Tensor | None = None
+        for span, blocks in context:
+            if total is None:
+                total = partial.float()
             seeing, reach = new, -1
             if self.window is not None:
                 # The last row that sees any of these keys still sees the last of them.
                 seeing = min(new, self.window + span.end - request.context)
                 reach = self.window + span.end - request.context - seeing
-            part, part_lse = self._attend_to_staged(rows[:seeing], span.end - span.begin, (reach, -1))
+            part, part_lse = self._attend_to_range(rows[:seeing], span, blocks, (reach, -1))
             merge(total[:seeing], lse[:seeing], part, part_lse)
-        output[request.rows] = total
+        output[request.rows] = partial if total is None else total
 
-    def _attend_to_staged(
-        self, query: torch.Tensor, tokens: int, window: tuple[int, int] = (-1, -1)
+    def _attend_to_range(
+        self, query: torch.Tensor, span: Range, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention without a causal mask over the next range of the conveyor, ``tokens`` long."""
-        number, staged = self.lane.conveyor.take()
+        """Attention without a causal mask over the tokens of ``span``, whose blocks are ``staged`` on the device."""
         key, value = _split(staged)
+        tokens = span.end - span.begin
         blocks = -(-tokens // self.block_size)
         problem = self.layer.problem(
             query=query,
@@ -446,14 +382,12 @@ class HostAttention:
             value=value,
             query_start_loc=_int32(0, query.shape[0]),
             seq_lens=_int32(tokens),
-            block_table=self.lane.conveyor.table[:, :blocks],
+            block_table=self.lane.prefetcher.table[:, :blocks],
             causal=False,
             window=window,
             sinks=None,  # counted once, with the new tokens or by the CPU
         )
-        result = _with_lse(self.lane.device.run(problem, return_lse=True))
-        self.lane.conveyor.give_back(number)
-        return result
+        return _with_lse(self.lane.device.run(problem, return_lse=True))
 
     def _on_device(self, short: Short) -> slice | torch.Tensor:
         return short.rows if isinstance(short.rows, slice) else self.lane.link.to_device(short.rows)
@@ -463,7 +397,7 @@ class HostAttention:
 
     def _attend_together(
         self,
-        short: Short,
+        step: Step,
         parts: Parts,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -476,6 +410,8 @@ class HostAttention:
 
         ``store``: keys and values are not in the cache yet.
         """
+        short = step.short
+        assert short is not None
         link, rows = self.lane.link, self._on_device(short)
         query = query[rows]
         query_there, key_there, value_there = link.arrive(link.start_to_host(query, key[rows], value[rows]))
@@ -497,7 +433,7 @@ class HostAttention:
             return
         lse = link.host_buffer("lse", query.shape[:2], torch.float32)
         with self._on_cpu(problem, out, lse):
-            part, part_lse = self._attend_to_shares(short, parts, query)
+            part, part_lse = self._attend_to_shares(step, parts, query)
         total, total_lse = link.to_device(out).float(), link.to_device(lse)
         merge(total, total_lse, part, part_lse)
         output[rows] = total.to(output.dtype)
@@ -515,16 +451,17 @@ class HostAttention:
         finally:
             running.finish()
 
-    def _attend_to_shares(self, short: Short, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_to_shares(self, step: Step, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 ``out`` and ``lse`` of all short rows over the device's part; 0 and -inf where there is none."""
+        assert step.short is not None
         total = torch.zeros_like(query, dtype=torch.float32)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-        starts = short.query_start_loc.tolist()
+        starts = step.short.query_start_loc.tolist()
         for index, ranges in enumerate(parts.short):
             own = slice(starts[index], starts[index + 1])
-            for number, span in enumerate(ranges):
-                part, part_lse = self._attend_to_staged(query[own], span.end - span.begin)
-                if number == 0:
+            for span, blocks in self.lane.prefetcher.staged(self, step, ranges):
+                part, part_lse = self._attend_to_range(query[own], span, blocks)
+                if span is ranges[0]:
                     total[own], lse[own] = part, part_lse
                 else:
                     merge(total[own], lse[own], part, part_lse)

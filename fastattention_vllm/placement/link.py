@@ -44,8 +44,8 @@ class Link(ABC):
         """The same host memory as a tensor that the device's kernels can read and write."""
 
     @abstractmethod
-    def staging(self, like: torch.Tensor, blocks: int) -> torch.Tensor:
-        """Device memory for ``blocks`` blocks of the host cache ``like``."""
+    def staging(self, size: int) -> torch.Tensor:
+        """``size`` bytes of device memory, uint8, filled with zeros."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -95,8 +95,8 @@ class LocalLink(Link):
     def visible(self, cache: torch.Tensor) -> torch.Tensor:
         return cache
 
-    def staging(self, like: torch.Tensor, blocks: int) -> torch.Tensor:
-        return torch.zeros(blocks, *like.shape[1:], dtype=like.dtype)
+    def staging(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
 
     def mark(self) -> Any:
         return None
@@ -156,8 +156,8 @@ class StreamLink(Link):
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def staging(self, like: torch.Tensor, blocks: int) -> torch.Tensor:
-        return torch.zeros(blocks, *like.shape[1:], dtype=like.dtype, device=self.device)
+    def staging(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def mark(self) -> Any:
         event = self.runtime.Event()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.placement import cooperative, npu
+from fastattention_vllm.placement import cooperative, npu, prefetch
 from fastattention_vllm.placement.cooperative import Lane, Share
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import npu_streams, stand_in  # noqa: F401  a fixture
@@ -56,7 +56,7 @@ def test_steps_equal_attention_over_the_whole_history(
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
-        patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block)
+        patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block)
         patch.setattr(cooperative, "LEAST_SHARE", 1)
         some_steps(world_of(model, share, seed), random.Random(seed), rounds=4, chunk=40, firsts=(3, 20, 80))
 
@@ -188,7 +188,7 @@ def test_what_was_just_stored_comes_up() -> None:
     with link.writing():
         npu.write_kv(key, value, *cache.transpose(1, 2).chunk(2, dim=-1), torch.arange(16, 24))
         written = link.written()
-    target = link.staging(cache, 1)
+    target = link.staging(cache[:1].nbytes).view(cache.dtype).view(1, *cache.shape[1:])
     point = link.fetch(cache, torch.tensor([2]), target, [written])
     assert not cache.any()
     link.wait(point)
@@ -200,7 +200,7 @@ def test_every_block_comes_up_whatever_its_neighbours_are() -> None:
     link = npu.NpuLink(NPU)
     cache = torch.randn(300, 2, 4, 8)
     blocks = torch.randperm(300)[:200]
-    target = link.staging(cache, 250)
+    target = link.staging(250 * cache[:1].nbytes).view(cache.dtype).view(250, *cache.shape[1:])
     point = link.fetch(cache, blocks, target, [link.mark()])
     assert not target.any(), "begun, not waited for"
     link.wait(point)

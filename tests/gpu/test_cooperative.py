@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.placement import calibrate, cooperative, host_memory, link
+from fastattention_vllm.placement import calibrate, cooperative, host_memory, link, prefetch
 from fastattention_vllm.placement.cooperative import Lane, Share
 from fastattention_vllm.placement.pinning import CudaPinning
 from tests.placement.world import Model, World, some_steps
@@ -58,7 +58,7 @@ def test_steps_equal_attention_over_the_whole_history(
     assume(kernels == "flash" or model.dtype == torch.float16)
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
-        patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block)
+        patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block)
         patch.setattr(cooperative, "LEAST_SHARE", 1)
         patch.setattr(link, "FEW_RUNS", few_runs)
         some_steps(world_of(model, share, seed, kernels), random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400))

@@ -25,7 +25,7 @@ from fastattention_vllm.demo.tokenizer import token_id
 from fastattention_vllm.integration import host_layers, host_plan
 from fastattention_vllm.integration.host_layers import HostLayers, describe
 from fastattention_vllm.integration.refusal import Refusal, sentence
-from fastattention_vllm.placement import cooperative, host_memory
+from fastattention_vllm.placement import cooperative, host_memory, prefetch
 from fastattention_vllm.placement.calibrate import Rates
 from fastattention_vllm.placement.cooperative import Share
 from fastattention_vllm.placement.plan import indices_text
@@ -74,7 +74,7 @@ def num_blocks(llm: LLM) -> int:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts come up in many parts; a share of any size is worth it."""
-    monkeypatch.setattr(cooperative, "STAGING_BYTES", 3 * PAGE)
+    monkeypatch.setattr(prefetch, "STAGING_BYTES", 3 * PAGE)
     monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
 
 
@@ -165,7 +165,7 @@ def test_every_kind_of_layer_equals_hugging_face(
     """Windows, soft caps, sinks, ALiBi, caches that layers share; contexts come up in parts of 4 blocks or fewer."""
     make, wanted = MODELS[name]
     model = save_random(make(), tmp_path)
-    monkeypatch.setattr(cooperative, "STAGING_BYTES", 4 * PAGE)
+    monkeypatch.setattr(prefetch, "STAGING_BYTES", 4 * PAGE)
     monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
     answers = hugging_face_answers(model, prompts, MAX_TOKENS)
     with small_blocks(model, **host(wanted)) as llm:
@@ -494,7 +494,9 @@ class TestRefusals:
         """vLLM itself knows that a CPU does not sleep."""
         config: Any = SimpleNamespace(
             cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                data_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+            ),
             kv_transfer_config=None,
             model_config=SimpleNamespace(enable_sleep_mode=False),
         )
@@ -511,9 +513,9 @@ def test_the_device_reads_the_part_that_is_asked_for(
 ) -> None:
     """Of every host layer; none by default, where the device is the host itself."""
     with small_blocks(model, **host(2)) as llm:
-        assert [lane.share for lane in house_of(llm).lanes] == [Share(0.0)]
+        assert house_of(llm).lane.share == Share(0.0)
     with small_blocks(model, **host(2, stream_fraction=0.25)) as llm:
-        assert [lane.share for lane in house_of(llm).lanes] == [Share(0.25)]
+        assert house_of(llm).lane.share == Share(0.25)
         check(generate(llm, prompts), expected)
 
 

@@ -52,6 +52,6 @@ def test_all_rates_are_measured_without_a_trace() -> None:
     assert max(dataclasses.astuple(rates)) < float("inf")
     assert rates.link_beside_cpu >= 0, "here the copies are done before the CPU begins"
     assert not cache.any()
-    conveyor = layer.lane.conveyor
-    assert sorted(conveyor.free) == [0, 1]
-    assert not conveyor.coming
+    prefetcher = layer.lane.prefetcher
+    assert sorted(prefetcher.free) == [0, 1]
+    assert not prefetcher.coming

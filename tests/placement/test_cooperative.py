@@ -6,7 +6,6 @@ before or compute in the same step, pages from a shuffled pool.
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.attention import cpu
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.placement import cooperative
-from fastattention_vllm.placement.cooperative import Batch, Conveyor, Lane, Share, divide, merge
+from fastattention_vllm.placement import cooperative, prefetch
+from fastattention_vllm.placement.cooperative import Batch, Lane, Share, divide, merge
 from fastattention_vllm.placement.link import LocalLink
 from tests.attention import oracle
 from tests.placement.world import Model, Request, Work, World
@@ -107,7 +106,7 @@ def world_of(model: Model, num_layers: int, num_blocks: int, share: float, seed:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, int], None]:
     def set_sizes(model: Model, blocks: int) -> None:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
-        monkeypatch.setattr(cooperative, "STAGING_BYTES", blocks * block + block // 2)
+        monkeypatch.setattr(prefetch, "STAGING_BYTES", blocks * block + block // 2)
         monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
 
     return set_sizes
@@ -142,7 +141,7 @@ def test_steps_equal_attention_over_the_whole_history(
     """Several steps and layers; requests come, begin with what others have computed or just compute, and go on."""
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
-        patch.setattr(cooperative, "STAGING_BYTES", blocks_per_part * block + block // 2)
+        patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block + block // 2)
         patch.setattr(cooperative, "LEAST_SHARE", data.draw(st.sampled_from([1, 3 * block])))
         patch.setattr(cooperative, "MAX_SHORT", most_short)
         world = world_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), kind)
@@ -233,13 +232,13 @@ def test_the_share_of_the_device_is_what_was_asked_for(
 ) -> None:
     """Whole blocks, none of a window, none where parts cannot be merged, nothing where it is not worth it."""
     asked: list[int] = []
-    ask = Conveyor.ask
+    fetch = LocalLink.fetch
 
-    def counting(self: Conveyor, cache: torch.Tensor, blocks: torch.Tensor, after: Any = ()) -> None:
+    def counting(self: LocalLink, cache: torch.Tensor, blocks: torch.Tensor, *more: Any) -> Any:
         asked.append(len(blocks))
-        ask(self, cache, blocks, after)
+        return fetch(self, cache, blocks, *more)
 
-    monkeypatch.setattr(Conveyor, "ask", counting)
+    monkeypatch.setattr(LocalLink, "fetch", counting)
     for changes, expected in (
         ({}, 80 // 2 // 4 + 20 // 2 // 4),
         ({"window": 30}, 0),
@@ -350,91 +349,3 @@ def test_merging_equals_float64(tokens: int, lses: list[float], part_lses: list[
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
     assert torch.equal(total[none], before[none])
     assert torch.equal(lse[none], lse_before[none])
-
-
-class CheckingLink(LocalLink):
-    """Looks at what a conveyor asks of it. Copies are made at once, or as late as they are waited for."""
-
-    def __init__(self, at_once: bool) -> None:
-        self.at_once = at_once
-        self.points = iter(range(1, 1000))
-        self.in_use: set[int] = set()
-        """Addresses of buffers."""
-        self.being_given_back = 0
-        self.over: dict[int, int] = {}
-        """The end of a buffer's last use, by address."""
-        self.pending: dict[int, Callable[[], None]] = {}
-
-    def mark(self) -> Any:
-        self.over[self.being_given_back] = next(self.points)
-        return self.over[self.being_given_back]
-
-    def fetch(self, cache: torch.Tensor, blocks: torch.Tensor, target: torch.Tensor, after: Sequence[Any]) -> Any:
-        address = target.data_ptr()
-        assert address not in self.in_use
-        assert list(after) == [f"cache {int(cache[0]) // 100}", *([self.over[address]] if address in self.over else [])]
-        fetch, point = super().fetch, next(self.points)
-        self.pending[point] = lambda: fetch(cache, blocks, target, ())
-        if self.at_once:
-            self.pending[point]()
-        return point
-
-    def wait(self, point: Any) -> None:
-        self.pending.pop(point)()
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 9), min_size=1, max_size=4)), max_size=12),
-    st.booleans(),
-    st.data(),
-)
-def test_the_conveyor_keeps_the_order_and_refills_nothing_in_use(
-    ranges: list[tuple[int, list[int]]], at_once: bool, data: st.DataObject
-) -> None:
-    """Ranges of several layers' caches, asked for at any time; one at a time is taken, read late, and given back."""
-    link = CheckingLink(at_once)
-    caches = [torch.arange(10.0).view(10, 1, 1, 1) + 100 * layer for layer in range(3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cooperative, "STAGING_BYTES", 4 * caches[0][:1].nbytes)
-        conveyor = Conveyor(link)
-        conveyor.prepare(caches[0])
-    buffers = list(conveyor.buffers)
-    assert [len(buffer) for buffer in buffers] == [4, 4]
-    conveyor.prepare(caches[1])
-    assert all(kept is buffer for kept, buffer in zip(conveyor.buffers, buffers, strict=True))
-
-    to_ask, to_take = collections.deque(ranges), collections.deque(ranges)
-
-    def ask_for_some(least: int) -> None:
-        for _ in range(data.draw(st.integers(min(least, len(to_ask)), len(to_ask)))):
-            layer, blocks = to_ask.popleft()
-            conveyor.ask(caches[layer], torch.tensor(blocks), [f"cache {layer}"])
-
-    while to_take:
-        ask_for_some(least=1 if len(to_ask) == len(to_take) else 0)
-        number, buffer = conveyor.take()
-        address = buffer.data_ptr()
-        link.in_use.add(address)
-        ask_for_some(least=0)
-        layer, blocks = to_take.popleft()
-        assert buffer[: len(blocks)].flatten().tolist() == [100 * layer + block for block in blocks]
-        link.in_use.remove(address)
-        link.being_given_back = address
-        conveyor.give_back(number)
-    assert sorted(conveyor.free) == [0, 1]
-    assert not link.pending
-
-
-def test_one_range_comes_while_another_is_in_use() -> None:
-    link = CheckingLink(at_once=False)
-    cache = torch.arange(10.0).view(10, 1, 1, 1)
-    conveyor = Conveyor(link)
-    conveyor.prepare(cache)
-    for block in range(4):
-        conveyor.ask(cache, torch.tensor([block]), ["cache 0"])
-    assert len(link.pending) == 2
-    number, buffer = conveyor.take()
-    assert len(link.pending) == 1
-    link.being_given_back = buffer.data_ptr()
-    conveyor.give_back(number)
-    assert len(link.pending) == 2

@@ -32,9 +32,9 @@ def test_fetching_copies_those_blocks_to_the_front_and_leaves_the_rest(dtype: to
     random = torch.Generator().manual_seed(0)
     cache = torch.randn(9, 2, 4, 6, generator=random).to(dtype)
     link = LocalLink()
-    target = link.staging(cache, 5)
-    assert target.shape == (5, 2, 4, 6)
-    assert target.dtype == dtype
+    memory = link.staging(5 * cache[:1].nbytes)
+    assert memory.dtype == torch.uint8
+    target = memory.view(dtype).view(5, 2, 4, 6)
     target.view(torch.uint8).fill_(7)
     link.fetch(cache, torch.tensor(blocks, dtype=torch.int64), target, [])
     for row, block in enumerate(blocks):

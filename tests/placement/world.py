@@ -158,10 +158,11 @@ class World:
             for rows in (key, value):  # the next layer's lie in the same memory
                 rows.fill_(self.unwritten)
             self.compare(index, works, query[:total].cpu(), output[:total].cpu())
-        conveyor = self.lane.conveyor
-        assert not conveyor.waiting
-        assert not conveyor.coming
-        assert len(conveyor.free) == len(conveyor.buffers) == 2
+        prefetcher = self.lane.prefetcher
+        assert not prefetcher.waiting
+        assert not prefetcher.coming
+        assert not prefetcher.expected
+        assert len(prefetcher.free) == len(prefetcher.buffers) == 2
         return step
 
     def compare(self, index: int, works: Sequence[Work], query: torch.Tensor, output: torch.Tensor) -> None:
