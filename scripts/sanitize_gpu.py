@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fastattention_vllm.attention import volta
+from fastattention_vllm.attention import volta, volta_images
 from fastattention_vllm.attention.volta_kernels import VARIANTS
 from fastattention_vllm.bench import gpu
 
@@ -125,6 +125,7 @@ def without_barriers(folder: Path) -> None:
             raise CannotRun(f"the PTX of {variant.name} has no barrier that could be taken out.")
         for suffix in ("ptx", "cubin"):
             (folder / variant.image(suffix)).write_text(text)
+    volta_images.write_manifest(folder, VARIANTS, compiler="none: barriers taken out of PTX")
 
 
 def run(sanitizer: str, tool: str, images: Path, tests: str) -> tuple[int, str]:

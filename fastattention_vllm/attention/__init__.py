@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def kernels_for(device: torch.device) -> ModuleType:

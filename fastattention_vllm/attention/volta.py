@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fastattention_vllm.attention import volta_driver, volta_kernels
+from fastattention_vllm.attention import volta_driver, volta_images, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import (
     CHUNK,
@@ -30,7 +30,7 @@ from fastattention_vllm.attention.volta_kernels import (
 )
 
 IMAGES = Path(__file__).resolve().parents[1] / "lib" / "volta"
-"""``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx``, or ``sm_75``, of each variant."""
+"""``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx``, or ``sm_75``, of each variant, and their manifest."""
 LOG2E = math.log2(math.e)
 MOST_OFFSET = 1 << 32
 """Chunks of 16 bytes that the kernels can count in a cache."""
@@ -226,7 +226,7 @@ def attend(
         if partial.numel() < needed:
             raise ValueError(f"the workspace has {partial.numel()} numbers, but {parts} parts need {needed}.")
         split.partial_out = partial.data_ptr()
-        split.partial_lse = partial.data_ptr() + 2 * rows * head_size
+        split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows)
     _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
     if split.partial_out:
         _kernel(volta_kernels.COMBINE).launch((most_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
@@ -270,7 +270,7 @@ def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) 
     cap or ALiBi; ``cache``: dtype of keys and values.
 
     Raises:
-        RuntimeError: the kernels are not built.
+        ImageError: the kernels are not built, or were built for other code.
         DriverError: the GPU refuses.
     """
     name, architecture = CACHES[cache], target().architecture
@@ -373,9 +373,5 @@ def _kernel(variant: Variant) -> volta_driver.Kernel:
 @functools.cache
 def _loaded(variant: Variant, suffix: str) -> volta_driver.Kernel:
     # Turing runs the V100's machine code too: kernels without matrix products have no other.
-    path = IMAGES / variant.image(suffix)
-    try:
-        image = path.read_bytes()
-    except OSError as error:
-        raise RuntimeError(f"The Volta kernels are not built: there is no {path}; run `make volta`.") from error
+    image = volta_images.read(IMAGES, variant, suffix)
     return volta_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)

@@ -6,6 +6,8 @@ The sources are ``kernels/volta/src``; ``problem.h`` there has the structures th
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import math
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass
@@ -270,6 +272,11 @@ def floats_of_parts(head_size: int, rows: int) -> int:
     return rows * (head_size // 2 + 1)
 
 
+def bytes_of_means(head_size: int, rows: int) -> int:
+    """Where in a workspace the log-sum-exps of so many rows begin: behind their means."""
+    return 2 * rows * head_size
+
+
 def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
     """fp32 numbers that any launch needs at most for its parts. ``group``: query heads per KV head; ``longest``: keys
     of any of up to ``most_seqs`` sequences."""
@@ -278,3 +285,34 @@ def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int
     decoding = most_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
     variant = prefill(head_size)
     return floats_of_parts(head_size, max(decoding, PREFILL_WAVES * SMS * variant.ctas_per_sm * variant.rows))
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, Prefill, Split, WriteKv)
+"""Those of ``problem.h``."""
+
+
+def layout(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
+    """Of each field, its offset and its size in bytes; under "" those of the whole."""
+    fields = {name: getattr(structure, name) for name, *_ in structure._fields_}
+    return {"": (0, ctypes.sizeof(structure))} | {name: (at.offset, at.size) for name, at in fields.items()}
+
+
+def abi() -> str:
+    """A hash of all that the launcher takes for granted about the kernels: arguments, workspace, shapes of variants.
+
+    It is derived from what is launched, so it changes by itself: images that were compiled beside another one are not
+    launched (``volta_images``).
+    """
+    lengths = (1, 128, 129, 1000, 4096, 8192, 8193, 65536, 65537, 1 << 20)
+    rows = (1, 8, 1000)
+    agreed = {
+        "structures": {structure.__name__: layout(structure) for structure in STRUCTURES},
+        "variants": {
+            variant.image("sm"): (variant.kernel, variant.defines, variant.threads, variant.rows, variant.shared_bytes)
+            for variant in VARIANTS
+        },
+        "parts": [part_length(length, least) for length in lengths for least in (1, 8, 64)],
+        "workspace": [(floats_of_parts(size, n), bytes_of_means(size, n)) for size in HEAD_SIZES for n in rows],
+        "packed": (CHUNK, DECODE_ROWS, DECODE_PARTS),
+    }
+    return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()

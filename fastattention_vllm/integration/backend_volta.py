@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from fastattention_vllm.attention import volta
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta_images import ImageError
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, partial_floats
 from fastattention_vllm.integration import compat, host_layers, row_parallel, support
 from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
@@ -229,7 +230,10 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         adjusted = self.softcap > 0 or self.alibi_slopes is not None
         vllm_config = get_current_vllm_config()
         target = volta.choose(options_of(vllm_config).volta_kernels)
-        volta.load(self.head_size, adjusted=adjusted, cache=self.fp8 or torch.float16)
+        try:
+            volta.load(self.head_size, adjusted=adjusted, cache=self.fp8 or torch.float16)
+        except ImageError as error:
+            raise Refusal(str(error)) from error
         device = torch.device("cuda", torch.cuda.current_device())
         self.workspace = workspace(vllm_config, self.head_size, device)
         if self.alibi_slopes is not None:

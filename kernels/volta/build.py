@@ -3,7 +3,8 @@
     python -m kernels.volta.build FOLDER
 
 Prints registers, spills and shared memory of each; exits with 1 where a kernel spills more than it may, or has so many
-registers that fewer CTAs than wanted fit on an SM.
+registers that fewer CTAs than wanted fit on an SM. The manifest, without which the launcher takes none of them, is
+written last, and only if there is nothing to complain of. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from fastattention_vllm.attention.volta_images import MANIFEST, write_manifest
 from fastattention_vllm.attention.volta_kernels import COMPILER_OPTIONS, HEAD_SIZES, VARIANTS, Variant
-from kernels.volta.nvrtc import compile_cuda
+from kernels.volta.nvrtc import compile_cuda, version
 
 SOURCES = Path(__file__).resolve().parent / "src"
 MOST_SPILLED = {
@@ -77,6 +79,7 @@ def most_registers(variant: Variant) -> int:
 def main() -> int:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)  # of images that are about to be replaced
     with ThreadPoolExecutor() as pool:
         logs = list(pool.map(lambda variant: build(variant, folder), VARIANTS))
     failed = False
@@ -91,6 +94,8 @@ def main() -> int:
         crowded = f", more than the {fitting} that {variant.ctas_per_sm} CTAs per SM leave" * (registers > fitting)
         print(f"{name:<34} {registers:>3} registers{crowded} {spilled:>4} bytes spilled{note} "
               f"{variant.shared_bytes:>6} bytes shared")  # fmt: skip
+    if not failed:
+        write_manifest(folder, VARIANTS, compiler="NVRTC {}.{}".format(*version()), sources=SOURCES)
     return int(failed)
 
 

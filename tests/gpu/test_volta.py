@@ -5,6 +5,7 @@ On a newer GPU both run: the V100's, whose products are emulated there, and Turi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from tests.volta.attention import LSE_TOLERANCE, TOLERANCE
 from tests.volta.test_attention_kernels import FEATURES
 from tests.volta.test_cache import DTYPES, EVERYTHING, SCALES, assert_same, cast
 from tests.volta.test_cache import case as eight_bits
+from tests.volta.test_emulator import SLID_OUT, slid_out
 
 FP16 = torch.float16
 FIELDS = ("query", "key", "value", "query_start_loc", "seq_lens", "block_table")
@@ -78,6 +80,20 @@ def test_every_feature_at_every_head_size(kind: str, changes: dict[str, Any], he
     else:
         case = Case((2, 1, 1), (3000, 1, 129), 8, 2, head_size, dtype=FP16, **changes)
     check(case.build())
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("kind", SLID_OUT)
+def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int, head_size: int) -> None:
+    """Infinities that others have written there since, and a prompt that is cut into parts as well."""
+    case = replace(SLID_OUT[kind], head_size=head_size, page_size=page_size)
+    check(slid_out(case))
+
+
+@pytest.mark.parametrize("lengths", [(2, 1), (20, 12)])
+def test_rows_that_see_nothing_beside_sinks_that_add_nothing(lengths: tuple[int, int]) -> None:
+    check(Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build())
 
 
 def test_values_with_strides_of_their_own() -> None:

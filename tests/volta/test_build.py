@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastattention_vllm.attention import volta_kernels
+from fastattention_vllm.attention.volta_images import MANIFEST
 from fastattention_vllm.attention.volta_kernels import COMBINE, Variant
 from kernels.volta import build
 
@@ -41,13 +43,29 @@ def test_a_kernel_that_takes_too_much_fails_the_build(
     log = f"{spilled} bytes stack frame, {spilled} bytes spill stores\nptxas info: Used {registers} registers"
     monkeypatch.setattr(build, "VARIANTS", (COMBINE, variant))
     fine = "0 bytes spill stores\nUsed 32 registers"
-    monkeypatch.setattr(build, "build", lambda one, folder: log if one is variant else fine)
+
+    def compiled(one: Variant, folder: Path) -> str:
+        assert not (folder / MANIFEST).exists(), "images change under an earlier manifest"
+        for suffix in ("cubin", "ptx"):
+            (folder / one.image(suffix)).write_text(one.image(suffix))
+        return log if one is variant else fine
+
+    monkeypatch.setattr(build, "build", compiled)
+    (tmp_path / MANIFEST).write_text("{}")
     monkeypatch.setattr(sys, "argv", ["build", str(tmp_path)])
     assert build.main() == (said is not None)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert ("more than" in lines[1]) == (said is not None)
     assert (said or f"{registers} registers") in lines[1]
+    assert (tmp_path / MANIFEST).exists() == (said is None), "without one the launcher takes no image"
+
+
+def test_kernels_are_compiled_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from kernels.volta import build; print(len(build.VARIANTS))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{len(volta_kernels.VARIANTS)}\n", done.stderr
 
 
 def test_no_more_ctas_are_wanted_than_an_sm_has_threads() -> None:

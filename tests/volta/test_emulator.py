@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.attention import volta_kernels
+from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA
 from kernels.volta.emulator import Emulation, EmulationError
 from kernels.volta.sim import pack_parameters
@@ -299,6 +301,58 @@ def test_alibi_lowers_keys_behind_a_token_too(kind: str, architecture: int) -> N
     problem = Case((2,) if kind == "decode" else (20,), (40,), 4, 2, dtype=FP16, causal=False, alibi="shared").build()
     compute: Any = attention.prefill if kind == "prefill" else attention.decode
     attention.check(problem, compute(problem, emulated, architecture=architecture))
+
+
+def slid_out(case: Case) -> AttentionProblem:
+    """``case`` once its windows have moved on: before what each sequence's first token sees lies what others have
+    written into the pages since, infinities among it."""
+    problem = case.build()
+    tokens = torch.diff(problem.query_start_loc).tolist()
+    for seq, (new, length) in enumerate(zip(tokens, problem.seq_lens.tolist(), strict=True)):
+        unseen = torch.arange(max(0, length - new - case.window[0]))
+        if problem.block_table is None:
+            assert problem.kv_start_loc is not None
+            where: Any = problem.kv_start_loc[seq] + unseen
+        else:
+            where = problem.block_table[seq, unseen // case.page_size].long(), unseen % case.page_size
+        problem.key[where] = problem.value[where] = torch.tensor(math.inf).to(problem.key.dtype)
+    return problem
+
+
+SLID_OUT = {
+    "decode": Case((1, 2), (300, 77), 4, 2, dtype=FP16, window=(41, -1)),
+    "prefill": Case((170, 20), (320, 77), 4, 2, dtype=FP16, window=(41, -1), softcap=3.0),
+}
+
+
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
+@pytest.mark.parametrize("page_size", [0, 16, 784])
+@pytest.mark.parametrize("kind", SLID_OUT)
+def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int, architecture: int) -> None:
+    """Not by a weight of 0 either: infinity times 0 is no number."""
+    problem = slid_out(replace(SLID_OUT[kind], page_size=page_size))
+    assert problem.value.isinf().any()
+    compute: Any = attention.prefill if kind == "prefill" else attention.decode
+    attention.check(problem, compute(problem, emulated, architecture=architecture))
+
+
+def test_prefill_in_parts_of_what_a_window_leaves() -> None:
+    problem = slid_out(SLID_OUT["prefill"])
+    attention.check(problem, attention.prefill(problem, emulated, 3))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: int) -> None:
+    """Fewer keys than queries: the first rows have a sum of nothing, even where a sink of -inf joins it."""
+    lengths = (2, 1) if kind == "decode" else (20, 12)
+    problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
+    if kind == "prefill":
+        found = attention.prefill(problem, emulated, count)
+    else:
+        found = attention.decode(problem, emulated)
+    assert (found[1][0] == -math.inf).all()
+    attention.check(problem, found)
 
 
 LONG = Case((2,), (8300,), 2, 1, dtype=FP16)

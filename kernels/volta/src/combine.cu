@@ -54,9 +54,11 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
   }
   float log_of_sum = total > 0.0f ? (top + __log2f(total)) * kLn2 : -infinity(),
         share = total > 0.0f ? p.value_scale / total : 0.0f;
-  if (p.sinks != nullptr) {
-    const float larger = fmaxf(log_of_sum, p.sinks[head]);
-    const float with_sink = larger + __logf(__expf(log_of_sum - larger) + __expf(p.sinks[head] - larger));
+  // One of -inf adds nothing, and must not be subtracted from the -inf of a row that sees nothing.
+  const float sink = p.sinks == nullptr ? -infinity() : p.sinks[head];
+  if (sink != -infinity()) {
+    const float larger = fmaxf(log_of_sum, sink);
+    const float with_sink = larger + __logf(__expf(log_of_sum - larger) + __expf(sink - larger));
     share *= __expf(log_of_sum - with_sink);
     log_of_sum = with_sink;
   }

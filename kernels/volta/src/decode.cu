@@ -41,7 +41,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   const auto end_of = [&](int position) {
     return p.window_right < 0 ? kv_len : max(0, min(kv_len, position + p.window_right + 1));
   };
-  const int first_key = max(part * length, begin_of(offset)) / kTile * kTile;
+  // Tiles begin with the first key that is seen: pages before it may be another sequence's by now, and whatever numbers
+  // lie there, weights of 0 do not hide infinities.
+  const int first_key = max(part * length, begin_of(offset));
   const int last_key = min((part + 1) * length, end_of(offset + q_len - 1));
   if (part * length >= kv_len) return;
 

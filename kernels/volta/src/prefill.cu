@@ -117,19 +117,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const auto end_of = [&](int position) {
     return p.window_right < 0 ? kv_len : max(0, min(kv_len, position + p.window_right + 1));
   };
-  int some_begin = begin_of(first_position) / kTile, some_end = (end_of(last_position) + kTile - 1) / kTile;
+  // Tiles are counted from the first key that some row sees: pages before it may be another sequence's by now, and
+  // whatever numbers lie there, weights of 0 do not hide infinities.
+  const int origin = begin_of(first_position);
+  int some_begin = 0, some_end = (max(0, end_of(last_position) - origin) + kTile - 1) / kTile;
   if (s.parts.divisor > 1) {  // as many tiles for each part
-    const int part = blockIdx.x - kv_head * s.parts.divisor, tiles = max(0, some_end - some_begin);
-    some_end = some_begin + divide(tiles * (part + 1), s.parts);
+    const int part = blockIdx.x - kv_head * s.parts.divisor, tiles = some_end;
+    some_end = divide(tiles * (part + 1), s.parts);
     some_begin += divide(tiles * part, s.parts);
   }
-  const int all_begin = min(some_end, max(some_begin, (begin_of(last_position) + kTile - 1) / kTile));
-  const int all_end = max(all_begin, min(some_end, end_of(first_position) / kTile));
+  const int all_begin = min(some_end, max(some_begin, (begin_of(last_position) - origin + kTile - 1) / kTile));
+  const int all_end = max(all_begin, min(some_end, (end_of(first_position) - origin) / kTile));
   const int behind = some_end - all_end, masked = behind + all_begin - some_begin;
-  const int num_tiles = max(0, some_end - some_begin);
+  const int num_tiles = some_end - some_begin;
   // Tiles with masks come first: those behind, then those before the ones that all rows see.
+  const int end_key = origin + some_end * kTile, key_before = origin + (some_begin - behind) * kTile;
   const auto tile_begin = [&](int number) {
-    return (number < behind ? some_end - 1 - number : some_begin - behind + number) * kTile;
+    return number < behind ? end_key - (1 + number) * kTile : key_before + number * kTile;
   };
 
   const Loader loader{static_cast<int>(threadIdx.x % kPitch), static_cast<int>(threadIdx.x / kPitch),
@@ -194,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
 
   // Of the tiles behind, which begin with the last, those that none of this warp's rows sees.
   const int warp_position = divide(min(first_row + kWarpRows * (warp + 1), num_rows) - 1, p.group) + offset;
-  const int unseen = min(behind, some_end - (end_of(warp_position) + kTile - 1) / kTile);
+  const int unseen = min(behind, (end_key - end_of(warp_position)) / kTile);
 
   const float factor = kAdjusted ? 1.0f : p.scale;  // of scores on their way into the exponent
   const auto step = [&](bool more, int begin, int begin_after_next, auto with_mask) {
@@ -377,8 +381,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       }
       const float log_of_sum = total > 0.0f ? reference[i][r] * factor * kLn2 + __logf(total) : -infinity();
       float lse = log_of_sum;
-      if (p.sinks != nullptr && real) {
-        const float sink = p.sinks[kv_head * group + row - divide(row, p.group) * group];
+      float sink = -infinity();
+      if (p.sinks != nullptr && real) sink = p.sinks[kv_head * group + row - divide(row, p.group) * group];
+      if (sink != -infinity()) {  // see combine.cu
         const float larger = fmaxf(log_of_sum, sink);
         lse = larger + __logf(__expf(log_of_sum - larger) + __expf(sink - larger));
         share *= __expf(log_of_sum - lse);
