@@ -70,6 +70,12 @@ def wanted_port() -> int:
     return port
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
 def build_model_if_needed() -> None:
     """Build the demo model where there is none, or one from other sources than today's."""
     MODEL.parent.mkdir(exist_ok=True)
