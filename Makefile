@@ -4,7 +4,9 @@ VENV := .venv/bin
 # Most tests keep one core busy. Those of a file share what is made for it.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help serve test test-more test-gpu test-ascend conformance lint docs sanitize sanitize-gpu mutate build volta setup setup-dev clean
+SECONDS ?= 60
+
+.PHONY: help serve soak test test-more test-gpu test-ascend conformance lint docs sanitize sanitize-gpu mutate build volta setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 14
@@ -19,6 +21,9 @@ test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
 	$(VENV)/python -m pytest -m more $(TWO_AT_A_TIME)
 	@$(PYTHON) scripts/ascend.py
+
+soak: setup-dev   ## the demo server under mixed load (SECONDS=..., ARGUMENTS='--server-arguments ... --json FILE', see `python -m scripts.soak --help`)
+	$(VENV)/python -m scripts.soak --seconds $(SECONDS) $(ARGUMENTS)
 
 test-gpu:         ## tests on this machine's NVIDIA GPU, in the Python that runs (PYTHON=...): needs vLLM, pytest, hypothesis, and what `make volta` builds
 	$(PYTHON) -m pytest tests/gpu

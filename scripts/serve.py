@@ -6,6 +6,7 @@ Reads: PORT (default 8000). Ctrl-C, or the end of this process for any reason, l
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "cpu-demo.yaml"
@@ -40,13 +41,13 @@ def main() -> int:
     try:
         port = wanted_port()
         build_model_if_needed()
+        server = Server(port)
     except ValueError as error:
         print(f"fastattention serve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nfastattention serve: stopped.", file=sys.stderr)
         return 130
-    server = Server(port)
     if server.wait_until_healthy():
         show(server)
     return server.wait()
@@ -69,8 +70,21 @@ def wanted_port() -> int:
     return port
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
 def build_model_if_needed() -> None:
     """Build the demo model where there is none, or one from other sources than today's."""
+    MODEL.parent.mkdir(exist_ok=True)
+    with (MODEL.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would tread on each other's files
+        _build_model_if_needed()
+
+
+def _build_model_if_needed() -> None:
     sources = sorted((ROOT / "fastattention_vllm" / "demo").glob("*.py"))
     wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     built = MODEL / "built-from"
@@ -93,6 +107,10 @@ class Server:
         self.stopping = False
         self.failed = False
         self.started = time.monotonic()
+        self.pid: int | None = None
+        # Before anything is said: whoever reads "Starting" may stop it at once.
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, self.stop_on_signal)
         print(f"Starting: vllm {' '.join(self.command[1:])}".replace(str(ROOT) + "/", ""), flush=True)
         # A group of its own, so that Ctrl-C reaches this process alone and the server is stopped in order.
         self.process = subprocess.Popen(
@@ -103,14 +121,15 @@ class Server:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, self.stop_on_signal)
-        self.reader = threading.Thread(target=self._forward_output, daemon=True)
+        self.pid = self.process.pid
+        if self.stopping:
+            self._signal_group(signal.SIGINT, leader_only=True)
+        assert self.process.stdout is not None
+        self.reader = threading.Thread(target=self._forward_output, args=[self.process.stdout], daemon=True)
         self.reader.start()
 
-    def _forward_output(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+    def _forward_output(self, output: IO[bytes]) -> None:
+        for line in output:
             text = line.decode(errors="replace")
             found = KERNEL_LINE.search(text)
             if found:
@@ -176,11 +195,13 @@ class Server:
         return 0 if self.stopping else self.process.wait()
 
     def _signal_group(self, signum: signal.Signals, leader_only: bool = False) -> None:
+        if self.pid is None:
+            return
         try:
             if leader_only:
-                os.kill(self.process.pid, signum)
+                os.kill(self.pid, signum)
             else:
-                os.killpg(self.process.pid, signum)
+                os.killpg(self.pid, signum)
         except ProcessLookupError:
             pass
 

@@ -60,6 +60,9 @@ def set_num_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     Raises ``ValueError`` for a CPU that is offline or outside this process's cpuset; the pool stays as it was.
     """
     named = (c_int32 * len(cpus))(*cpus) if cpus else None
+    if cpus and count == 1:
+        # CPUs are checked as threads are pinned to them, and one thread is the caller alone.
+        check(library().fa_cpu_set_num_threads(2, named, len(cpus)))
     check(library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
 
 

@@ -9,7 +9,7 @@ import contextlib
 import glob
 import os
 
-from fastattention_vllm.integration import ascend, compat
+from fastattention_vllm.integration import ascend, compat, server_end
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
@@ -34,6 +34,7 @@ def register() -> None:
         )
     compat.ensure_backend_member()
     ascend.install()
+    server_end.install()
 
 
 def platform() -> str | None:

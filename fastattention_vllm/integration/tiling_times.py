@@ -13,6 +13,7 @@ import torch
 import vllm.envs as envs
 from vllm.logger import init_logger
 
+from fastattention_vllm import __version__
 from fastattention_vllm.parallel import calibrate, calibration_file, one_call
 from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective
@@ -41,7 +42,11 @@ def of(
     """
     first = next(iter(lanes.values()))
     path, key = file(), key_of(weight, lanes, least_rows, most_rows, one_calls)
-    known = calibration_file.read(path, key)
+    try:
+        known = calibration_file.read(path, key)
+    except ValueError as error:
+        logger.warning_once("Tiling-AllReduce: %s; the layer is measured anew.", error)
+        known = None
     if _all_alike(known, weight.device, first) and known is not None:
         return known
     outputs, inputs = weight.shape
@@ -75,7 +80,7 @@ def key_of(
     most_rows: int,
     one_calls: Mapping[str, Linear],
 ) -> str:
-    """All that times depend on, in words."""
+    """All that times and what is timed depend on, in words."""
     if weight.device.type == "cpu":
         device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
         device += f", {torch.get_num_threads()} threads"
@@ -93,7 +98,7 @@ def key_of(
         f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*lanes, *one_calls])}, "
         f"{least_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
-        f"torch {torch.__version__}"
+        f"torch {torch.__version__}, fastattention {__version__}"
     )
 
 

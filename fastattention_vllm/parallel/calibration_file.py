@@ -5,19 +5,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 
 from fastattention_vllm.parallel.choice import Choice, Trial
 
+MOST_ROWS = 1 << 30
+
 
 def read(path: Path, key: str) -> Choice | None:
-    """What was written for ``key``; None if nothing was, or the file is not one of ours."""
-    entry = _entries(path).get(key)
+    """What was written for ``key``; None if nothing was.
+
+    Raises:
+        ValueError: what is there cannot have been measured. Says in a sentence what is wrong with it.
+    """
     try:
-        return _choice(entry) if entry is not None else None
-    except (KeyError, TypeError, ValueError):
+        text = path.read_text()
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    try:
+        entries = json.loads(text)
+        if not isinstance(entries, dict):
+            raise TypeError("it holds no object")
+        return _choice(entries[key]) if key in entries else None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} does not hold what was measured here ({error!r})") from error
 
 
 def write(path: Path, key: str, choice: Choice) -> None:
@@ -40,7 +55,7 @@ def write(path: Path, key: str, choice: Choice) -> None:
 def _entries(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -48,14 +63,34 @@ def _entries(path: Path) -> dict[str, object]:
 def _choice(entry: object) -> Choice:
     if not isinstance(entry, dict):
         raise TypeError(f"{entry!r} is no choice")
-    return Choice(
-        tuple(
-            Trial(
-                int(one["rows"]),
-                str(one["collective"]),
-                tuple(int(rows) for rows in one["blocks"]),
-                *(float(one[name]) for name in ("seconds", "plain_seconds", "hideable_seconds")),
-            )
-            for one in entry["trials"]
-        )
+    trials = tuple(_trial(one) for one in entry["trials"])
+    rows = [trial.rows for trial in trials]
+    if not rows or rows != sorted(set(rows)):
+        raise ValueError(f"trials of {rows} rows are not in order")
+    return Choice(trials)
+
+
+def _trial(one: dict[str, object]) -> Trial:
+    blocks = one["blocks"]
+    if not isinstance(blocks, list) or not blocks:
+        raise ValueError(f"{blocks!r} are no blocks")
+    if len(blocks) > 1 and not one["collective"]:
+        raise ValueError("a cut without a collective")
+    return Trial(
+        _count(one["rows"]),
+        str(one["collective"]),
+        tuple(map(_count, blocks)),
+        *(_seconds(one[name]) for name in ("seconds", "plain_seconds", "hideable_seconds")),
     )
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or not 1 <= value <= MOST_ROWS:
+        raise ValueError(f"{value!r} is no number of rows")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{value!r} is no time in seconds")
+    return float(value)

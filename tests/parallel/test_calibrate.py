@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -201,8 +203,65 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: 
     assert [entry.name for entry in path.parent.iterdir()] == ["tiling.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', '{"a": {"trials": [{"rows": 1}]}}'])
-def test_a_file_that_is_not_ours_is_measured_anew(tmp_path: Path, text: str) -> None:
+GOOD: dict[str, object] = {
+    "rows": 4096,
+    "collective": "nccl",
+    "blocks": [2048, 2048],
+    "seconds": 1.0,
+    "plain_seconds": 2.0,
+    "hideable_seconds": 1.0,
+}
+
+
+def entry(**changes: object) -> str:
+    return json.dumps({"a": {"trials": [GOOD | changes]}})
+
+
+def test_a_good_entry_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tiling.json"
+    path.write_text(entry())
+    read = calibration_file.read(path, "a")
+    assert read is not None
+    assert read.of(4096) == ("nccl", (2048, 2048))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        "[" * 100_000,
+        '{"a": 1}',
+        '{"a": {"trials": [{"rows": 1}]}}',
+        '{"a": {"trials": []}}',
+        '{"a": {"trials": [1]}}',
+        entry(rows=math.inf, blocks=[1]),
+        entry(rows=0, blocks=[]),
+        entry(rows=4096.0),
+        entry(blocks=[2048, math.inf]),
+        entry(blocks=[4097, -1]),
+        entry(blocks=[2048]),
+        entry(blocks="11"),
+        entry(collective=""),
+        entry(seconds=0),
+        entry(plain_seconds=math.nan),
+        entry(hideable_seconds=0),
+        entry(hideable_seconds="1"),
+        json.dumps({"a": {"trials": [GOOD, GOOD]}}),
+    ],
+)
+def test_a_file_that_is_not_ours_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tiling.json"
     path.write_text(text)
-    assert calibration_file.read(path, "a") is None
+    with pytest.raises(ValueError, match=r"tiling\.json does not hold what was measured here"):
+        calibration_file.read(path, "a")
+    calibration_file.write(path, "a", Choice((trial(256, (256,)),)))
+    assert calibration_file.read(path, "a") is not None
+
+
+def test_a_file_that_cannot_be_read_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "tiling.json").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, tmp_path / "tiling.json"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            calibration_file.read(path, "a")

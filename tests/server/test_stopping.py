@@ -52,6 +52,33 @@ def test_no_process_is_left_when_stopped_while_starting(moment: str, tmp_path: P
     assert "Traceback" not in log.read_text().split("Stopping the server")[-1]
 
 
+STOPPED_AS_IT_SAYS = """
+import os, signal, sys
+from scripts import serve
+
+def say(*words, **options):
+    print(*words, **options)
+    if str(words[0]).startswith("Starting"):
+        os.kill(os.getpid(), signal.SIGINT)
+
+serve.print = say
+sys.exit(serve.main())
+"""
+
+
+def test_whoever_reads_starting_may_stop_it_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_AS_IT_SAYS],
+        cwd=ROOT,
+        env=USER_ENVIRONMENT | {"PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("Stopping the server ...\n")
+
+
 @pytest.mark.parametrize("port", ["http", "0", "70000"])
 def test_a_port_that_is_none_is_refused(port: str) -> None:
     result = subprocess.run(

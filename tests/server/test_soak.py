@@ -1,0 +1,60 @@
+"""`make soak` for a minute, and that it would notice what it looks for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import soak
+from tests.environment import USER_ENVIRONMENT
+from tests.server.conftest import ROOT
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.soak", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=USER_ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.more
+def test_a_minute_of_mixed_load(tmp_path: Path) -> None:
+    done = run("--seconds", "60", "--json", str(tmp_path / "soak.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert result["failures"] == []
+    assert set(result["done"]) == {"needle", "stream", "drop", "drop_early", "bad"}
+    assert {"hardware", "versions", "date", "rows"} <= set(result)
+
+
+def test_a_number_that_is_too_small_is_refused() -> None:
+    done = run("--seconds", "0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("--seconds 0.0 is too small; use 1 or more.")
+
+
+@pytest.mark.parametrize(
+    ("after", "grown"),
+    [
+        (soak.Quiet(10**9, 100, 50), []),
+        (soak.Quiet(10**9 + 2 * soak.MORE_BYTES, 100, 50), ["memory_bytes"]),
+        (soak.Quiet(10**9, 101 + soak.MORE_DESCRIPTORS, 50), ["descriptors"]),
+        (soak.Quiet(10**9, 100, 51 + soak.MORE_THREADS), ["threads"]),
+    ],
+)
+def test_what_grows_is_a_failure(after: soak.Quiet, grown: list[str]) -> None:
+    result = soak.Result(60.0, quiet=[soak.Quiet(10**9, 100, 50), after])
+    soak.compare(result)
+    assert [failure.split()[0] for failure in result.failures] == grown
+
+
+def test_a_wrong_answer_is_a_failure() -> None:
+    result = soak.Result(60.0)
+    load = soak.Load("http://127.0.0.1:1", argparse.Namespace(tokens=64, clients=1), result, seed=0)
+    load.check(" 1234", "1234")
+    assert result.failures == []
+    load.check("1235", "1234")
+    assert result.failures == ["the answer is '1235', but 1234 was in the text"]
