@@ -54,9 +54,7 @@ def launched(suffix: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("suffix", ["cubin", "ptx"])
-def test_images_as_they_were_compiled_are_loaded(
-    suffix: str, images: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_as_they_were_compiled_are_loaded(suffix: str, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched(suffix, monkeypatch) == [f"decode_d64.sm_70.{suffix}\0".encode()]
     manifest = json.loads((images / MANIFEST).read_text())
     assert manifest["compiler"] == "NVRTC 12.9"
@@ -189,7 +187,9 @@ def test_the_launchers_structures_are_the_headers(tmp_path: Path) -> None:
         for name, fields in names.items()
         for field in fields
     ]
-    program = "#include <cstddef>\n#include <cstdio>\n#include \"problem.h\"\nusing namespace fastattention;\nint main() {\n"
+    program = (
+        '#include <cstddef>\n#include <cstdio>\n#include "problem.h"\nusing namespace fastattention;\nint main() {\n'
+    )
     for name in names:
         own = "\n".join(line for line in lines if f'"{name}", ' in line)
         program += f'{{ using T = {name}; std::printf("{name}  0 %zu\\n", sizeof(T));\n{own} }}\n'
