@@ -105,4 +105,5 @@ def _manifest(folder: Path) -> dict[str, Any]:
     whole = isinstance(manifest, dict) and all(isinstance(manifest.get(part), dict) for part in ("sources", "images"))
     if not whole or manifest.get("format") != FORMAT:
         raise ImageError(f"{path} is not a manifest of format {FORMAT}; {FIX}")
-    return manifest
+    checked: dict[str, Any] = manifest
+    return checked

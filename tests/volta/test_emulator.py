@@ -347,10 +347,11 @@ def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: i
     """Fewer keys than queries: the first rows have a sum of nothing, even where a sink of -inf joins it."""
     lengths = (2, 1) if kind == "decode" else (20, 12)
     problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
-    if kind == "prefill":
-        found = attention.prefill(problem, emulated, count)
-    else:
-        found = attention.decode(problem, emulated)
+    compute = {
+        "prefill": lambda: attention.prefill(problem, emulated, count),
+        "decode": lambda: attention.decode(problem, emulated),
+    }
+    found = compute[kind]()
     assert (found[1][0] == -math.inf).all()
     attention.check(problem, found)
 
