@@ -229,14 +229,14 @@ def answer(library: str, problem: dict[str, Any]) -> None:
 
 V100_EVERY_KEY = (
     (
-        "int some_begin = begin_of(first_position) / kTile, some_end = (end_of(last_position) + kTile - 1) / kTile;",
-        "int some_begin = 0, some_end = (kv_len + kTile - 1) / kTile;",
+        "some_end = (max(0, end_of(last_position) - origin) + kTile - 1) / kTile;",
+        "some_end = (kv_len + kTile - 1) / kTile;",
     ),
 )
 V100_COMPARED = (
-    ("const int all_begin = min(some_end, max(some_begin, (begin_of(last_position) + kTile - 1) / kTile));",
+    ("const int all_begin = min(some_end, max(some_begin, (begin_of(last_position) - origin + kTile - 1) / kTile));",
      "const int all_begin = some_end;"),
-    ("const int all_end = max(all_begin, min(some_end, end_of(first_position) / kTile));",
+    ("const int all_end = max(all_begin, min(some_end, (end_of(first_position) - origin) / kTile));",
      "const int all_end = some_end;"),
 )  # fmt: skip
 ONE_PANEL = {"warps": 1, "tile": 32, "ctas_per_sm": 3}

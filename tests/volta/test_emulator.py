@@ -336,6 +336,15 @@ def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int
     attention.check(problem, compute(problem, emulated, architecture=architecture))
 
 
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
+def test_a_tile_of_decoding_ends_with_its_part(architecture: int) -> None:
+    """A window begins three keys before the end of the first part; the fourth key of its tile is the second part's."""
+    length = volta_kernels.part_length(129, volta_kernels.least_parts(1))
+    assert length == 128
+    problem = Case((1,), (129,), 1, 1, dtype=FP16, causal=False, window=(3, -1)).build()
+    attention.check(problem, attention.decode(problem, emulated, architecture))
+
+
 def test_prefill_in_parts_of_what_a_window_leaves() -> None:
     problem = slid_out(SLID_OUT["prefill"])
     attention.check(problem, attention.prefill(problem, emulated, 3))

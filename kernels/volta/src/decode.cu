@@ -38,13 +38,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, num_rows = q_len * group, offset = kv_len - q_len;
   const auto begin_of = [&](int position) { return p.window_left < 0 ? 0 : max(0, position - p.window_left); };
+  const int end_of_part = min((part + 1) * length, kv_len);  // a tile may reach beyond it
   const auto end_of = [&](int position) {
-    return p.window_right < 0 ? kv_len : max(0, min(kv_len, position + p.window_right + 1));
+    return p.window_right < 0 ? end_of_part : max(0, min(end_of_part, position + p.window_right + 1));
   };
   // Tiles begin with the first key that is seen: pages before it may be another sequence's by now, and whatever numbers
   // lie there, weights of 0 do not hide infinities.
   const int first_key = max(part * length, begin_of(offset));
-  const int last_key = min((part + 1) * length, end_of(offset + q_len - 1));
+  const int last_key = end_of(offset + q_len - 1);
   if (part * length >= kv_len) return;
 
   const int warp = threadIdx.x / 32;
