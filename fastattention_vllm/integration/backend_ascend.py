@@ -18,6 +18,7 @@ from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import host_layers
 from fastattention_vllm.integration.ascend_side import AscendHostMetadataBuilder, AscendSide
+from fastattention_vllm.integration.attention_rows import one_causality
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")
@@ -120,9 +121,8 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
             lengths = torch.tensor(attn_metadata.seq_lens_list[: len(ends)], dtype=torch.int32)
             shape = (-1, page, self.num_kv_heads, self.head_size)
             where = {"key": key.view(shape), "value": value.view(shape), "block_table": table[: len(ends)]}
-        return self.problem(
-            None, query=query[:real], query_start_loc=starts, seq_lens=lengths, causal=attn_metadata.causal, **where
-        )
+        causal = one_causality(attn_metadata.causal)
+        return self.problem(None, query=query[:real], query_start_loc=starts, seq_lens=lengths, causal=causal, **where)
 
     @property
     def host_window(self) -> int | None:

@@ -347,10 +347,8 @@ def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: i
     """Fewer keys than queries: the first rows have a sum of nothing, even where a sink of -inf joins it."""
     lengths = (2, 1) if kind == "decode" else (20, 12)
     problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
-    if kind == "prefill":
-        found = attention.prefill(problem, emulated, count)
-    else:
-        found = attention.decode(problem, emulated)
+    of_prompts = kind == "prefill"
+    found = attention.prefill(problem, emulated, count) if of_prompts else attention.decode(problem, emulated)
     assert (found[1][0] == -math.inf).all()
     attention.check(problem, found)
 
