@@ -108,6 +108,7 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: AscendMetadata, kv_cache: Any
     ) -> AttentionProblem:
         """vllm-ascend's metadata in our words: of new sequences the tokens of this step, else the layer's cache."""
+        causal = one_causality(attn_metadata.causal)
         key, value, page, table, _ = self._get_fia_params(key, value, attn_metadata, kv_cache)
         # Padding for parallel layers is one more sequence at the end, which has more query tokens than keys.
         real = attn_metadata.num_actual_tokens
@@ -121,7 +122,6 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
             lengths = torch.tensor(attn_metadata.seq_lens_list[: len(ends)], dtype=torch.int32)
             shape = (-1, page, self.num_kv_heads, self.head_size)
             where = {"key": key.view(shape), "value": value.view(shape), "block_table": table[: len(ends)]}
-        causal = one_causality(attn_metadata.causal)
         return self.problem(None, query=query[:real], query_start_loc=starts, seq_lens=lengths, causal=causal, **where)
 
     @property
