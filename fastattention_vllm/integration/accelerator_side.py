@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.integration import cpu_resources, host_layers
+from fastattention_vllm.integration.attention_rows import one_causality
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement.cooperative import Batch, Device
@@ -42,6 +43,7 @@ class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
         fast_build: bool = False,
     ) -> host_layers.HostMetadata:
         common = common_attn_metadata
+        causal = one_causality(common.causal)
         starts = self.starts(common)
         requests = len(starts) - 1
         slots = common.slot_mapping[: int(starts[-1])]
@@ -55,7 +57,7 @@ class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
         def arrive() -> Batch:
             there.synchronize()
             lengths, table, host_slots = coming
-            return self.batch(starts, lengths, table, host_slots, slots, bool(common.causal))
+            return self.batch(starts, lengths, table, host_slots, slots, causal)
 
         return host_layers.HostMetadata(None, arrive)
 

@@ -10,6 +10,48 @@ from typing import Any
 
 import torch
 
+from fastattention_vllm.integration.refusal import Refusal
+
+CUT = (
+    "num_actual_tokens",
+    "max_query_len",
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "scheduler_metadata",
+    "max_num_splits",
+)
+"""Of vLLM's FlashAttentionMetadata, what a block has of its own."""
+ALIKE = ("max_seq_len", "slot_mapping", "causal")
+"""What holds for a block as for the step: a bound, what attention itself does not read, and the mask."""
+
+
+def one_causality(causal: Any) -> bool:
+    """Whether a step is causal.
+
+    Raises:
+        Refusal: vLLM says so of each request.
+    """
+    if isinstance(causal, torch.Tensor):
+        raise Refusal("this model asks for causality per request, which fastattention does not support.")
+    return bool(causal)
+
+
+def can_be_cut(metadata: Any) -> bool:
+    """Whether a step can be computed in blocks of rows: it is causal as a whole, and has only what is known here.
+
+    What else vLLM's versions have describes requests or tokens too (cascades, prefixes of images, reference windows,
+    decode context parallelism), so a step that has any of it stays whole.
+    """
+    if not isinstance(metadata.causal, bool) or not metadata.causal:
+        return False
+    others = {field.name for field in dataclasses.fields(metadata)}.difference(CUT, ALIKE)
+    return not any(_is_set(getattr(metadata, name)) for name in others)
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and (not isinstance(value, int) or value != 0)
+
 
 @dataclass(frozen=True)
 class RowBlock:
@@ -27,17 +69,17 @@ class RowBlock:
     longest: int
 
     def of(self, metadata: Any) -> Any:
-        """vLLM's metadata of the whole step (FlashAttentionMetadata) for the block alone."""
-        return dataclasses.replace(
-            metadata,
-            num_actual_tokens=self.end - self.begin,
-            max_query_len=self.longest,
-            query_start_loc=self.starts,
-            seq_lens=self.lengths,
-            block_table=metadata.block_table[self.first : self.last],
-            scheduler_metadata=None,
-            max_num_splits=0,
+        """vLLM's metadata of the whole step, a FlashAttentionMetadata that :func:`can_be_cut`, for the block alone."""
+        own = (
+            self.end - self.begin,
+            self.longest,
+            self.starts,
+            self.lengths,
+            metadata.block_table[self.first : self.last],
+            None,
+            0,
         )
+        return dataclasses.replace(metadata, **dict(zip(CUT, own, strict=True)))
 
 
 def row_blocks(

@@ -24,6 +24,7 @@ from fastattention_vllm.attention import cpu_layer
 from fastattention_vllm.attention.cpu_layer import LayerAttention, LayerWriter
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_resources, host_layers, support
+from fastattention_vllm.integration.attention_rows import one_causality
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement.cooperative import Batch, Device
@@ -119,13 +120,11 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         fast_build: bool = False,
     ) -> FastAttentionMetadata:
         common = common_attn_metadata
-        if isinstance(common.causal, torch.Tensor):
-            raise Refusal("this model asks for causality per request, which fastattention does not support.")
         return FastAttentionMetadata(
             query_start_loc=common.query_start_loc_cpu[: common.num_reqs + 1],
             seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor[: common.num_reqs],
-            causal=common.causal,
+            causal=one_causality(common.causal),
             slot_mapping=common.slot_mapping,
         )
 
@@ -159,7 +158,7 @@ class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
             block_table=common.block_table_tensor[: common.num_reqs],
             slot_mapping=slots,
             device_slots=slots,
-            causal=bool(common.causal),
+            causal=one_causality(common.causal),
         )
         return host_layers.HostMetadata(batch)
 
@@ -353,12 +352,14 @@ class FastAttentionImpl(AttentionImpl[Any]):
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
         """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
         scales = (1.0, 1.0) if self.is_encoder else self.scales(layer)
+        sinks = self.float_sinks()
         own: dict[str, Any] = {
             "scale": self.scale,
             "window": self.window,
             "softcap": self.softcap,
             "alibi_slopes": self.alibi_slopes,
-            "sinks": self.float_sinks(),
+            # Weights lie on the device; the CPU's part of a host layer is computed here.
+            "sinks": None if sinks is None else sinks.to(parts["query"].device),
             "key_scale": scales[0],
             "value_scale": scales[1],
         }

@@ -18,6 +18,7 @@ from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import host_layers
 from fastattention_vllm.integration.ascend_side import AscendHostMetadataBuilder, AscendSide
+from fastattention_vllm.integration.attention_rows import one_causality
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")
@@ -107,6 +108,7 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: AscendMetadata, kv_cache: Any
     ) -> AttentionProblem:
         """vllm-ascend's metadata in our words: of new sequences the tokens of this step, else the layer's cache."""
+        causal = one_causality(attn_metadata.causal)
         key, value, page, table, _ = self._get_fia_params(key, value, attn_metadata, kv_cache)
         # Padding for parallel layers is one more sequence at the end, which has more query tokens than keys.
         real = attn_metadata.num_actual_tokens
@@ -120,9 +122,7 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
             lengths = torch.tensor(attn_metadata.seq_lens_list[: len(ends)], dtype=torch.int32)
             shape = (-1, page, self.num_kv_heads, self.head_size)
             where = {"key": key.view(shape), "value": value.view(shape), "block_table": table[: len(ends)]}
-        return self.problem(
-            None, query=query[:real], query_start_loc=starts, seq_lens=lengths, causal=attn_metadata.causal, **where
-        )
+        return self.problem(None, query=query[:real], query_start_loc=starts, seq_lens=lengths, causal=causal, **where)
 
     @property
     def host_window(self) -> int | None:

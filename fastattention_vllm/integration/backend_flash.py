@@ -16,7 +16,7 @@ from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, host_layers, row_parallel
 from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
-from fastattention_vllm.integration.attention_rows import row_blocks
+from fastattention_vllm.integration.attention_rows import can_be_cut, row_blocks
 from fastattention_vllm.integration.cuda_side import CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
 
@@ -113,20 +113,26 @@ class FastAttentionFlashImpl(FlashAttentionImpl):
 
 
 class BlockedMetadataBuilder(FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]
-    """vLLM's, and where ``tiling_attention`` asks for it the blocks of a step, made once for all layers."""
+    """vLLM's, and where ``tiling_full_form`` asks for it the blocks of a step, made once for all layers."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         blocks = row_parallel.attention_blocks()
-        if blocks is None or metadata.use_cascade or not metadata.causal:
+        if blocks is None or not can_be_cut(metadata):
             return metadata
         common = common_attn_metadata
         starts_cpu = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         sizes = blocks.of(starts_cpu[-1])
         if len(sizes) > 1:
             metadata.row_blocks = row_blocks(sizes, starts_cpu, metadata.query_start_loc, metadata.seq_lens)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Without blocks: a replay reads vLLM's own buffers, and a block's lengths are not among them."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata.row_blocks = None
         return metadata
 
 

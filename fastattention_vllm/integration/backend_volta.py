@@ -27,7 +27,7 @@ from fastattention_vllm.attention.volta_images import ImageError
 from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, partial_floats
 from fastattention_vllm.integration import compat, host_layers, row_parallel, support
 from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
-from fastattention_vllm.integration.attention_rows import row_blocks
+from fastattention_vllm.integration.attention_rows import one_causality, row_blocks
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
 from fastattention_vllm.integration.cuda_side import CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
@@ -87,9 +87,10 @@ class Block:
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class VoltaMetadata:
-    """One step's batch: decoding requests, which have a kernel of their own, and others."""
+    """One step's batch: decoding requests, which have a kernel of their own, and others. Not frozen: classes of vLLM's
+    that derive from it set its fields one by one."""
 
     parts: tuple[Part, ...]
     causal: bool
@@ -130,6 +131,12 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         support.check_kv_cache(vllm_config)
+        chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
+        if chunk is not None:  # vLLM makes several requests of one then, more than there is room for here
+            raise Refusal(
+                f"this model attends within chunks of {chunk} tokens, which the Volta kernels do not do; serve another "
+                "model."
+            )
         group = heads_of(vllm_config)[1]
         # Query tokens of a request that the decode kernel takes. One at least, that vLLM puts such requests first:
         # with more query heads per KV head than it has rows they go to the prefill kernel all the same.
@@ -159,8 +166,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
         return self._build(common_attn_metadata, self.max_model_len)
 
     def _build(self, common: CommonAttentionMetadata, longest: int) -> VoltaMetadata:
-        if isinstance(common.causal, torch.Tensor):
-            raise Refusal("this model asks for causality per request, which fastattention does not support.")
+        causal = one_causality(common.causal)
         seqs = common.num_reqs
         starts, lengths = self.query_start_loc[: seqs + 1], self.seq_lens[:seqs]
         table = self._table(common.block_table_tensor)[:seqs]
@@ -181,7 +187,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
             for begin, end in ((0, decodes), (decodes, seqs))
             if begin < end
         )
-        return VoltaMetadata(parts, bool(common.causal), common.slot_mapping)
+        return VoltaMetadata(parts, causal, common.slot_mapping)
 
     def _blocks(self, sizes: Sequence[int], starts: Sequence[int], metadata: VoltaMetadata) -> tuple[Block, ...]:
         """Those of attention whose rows are cut. Graphs are captured without."""
@@ -306,4 +312,7 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         return compat.split_kv_cache(kv_cache, self.head_size)
 
     def why_not_on_host(self) -> str | None:
+        """What keeps such layers on the GPU, or None."""
+        if self.fp8 is not None:
+            return f"--kv-cache-dtype {self.kv_cache_dtype}"
         return None if self.alibi_slopes is None else "ALiBi position bias"

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from fastattention_vllm.attention import xformers
 from fastattention_vllm.attention.volta_kernels import HEAD_SIZES
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.attention_rows import one_causality
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -124,13 +125,12 @@ class XformersMetadataBuilder(AttentionMetadataBuilder[Any]):
         fast_build: bool = False,
     ) -> XformersMetadata:
         common = common_attn_metadata
-        if isinstance(common.causal, torch.Tensor):
-            raise Refusal("this model asks for causality per request, which fastattention does not support.")
+        causal = one_causality(common.causal)
         seqs = common.num_reqs
         starts = common.query_start_loc_cpu[: seqs + 1]
         kv_lens = common.seq_lens[:seqs].tolist()
         where = xformers.places(common.block_table_tensor[:seqs], kv_lens, self.page)
-        return XformersMetadata(torch.diff(starts).tolist(), kv_lens, where, bool(common.causal))
+        return XformersMetadata(torch.diff(starts).tolist(), kv_lens, where, causal)
 
 
 class FastAttentionXformersImpl(FastAttentionImpl):

@@ -212,6 +212,12 @@ def test_equals_float64(config: SimpleNamespace, steps: str, window: int | None,
         assert_near(computed, expected, ROUNDING[engine.dtype])
 
 
+def test_causality_per_request_is_refused(config: SimpleNamespace) -> None:
+    metadata = SimpleNamespace(causal=torch.ones(2, dtype=torch.int32))
+    with pytest.raises(Refusal, match="asks for causality per request, which fastattention does not support"):
+        Engine(config, size=64, window=None).impl.step(None, None, None, metadata, None)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (16, 1), (12, 4)])
 def test_query_heads_share_kv_heads(config: SimpleNamespace, heads: tuple[int, int]) -> None:
     config.model_config.dtype = torch.float16

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-from fastattention_vllm.attention import volta, volta_kernels
+from fastattention_vllm.attention import cpu, volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import backend_volta
+from fastattention_vllm.integration import accelerator_side, backend, backend_volta, backend_xformers
 from fastattention_vllm.integration.refusal import Refusal
 from tests.attention import oracle
 from tests.attention.oracle import Case
@@ -238,3 +239,85 @@ def test_the_profiling_run_attends_to_nothing() -> None:
     out = torch.full((3, HEADS, SIZE), 7.0)
     empty = torch.empty(0)
     assert (layer().forward(None, empty, empty, empty, empty, None, out) == 0).all()
+
+
+def test_the_fast_prefill_of_layers_that_share_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--kv-sharing-fast-prefill: vLLM's own class around ours, of each request the last token alone."""
+    simulated_gpu.use(monkeypatch)
+    problem = case((1, 20, 9), (100, 20, 70))
+    last = problem.query_start_loc[1:] - 1
+    asked = {"logits_indices_padded": last, "num_logits_indices": len(last), "max_logits_per_req": 1}
+    known = {field.name for field in fields(CommonAttentionMetadata)}
+    step = replace(common(problem), **{name: value for name, value in asked.items() if name in known})
+    wrapped = create_fast_prefill_custom_backend("Fast", backend_volta.FastAttentionVoltaBackend).get_builder_cls()
+    metadata = wrapped(SimpleNamespace(block_size=PAGE, head_size=SIZE), ["layer"], config(), CPU).build(0, step)
+    assert metadata.num_logits_indices == 3
+    alone = replace(problem, query=problem.query[last], query_start_loc=torch.arange(4, dtype=torch.int32))
+    out = torch.full((3, HEADS, SIZE), 7.0, dtype=torch.float16)
+    layer().forward(LAYER, alone.query, None, None, problem.key._base, metadata, out)
+    check(alone, out)
+
+
+def test_chunks_of_attention_are_refused() -> None:
+    spec = SimpleNamespace(block_size=PAGE, head_size=SIZE, attention_chunk_size=8192)
+    with pytest.raises(Refusal, match=r"attends within chunks of 8192 tokens, .* serve another model\.$"):
+        backend_volta.VoltaMetadataBuilder(spec, ["layer"], config(), CPU)
+
+
+class OnGpu:
+    """Sinks that say they lie on a GPU; numbers on the host are to be had by copying them alone."""
+
+    device = torch.device("cuda", 0)
+    dtype = torch.float32
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+
+    def detach(self) -> OnGpu:
+        return self
+
+    float = detach
+
+    def to(self, device: torch.device) -> Any:
+        return self if torch.device(device).type == "cuda" else self.numbers
+
+
+def test_a_host_layers_sinks_reach_the_cpu() -> None:
+    """GPT-OSS: weights lie on the GPU, the CPU computes its part of the layer."""
+    sinks = torch.linspace(-1, 1, HEADS)
+    expected = replace(case((1, 9), (100, 50)), sinks=sinks)
+    impl = layer(sinks=OnGpu(sinks))
+    assert impl.why_not_on_host() is None
+    names = ("query", "key", "value", "query_start_loc", "seq_lens", "block_table", "causal")
+    problem = impl.problem(LAYER, **{name: getattr(expected, name) for name in names})
+    out, _ = cpu.run(problem)
+    assert float((out.double() - oracle.attention(expected)[0]).abs().max()) < TOLERANCE
+    query = SimpleNamespace(device=OnGpu.device)
+    assert impl.problem(LAYER, **dict.fromkeys(names[1:]), query=query).sinks is impl.sinks, "the GPU's part"
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_host_layers_take_no_fp8_cache(name: str) -> None:
+    assert layer(kv_cache_dtype=name).why_not_on_host() == f"--kv-cache-dtype {name}"
+    assert layer().why_not_on_host() is None
+
+
+BUILDERS = {
+    "cpu": backend.FastAttentionMetadataBuilder,
+    "cpu's host layers": backend.HostMetadataBuilder,
+    "volta": backend_volta.VoltaMetadataBuilder,
+    "host layers": accelerator_side.HostMetadataBuilder,
+    "xformers": backend_xformers.XformersMetadataBuilder,
+}
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_causality_per_request_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "start_cpu_threads", lambda config: None)
+    runtime = SimpleNamespace(Stream=lambda device: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: runtime)
+    step = common(case((1, 2), (5, 9)))
+    step.causal = torch.ones(2, dtype=torch.int32)
+    made = BUILDERS[kind](SimpleNamespace(block_size=PAGE, head_size=SIZE), ["layer"], config(), CPU)
+    with pytest.raises(Refusal, match="asks for causality per request, which fastattention does not support"):
+        made.build(0, step)

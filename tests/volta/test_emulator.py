@@ -356,11 +356,8 @@ def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: i
     """Fewer keys than queries: the first rows have a sum of nothing, even where a sink of -inf joins it."""
     lengths = (2, 1) if kind == "decode" else (20, 12)
     problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
-    compute = {
-        "prefill": lambda: attention.prefill(problem, emulated, count),
-        "decode": lambda: attention.decode(problem, emulated),
-    }
-    found = compute[kind]()
+    of_prompts = kind == "prefill"
+    found = attention.prefill(problem, emulated, count) if of_prompts else attention.decode(problem, emulated)
     assert (found[1][0] == -math.inf).all()
     attention.check(problem, found)
 
