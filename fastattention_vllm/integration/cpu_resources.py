@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement import host_memory
-from fastattention_vllm.placement.host_memory import GIB, available_bytes, read_text
+from fastattention_vllm.placement import cgroups, host_memory
+from fastattention_vllm.placement.cgroups import read_text
+from fastattention_vllm.placement.host_memory import GIB, available_bytes
 from fastattention_vllm.placement.kv_size import KvSize
 
 DEFAULT_KV_BYTES = 4 * GIB
@@ -50,9 +51,8 @@ def _cpus_of_nodes(root: Path) -> dict[int, set[int]]:
 
 
 def _quota_cpus() -> int | None:
-    """CPUs that the cgroup's quota pays for, rounded up, or None without a quota."""
-    quota, _, period = read_text(host_memory.CGROUP / "cpu.max", "max 100000").partition(" ")
-    return None if quota == "max" else max(1, -(-int(quota) // int(period)))
+    """CPUs that the cgroups' quota pays for, rounded up, or None without a quota."""
+    return cgroups.cpus(host_memory.CGROUP)
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
