@@ -40,7 +40,8 @@ def test_the_library_is_found_when_only_the_path_leads_to_the_checkout() -> None
 
 def test_a_ray_worker_finds_the_library() -> None:
     code = (
-        "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
+        "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False, "
+        "_node_ip_address='127.0.0.1')\n"
         "@ray.remote\n"
         "def isa():\n"
         "    from fastattention_vllm.attention import cpu\n"

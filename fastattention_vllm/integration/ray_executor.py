@@ -8,6 +8,8 @@ import ray
 from vllm.platforms import current_platform
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
+HERE = "127.0.0.1"
+
 
 class CpuRayExecutor(RayExecutorV2):
     """vLLM's Ray executor with worker slots on a CPU-only machine.
@@ -28,6 +30,8 @@ class CpuRayExecutor(RayExecutorV2):
                     address="local",
                     runtime_env=runtime_env,
                     include_dashboard=False,
+                    # On one machine nobody else has to reach it; Ray asks no one for a password.
+                    _node_ip_address=HERE,
                     num_gpus=max(current_platform.device_count(), self.parallel_config.world_size),
                 )
         super()._init_executor()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 from vllm import SamplingParams
 
@@ -14,6 +15,19 @@ from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
 
 LENGTHS = (1, 17, 64, 130, 300)
+
+
+LOOPBACK = {"127.0.0.1", "::1"}
+
+
+def listening() -> set[str]:
+    """Addresses on which processes that this one has started accept connections."""
+    return {
+        connection.laddr.ip
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +41,8 @@ def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
     with engine(model, tensor_parallel_size=2, distributed_executor_backend=executor) as llm:
         check(generate(llm, prompts), expected)
+        if executor == "ray":
+            assert listening() - LOOPBACK == set(), "other machines have no business here"
     if executor == "ray":
         import ray
 
