@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 
-NEEDED = ("typer", "rich", "matplotlib")
+NEEDED = ("typer", "rich")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+# Ray then listens on 127.0.0.1.
+ENVIRONMENT = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
 def run(code: str, *flags: str, cwd: Path = ROOT) -> str:
-    result = subprocess.run(
-        [sys.executable, *flags, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, *flags, "-c", code]
+    result = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -66,6 +67,8 @@ def cpu(
         contenders(contender)
         kernels.isa()
         if plot is not None:
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ValueError("--plot needs matplotlib: pip install 'fastattention-vllm[bench]'")
             plot.mkdir(parents=True, exist_ok=True)
         if json is not None:
             json.open("a").close()  # which a folder refuses, too

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from fastattention_vllm.placement import host_memory
+
 
 def hardware(threads: int) -> str:
     """One line: threads used, processor, last-level cache, memory."""
@@ -40,8 +42,8 @@ def last_level_cache() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping."""
-    return int(psutil.virtual_memory().available)
+    """Bytes that can be taken without swapping, and without the end that a cgroup puts to it."""
+    return host_memory.available_bytes()
 
 
 def run_delay() -> float:

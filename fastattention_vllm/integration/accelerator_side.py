@@ -100,6 +100,8 @@ class AcceleratorSide:
         cpus = self.cpus()
         own = cpus[1:] if len(cpus) > 1 else cpus
         threads = options_of(self.vllm_config).cpu_threads or len(own)
+        if cpu_resources.floats() or cpu_resources.quota_is_smaller():
+            own = []
         try:
             cpu_kernels.set_num_threads(threads, own)
             cpu_kernels.set_spin(SPIN_SECONDS)

@@ -23,7 +23,7 @@ from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.attention import cpu_layer
 from fastattention_vllm.attention.cpu_layer import LayerAttention, LayerWriter
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import compat, cpu_resources, host_layers, support
+from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, host_layers, support
 from fastattention_vllm.integration.attention_rows import one_causality
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -173,7 +173,7 @@ class CpuSide:
         self.vllm_config = vllm_config
 
     def cpus(self) -> list[int]:
-        return cpu_resources.cpus_of_rank(host_layers.local_rank())
+        return cpu_resources.cpus_in_reach(host_layers.local_rank())
 
     def settle_block_size(self) -> None:
         """The platform has done that."""
@@ -195,8 +195,13 @@ def start_cpu_threads(vllm_config: Any) -> None:
     """Size the attention pool to this rank's CPUs and say (once) which kernel runs."""
     from vllm.distributed.parallel_state import get_world_group
 
-    cpus = cpu_resources.cpus_of_rank(get_world_group().local_rank)
-    threads = options_of(vllm_config).cpu_threads or len(cpus)
+    rank = get_world_group().local_rank
+    cpus = [] if cpu_resources.floats() else cpu_resources.cpus_of_rank(rank)
+    share = len(cpus) or cpu_resources.share_of_rank(rank, vllm_config.parallel_config.local_world_size)
+    threads = options_of(vllm_config).cpu_threads or share
+    if cpu_resources.quota_is_smaller() and not cpus:
+        # vLLM does this where it binds; torch itself counts CPUs, and more threads than the quota pays for would stall.
+        cpu_ops.set_num_threads(share)
     try:
         cpu_kernels.set_num_threads(threads, cpus)
     except ValueError as error:  # a CPU of the user's list: the platform chooses from those it may use

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import set_num_threads  # kept: a CPU worker of vLLM 0.19 replaces the one in torch's namespace
+from torch import (
+    set_num_threads as set_num_threads,  # kept: a CPU worker of vLLM 0.19 replaces the one in torch's namespace
+)
 
 from fastattention_vllm.integration import compat, cpu_moe, cpu_speculation
 from fastattention_vllm.integration.cpu_resources import parse_cpu_list

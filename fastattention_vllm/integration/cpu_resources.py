@@ -8,13 +8,16 @@ from itertools import pairwise
 from pathlib import Path
 
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement import host_memory
-from fastattention_vllm.placement.host_memory import GIB, available_bytes, read_text
+from fastattention_vllm.placement import cgroups, host_memory
+from fastattention_vllm.placement.cgroups import read_text
+from fastattention_vllm.placement.host_memory import GIB, available_bytes
 from fastattention_vllm.placement.kv_size import KvSize
 
 DEFAULT_KV_BYTES = 4 * GIB
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+NOBIND = "nobind"
+"""Value of THREADS_BIND with which no thread is kept on a CPU."""
 NODES = Path("/sys/devices/system/node")
 
 
@@ -24,13 +27,17 @@ def physical_cpus() -> list[int]:
     Where a container's CPU quota is smaller, only as many as it pays for: threads beyond it would be throttled. Some
     machines number their CPUs across NUMA nodes in turn; in this order, neighbours share a node, and so do ranks.
     """
+    return _physical_cpus()[: _quota_cpus()]
+
+
+def _physical_cpus() -> list[int]:
     chosen: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         core = siblings.read_text().strip() if siblings.exists() else str(cpu)
         chosen.setdefault(core, cpu)
     node_of = {cpu: node for node, cpus in _cpus_of_nodes(NODES).items() for cpu in cpus}
-    return sorted(chosen.values(), key=lambda cpu: (node_of.get(cpu, 0), cpu))[: _quota_cpus()]
+    return sorted(chosen.values(), key=lambda cpu: (node_of.get(cpu, 0), cpu))
 
 
 def numa_nodes(cpus: Iterable[int], root: Path | None = None) -> list[int]:
@@ -49,10 +56,34 @@ def _cpus_of_nodes(root: Path) -> dict[int, set[int]]:
     return {node: set(parse_cpu_list(text)) if text else set() for node, text in lists.items()}
 
 
+def cpus_in_reach(local_rank: int) -> list[int]:
+    """Where ``local_rank``'s threads may run: on the CPUs bound to it, or on all of this process where it floats."""
+    return sorted(os.sched_getaffinity(0)) if floats() else cpus_of_rank(local_rank)
+
+
+def floats() -> bool:
+    """Whether threads are left to Linux's scheduler, as the platform (or the user) put it into the environment."""
+    return os.environ.get(THREADS_BIND) == NOBIND
+
+
+def quota_is_smaller() -> bool:
+    """Whether a CPU quota pays for fewer CPUs than there are.
+
+    Then nobody can know which CPUs are free: all containers of a host would choose the same first ones. Threads as many
+    as are paid for, that Linux moves, find the idle ones; their memory is interleaved over the NUMA nodes in reach.
+    """
+    quota = _quota_cpus()
+    return quota is not None and quota < len(_physical_cpus())
+
+
+def share_of_rank(local_rank: int, ranks: int) -> int:
+    """Threads for one of so many ranks that float over the same CPUs: together they are as many as can run at once."""
+    return len(split_cpus(physical_cpus(), ranks)[local_rank])
+
+
 def _quota_cpus() -> int | None:
-    """CPUs that the cgroup's quota pays for, rounded up, or None without a quota."""
-    quota, _, period = read_text(host_memory.CGROUP / "cpu.max", "max 100000").partition(" ")
-    return None if quota == "max" else max(1, -(-int(quota) // int(period)))
+    """CPUs that the cgroups' quota pays for, rounded up, or None without a quota."""
+    return cgroups.cpus(host_memory.CGROUP)
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
@@ -71,7 +102,7 @@ def format_bind(groups: Iterable[Sequence[int]]) -> str:
 def cpus_of_rank(local_rank: int) -> list[int]:
     """The CPUs bound to ``local_rank``, as the platform (or the user) put them into the environment."""
     groups = os.environ.get(THREADS_BIND, "").split("|")
-    if local_rank < len(groups) and groups[local_rank] not in ("", "auto", "nobind"):
+    if local_rank < len(groups) and groups[local_rank] not in ("", "auto", NOBIND):
         return parse_cpu_list(groups[local_rank])
     return physical_cpus()
 
@@ -79,9 +110,11 @@ def cpus_of_rank(local_rank: int) -> list[int]:
 def describe_pinning(threads: int, cpus: Sequence[int], of_caller: Iterable[int]) -> str:
     """Where the attention threads run, for the log: the pool's are pinned one by one, the calling thread is not ours.
 
-    ``of_caller``: the affinity of the thread that calls, which computes too.
+    ``cpus``: none where nothing is pinned. ``of_caller``: the affinity of the thread that calls, which computes too.
     """
     own = sorted(set(of_caller))
+    if not cpus:
+        return f"{threads} threads, none pinned: they float over {len(own)} CPUs"
     caller = f"CPU {own[0]}" if len(own) == 1 else f"any of {len(own)} CPUs"
     pinned = [cpus[worker % len(cpus)] for worker in range(1, threads)]
     text = f"{threads} threads: vLLM's own on {caller}"
@@ -96,7 +129,7 @@ def check_bind(text: str, ranks: int) -> None:
     Raises:
         Refusal: not the syntax of :func:`format_bind`, or not one group per rank.
     """
-    if text == "nobind":
+    if text == NOBIND:
         return
     groups = text.split("|")
     try:

@@ -48,7 +48,7 @@ class FastAttentionCpuWorker(CPUWorker):
             house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     def _cpus(self) -> list[int]:
-        return cpu_resources.cpus_of_rank(self.local_rank)
+        return cpu_resources.cpus_in_reach(self.local_rank)
 
 
 def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> None:

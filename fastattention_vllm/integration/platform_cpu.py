@@ -155,7 +155,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _bind_cpus(vllm_config: VllmConfig) -> None:
-        """Give every local rank its own CPUs. vLLM's "auto" demands one NUMA node per rank."""
+        """Give every local rank its own CPUs, or none where a quota pays for fewer. vLLM's "auto" demands one NUMA node
+        per rank."""
         # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
         # after its turn steals the other's. To see the difference: `OMP_WAIT_POLICY=ACTIVE make serve`.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -164,6 +165,9 @@ class FastAttentionCpuPlatform(CpuPlatform):
         asked = os.environ.get(cpu_resources.THREADS_BIND, "auto") or "auto"
         if asked not in ("auto", os.environ.get(OWN_BIND)):
             cpu_resources.check_bind(asked, ranks)
+            return
+        if cpu_resources.quota_is_smaller():
+            os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.NOBIND
             return
         groups = cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)
         os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
+import os
+import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import addressof, c_char
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import psutil
 import torch
 
 from fastattention_vllm.attention import cpu_memory
+from fastattention_vllm.placement import cgroups
 from fastattention_vllm.placement.pinning import Pinning
 
 GIB = 1 << 30
@@ -23,32 +28,15 @@ KEEP = 512 << 20
 """Left to everything else, whatever was asked for."""
 PATIENCE = 20.0
 """Seconds. Some virtual machines show little memory at first and are given more once it is nearly used up."""
-CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own limits here
+CGROUP = cgroups.ROOT
 MAP_NORESERVE = 0x4000  # of <sys/mman.h> on x86 and Arm; Python names it from 3.13 on
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: the machine's available memory, or the cgroup's headroom if smaller."""
+    """Memory this process may still take: the machine's available memory, or its cgroups' headroom if smaller."""
     available = int(psutil.virtual_memory().available)
-    limit = read_text(CGROUP / "memory.max", "max")
-    if limit != "max":
-        used = int(read_text(CGROUP / "memory.current", "0"))
-        # Page cache that the kernel gives back on demand counts as used; without this, a fresh download looks full.
-        reclaimable = sum(
-            int(line.split()[1])
-            for line in read_text(CGROUP / "memory.stat", "").splitlines()
-            if line.startswith("inactive_file ")
-        )
-        available = min(available, max(0, int(limit) - used + reclaimable))
-    return available
-
-
-def read_text(path: Path, absent: str) -> str:
-    """A file of /sys or /proc, stripped, or ``absent``."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return absent
+    left = cgroups.memory_left(CGROUP)
+    return available if left is None else min(available, left)
 
 
 def commit(
@@ -73,10 +61,11 @@ def commit(
     placements = []
     for offset in range(0, whole, SLICE):
         step = min(SLICE, whole - offset)
-        if not _wait_for(step):
-            del mapping
-            raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be had")
-        placements.append(cpu_memory.place(begin + offset, step, nodes, discard=True))
+        with _one_at_a_time():
+            if not _wait_for(step):
+                del mapping
+                raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be had")
+            placements.append(cpu_memory.place(begin + offset, step, nodes, discard=True))
     if pin:
         pin.register(begin, whole)
     memory = (c_char * size).from_address(begin)
@@ -89,6 +78,22 @@ def _drop(mapping: mmap.mmap, begin: int, pin: Pinning | None) -> None:
     """Holds ``mapping`` until it is called; the last reference unmaps."""
     if pin:
         pin.unregister(begin)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep this user's other processes from taking what has been looked at: all ranks take their pools at once."""
+    path = Path(tempfile.gettempdir()) / f"fastattention-memory-{os.getuid()}.lock"
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:  # no folder to write to: then as if there were one rank
+        yield
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _wait_for(size: int) -> bool:

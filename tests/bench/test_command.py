@@ -91,4 +91,31 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name != "rich" else object())
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == "fastattention needs typer and matplotlib: pip install 'fastattention-vllm[bench]'"
+    assert stop.value.code == "fastattention needs typer: pip install 'fastattention-vllm[bench]'"
+
+
+WITHOUT_MATPLOTLIB = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "matplotlib" else found(name, *rest)
+from fastattention_vllm import cli
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["doctor", "--help"], 0, ""),
+        (
+            ["bench", "cpu", "--plot", "plots"],
+            2,
+            "fastattention bench: --plot needs matplotlib: pip install 'fastattention-vllm[bench]'\n",
+        ),
+    ],
+)
+def test_only_what_draws_needs_matplotlib(arguments: list[str], status: int, said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_MATPLOTLIB, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, said)
+    assert not list(tmp_path.iterdir())

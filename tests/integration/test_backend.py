@@ -180,3 +180,17 @@ def test_a_cpu_that_cannot_be_used_stops_the_start_with_the_variable_to_change(m
     monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: SimpleNamespace(local_rank=0))
     with pytest.raises(Refusal, match=r"CPU 100000 is offline .* VLLM_CPU_OMP_THREADS_BIND, or unset it\."):
         start_cpu_threads(SimpleNamespace(additional_config={}))
+
+
+@pytest.mark.parametrize(("rank", "ranks", "threads"), [(0, 1, 5), (1, 2, 3)])
+def test_threads_that_float_are_pinned_nowhere(
+    rank: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setenv(cpu_resources.THREADS_BIND, "nobind")
+    monkeypatch.setattr(cpu_resources, "physical_cpus", lambda: list(range(5)))
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: SimpleNamespace(local_rank=rank))
+    monkeypatch.setattr("fastattention_vllm.attention.cpu.set_num_threads", lambda *given: asked.append(given))
+    parallel = SimpleNamespace(local_world_size=ranks)
+    start_cpu_threads(SimpleNamespace(additional_config={}, parallel_config=parallel))
+    assert asked == [(threads, [])]

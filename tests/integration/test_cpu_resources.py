@@ -67,6 +67,19 @@ def test_a_cpu_quota_limits_the_cpus(cgroup: Path, monkeypatch: pytest.MonkeyPat
     assert cpu_resources.physical_cpus() == [1000, 1001, 1002]
 
 
+def test_ranks_that_float_share_the_threads_and_reach_every_cpu(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
+    monkeypatch.setenv(cpu_resources.THREADS_BIND, cpu_resources.NOBIND)
+    assert cpu_resources.floats()
+    assert [cpu_resources.share_of_rank(rank, 4) for rank in range(4)] == [16] * 4
+    assert len(cpu_resources.cpus_in_reach(1)) == 64
+    (cgroup / "cpu.max").write_text("600000 100000\n")
+    assert [cpu_resources.share_of_rank(rank, 4) for rank in range(4)] == [1, 2, 1, 2]
+    assert len(cpu_resources.cpus_in_reach(1)) == 64
+    monkeypatch.setenv(cpu_resources.THREADS_BIND, "1000,1001|1002")
+    assert cpu_resources.cpus_in_reach(1) == [1002]
+
+
 def test_the_weights_of_a_local_checkpoint_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x" * 10)
     (tmp_path / "b.safetensors").write_bytes(b"x" * 5)
@@ -166,6 +179,7 @@ def test_cpus_are_counted_node_by_node(two_nodes: Path, monkeypatch: pytest.Monk
     ("threads", "cpus", "of_caller", "text"),
     [
         (1, [0, 1], [0, 1], "1 threads: vLLM's own on any of 2 CPUs"),
+        (3, [], [4, 5, 7], "3 threads, none pinned: they float over 3 CPUs"),
         (3, [4, 5, 6], [4], "3 threads: vLLM's own on CPU 4, 2 pinned one by one to CPUs 5,6"),
         (
             4,

@@ -13,6 +13,7 @@ from fastattention_vllm.integration.cpu_resources import THREADS_BIND, physical_
 from fastattention_vllm.integration.platform_cpu import OWN_BIND
 from fastattention_vllm.integration.platform_cpu import FastAttentionCpuPlatform as Platform
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import host_memory
 
 
 def with_ranks(ranks: int) -> Any:
@@ -39,6 +40,16 @@ class TestBinding:
 
     def test_a_second_engine_of_the_process_is_bound_anew(self) -> None:
         assert [len(self.bound(ranks)) for ranks in (1, 2, 1)] == [1, 2, 1]
+
+    def test_a_quota_below_the_cpus_binds_none(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """All containers of a host would choose the same first ones."""
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1008)))
+        monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+        (tmp_path / "cpu.max").write_text("300000 100000\n")
+        assert self.bound(1) == ["nobind"]
+        assert self.bound(2) == ["nobind"], "again, by a second engine"
+        (tmp_path / "cpu.max").write_text("800000 100000\n")
+        assert self.bound(1) == [",".join(map(str, range(1000, 1008)))]
 
     def test_what_the_user_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_BIND, "0|0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 from vllm import SamplingParams
 
@@ -14,6 +15,23 @@ from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
 
 LENGTHS = (1, 17, 64, 130, 300)
+
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+WORKER = "ray::RayWo"
+"""vLLM's worker (psutil cuts names), in which torch's TCPStore listens on all addresses, under every executor."""
+
+
+def listening() -> set[tuple[str, str]]:
+    """Programs that this process has started and the addresses on which they accept connections."""
+    return {
+        (process.name(), connection.laddr.ip)
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +45,10 @@ def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
     with engine(model, tensor_parallel_size=2, distributed_executor_backend=executor) as llm:
         check(generate(llm, prompts), expected)
+        if executor == "ray":
+            found = {one for one in listening() if not one[0].startswith(WORKER)}
+            assert ("gcs_server", "::ffff:127.0.0.1") in found
+            assert [one for one in found if one[1] not in LOOPBACK] == [], "other machines have no business here"
     if executor == "ray":
         import ray
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +114,32 @@ def test_memory_that_appears_later_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert looks == [100 * MIB]
 
 
+@pytest.mark.usefixtures("small_slices")
+def test_ranks_look_and_take_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four at once, and memory for three and a half: the last must not take the half for a whole."""
+    left = [14 * MIB]
+    place = host_memory.cpu_memory.place
+
+    def slow_place(address: int, size: int, *rest: object, **named: object) -> object:
+        time.sleep(0.05)  # what has been looked at is not yet taken
+        left[0] -= size
+        return place(address, size, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(host_memory.cpu_memory, "place", slow_place)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: left[0])
+
+    def rank(_: int) -> object:
+        try:
+            return host_memory.commit(4 * MIB)
+        except MemoryError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as ranks:
+        got = list(ranks.map(rank, range(4)))
+    assert left[0] == 2 * MIB, "never more than there was"
+    assert sum(isinstance(one, str) for one in got) == 1
+
+
 def test_no_address_space_is_an_error_too() -> None:
     for size in (1 << 60, 1 << 70):
         with pytest.raises(MemoryError, match=re.escape(f"there is no address space for {size / GIB:.2f} GiB")):
@@ -131,9 +159,3 @@ def test_a_memory_limit_counts_but_page_cache_does_not(tmp_path: Path, monkeypat
     assert host_memory.available_bytes() == 300 << 20
     (tmp_path / "memory.current").write_text(f"{5000 << 20}\n")
     assert host_memory.available_bytes() == 0
-
-
-def test_an_absent_file_has_its_default(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text(" 5\n")
-    assert host_memory.read_text(tmp_path / "a", "7") == "5"
-    assert host_memory.read_text(tmp_path / "b", "7") == "7"
