@@ -36,22 +36,22 @@ WINDOW = 48
 
 
 def llama(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> LlamaConfig:
-    return LlamaConfig(**_shape(num_heads, num_kv_heads, head_size, layers))
+    return LlamaConfig(**decoder_shape(num_heads, num_kv_heads, head_size, layers))
 
 
 def qwen3(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> Qwen3Config:
-    return Qwen3Config(**_shape(num_heads, num_kv_heads, head_size, layers))
+    return Qwen3Config(**decoder_shape(num_heads, num_kv_heads, head_size, layers))
 
 
 def mistral() -> MistralConfig:
     """A sliding window in every layer."""
-    return MistralConfig(**_shape(4, 2, 64, 3), sliding_window=WINDOW)
+    return MistralConfig(**decoder_shape(4, 2, 64, 3), sliding_window=WINDOW)
 
 
 def gemma2() -> Gemma2Config:
     """Soft-capped scores; windowed and full layers take turns; head size 256."""
     return Gemma2Config(
-        **_shape(4, 2, 256, 4) | {"tie_word_embeddings": True},
+        **decoder_shape(4, 2, 256, 4) | {"tie_word_embeddings": True},
         sliding_window=WINDOW,
         query_pre_attn_scalar=256,
         attn_logit_softcapping=20.0,
@@ -60,13 +60,13 @@ def gemma2() -> Gemma2Config:
 
 def gemma3() -> Gemma3TextConfig:
     """Five windowed layers for a full one."""
-    return Gemma3TextConfig(**_shape(4, 1, 256, 7), sliding_window=WINDOW, query_pre_attn_scalar=256)
+    return Gemma3TextConfig(**decoder_shape(4, 1, 256, 7), sliding_window=WINDOW, query_pre_attn_scalar=256)
 
 
 def gemma3n() -> Gemma3nTextConfig:
     """The last layers have no KV cache of their own: each reads that of an earlier layer of its kind."""
     return Gemma3nTextConfig(
-        **_shape(4, 2, 64, 6) | {"tie_word_embeddings": True},
+        **decoder_shape(4, 2, 64, 6) | {"tie_word_embeddings": True},
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=3,
@@ -80,23 +80,27 @@ def gemma3n() -> Gemma3nTextConfig:
 
 def gpt_oss() -> GptOssConfig:
     """Attention sinks, windowed and full layers in turn, mixture of experts."""
-    shape = _shape(8, 2, 64, 4) | {"intermediate_size": 64, "hidden_size": 128}
+    shape = decoder_shape(8, 2, 64, 4) | {"intermediate_size": 64, "hidden_size": 128}
     return GptOssConfig(**shape, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2)
 
 
 def qwen3_moe() -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
-        **_shape(4, 2, 64, 3), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1
+        **decoder_shape(4, 2, 64, 3),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        decoder_sparse_step=1,
     )
 
 
 def mixtral() -> MixtralConfig:
-    return MixtralConfig(**_shape(4, 2, 64, 3), num_local_experts=4, num_experts_per_tok=2)
+    return MixtralConfig(**decoder_shape(4, 2, 64, 3), num_local_experts=4, num_experts_per_tok=2)
 
 
 def phi3() -> Phi3Config:
     """Fused projections and a sliding window; its head size is hidden_size / num_attention_heads."""
-    shape = _shape(4, 2, 96, 3) | {"hidden_size": 384}
+    shape = decoder_shape(4, 2, 96, 3) | {"hidden_size": 384}
     del shape["head_dim"]
     return Phi3Config(**shape, sliding_window=WINDOW, pad_token_id=0)
 
@@ -153,7 +157,7 @@ def _encoder_shape() -> dict[str, object]:
     }
 
 
-def _shape(num_heads: int, num_kv_heads: int, head_size: int, layers: int) -> dict[str, object]:
+def decoder_shape(num_heads: int, num_kv_heads: int, head_size: int, layers: int) -> dict[str, object]:
     return {
         "vocab_size": VOCAB,
         "hidden_size": 128,

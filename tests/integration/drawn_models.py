@@ -1,0 +1,175 @@
+"""Small models of every kind of attention that engines are compared on, with drawn shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LagunaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+)
+from transformers.models.bloom.modeling_bloom import BloomGelu
+
+from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.placement.plan import Layers, Limits, PlacementError, plan
+from tests import reference_models as reference
+from tests.reference_models import VOCAB, decoder_shape, save_random
+
+FULL, WINDOWED = "F", "W"
+KIND_NAMES = {FULL: "full_attention", WINDOWED: "sliding_attention"}
+MIXED = ("gemma2", "gemma3", "gemma3n", "gpt-oss", "laguna")
+"""Kinds of models with full and windowed layers."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model is: as printed, it can be made again."""
+
+    kind: str
+    layers: str
+    """One letter per layer: F attends to all tokens, W to a window."""
+    heads: tuple[int, ...]
+    """Of each layer; all alike except in laguna."""
+    kv_heads: int
+    head_size: int
+    window: int
+    seed: int
+    shared: int = 0
+    """Layers at the end that read the KV cache of an earlier one."""
+
+    def config(self) -> PretrainedConfig:
+        shape = decoder_shape(self.heads[0], self.kv_heads, self.head_size, len(self.layers))
+        shape["hidden_size"] = 192  # which the heads of a layer have to divide, whatever their size
+        kinds = {"layer_types": [KIND_NAMES[letter] for letter in self.layers], "sliding_window": self.window}
+        tied = {"tie_word_embeddings": True}
+        if self.kind == "llama":
+            return LlamaConfig(**shape)
+        if self.kind == "mistral":
+            return MistralConfig(**shape, sliding_window=self.window)
+        if self.kind == "bloom":
+            config: BloomConfig = reference.bloom()
+            config.n_head, config.n_layer = self.heads[0], len(self.layers)
+            config.hidden_size = self.heads[0] * self.head_size
+            return config
+        if self.kind == "gemma2":
+            caps = {"query_pre_attn_scalar": self.head_size, "attn_logit_softcapping": 20.0}
+            return Gemma2Config(**shape | tied, **kinds, **caps)
+        if self.kind == "gemma3":
+            return Gemma3TextConfig(**shape, **kinds, query_pre_attn_scalar=self.head_size)
+        if self.kind == "gemma3n":
+            return Gemma3nTextConfig(
+                **shape | tied,
+                **kinds,
+                num_kv_shared_layers=self.shared,
+                vocab_size_per_layer_input=VOCAB,
+                hidden_size_per_layer_input=32,
+                altup_num_inputs=2,
+                laurel_rank=16,
+                activation_sparsity_pattern=[0.0] * len(self.layers),
+            )
+        if self.kind == "gpt-oss":
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+            return GptOssConfig(**shape | {"intermediate_size": 64}, **kinds, **experts)
+        assert self.kind == "laguna"
+        return LagunaConfig(
+            **shape,
+            **kinds,
+            num_attention_heads_per_layer=list(self.heads),
+            num_experts=0,
+            mlp_layer_types=["dense"] * len(self.layers),
+        )
+
+    @property
+    def own(self) -> str:
+        """The layers with a KV cache of their own."""
+        return self.layers[: len(self.layers) - self.shared]
+
+    def path(self, root: Path) -> Path:
+        """Where it lies; written there by the first who asks."""
+        path = root / "-".join(str(part) for part in (self.kind, self.layers, *self.heads, *self._rest()))
+        return path if path.exists() else save_random(self.config(), path, self.seed)
+
+    def _rest(self) -> tuple[int, ...]:
+        return self.kv_heads, self.head_size, self.window, self.seed, self.shared
+
+    def kv_size(self, block_size: int, tokens_per_step: int) -> KvSize:
+        """In blocks: each layer's has one byte."""
+        return KvSize(block_size, 1, self.own.count(FULL), self.own.count(WINDOWED), self.window, tokens_per_step)
+
+    def possible_host_layers(self) -> list[tuple[int, ...]]:
+        """All that are not refused at start: a layer of each kind stays on the device, block tables do not grow."""
+        full, windowed = ([i for i, own in enumerate(self.own) if own == kind] for kind in (FULL, WINDOWED))
+        fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if self.shared else frozenset[int]()
+        layers, size = Layers(tuple(full), tuple(windowed), fixed), self.kv_size(16, 1)
+        found = []
+        for count in range(1, len(self.own)):
+            for host in combinations(range(len(self.own)), count):
+                try:
+                    plan(layers, size, host, Limits(0, 0, 0))
+                except PlacementError:
+                    continue
+                found.append(host)
+        return found
+
+
+class Forced:
+    """Hugging Face's log-probabilities, in fp32, of every token behind every prefix of a text."""
+
+    def __init__(self, path: Path) -> None:
+        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.model = loaded.eval()
+        for module in self.model.modules():
+            # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.
+            if isinstance(getattr(module, "gelu_impl", None), BloomGelu):
+                module.gelu_impl = torch.nn.GELU()
+
+    def logprobs(self, text: Sequence[int]) -> torch.Tensor:
+        """``[tokens, vocabulary]``: row i is of what follows token i."""
+        with torch.no_grad():
+            return self.model(torch.tensor([text])).logits[0].float().log_softmax(-1)
+
+
+def draw_model(numbers: random.Random) -> Model:
+    kind = numbers.choice(["llama", "mistral", "bloom", *MIXED, *MIXED])
+    count = numbers.randint(2, 5)
+    kv_heads = numbers.choice([1, 2])
+    heads = [kv_heads * numbers.choice([1, 2, 3, 4])] * count
+    head_size = numbers.choice([32, 64, 80])
+    layers, shared = FULL * count, 0
+    if kind == "mistral":
+        layers = WINDOWED * count
+    elif kind == "bloom":
+        kv_heads, head_size = numbers.choice([4, 6]), 32
+        heads = [kv_heads] * count
+    elif kind == "gemma3n":
+        # The layers that share read the last of their kind, and vLLM finds those at the end in this order.
+        shared = numbers.randint(1, 3)
+        own = letters(numbers, numbers.randint(0, 3)) + WINDOWED + FULL
+        layers = own + letters(numbers, shared)
+        heads = heads[:1] * len(layers)
+    elif kind in MIXED:
+        # As often as not in equal numbers, of which many may lie on the host.
+        count = numbers.choice([2, 4, 4, 5, 6, 6])
+        half = count // 2
+        in_order = FULL * half + WINDOWED * half + letters(numbers, count % 2)
+        layers = "".join(numbers.sample(in_order, count))
+        heads = [kv_heads * numbers.choice([1, 2, 3, 4]) for _ in layers] if kind == "laguna" else heads[:1] * count
+    window = numbers.choice([reference.WINDOW, 7, 100])
+    return Model(kind, layers, tuple(heads), kv_heads, head_size, window, numbers.randint(0, 3), shared)
+
+
+def letters(numbers: random.Random, count: int) -> str:
+    return "".join(numbers.choice([FULL, WINDOWED]) for _ in range(count))
