@@ -1,9 +1,9 @@
 """Engines with drawn models, options and requests give what Hugging Face transformers give.
 
-Each answer is followed token by token: the reference is asked what it thinks behind the very tokens that the engine gave,
-so that two tokens of the same probability, of which each takes another, end no comparison. An engine whose KV cache is
-rounded (fp8, bf16) is compared with one that does the same steps without host layers: there a number half-way between
-two of the cache's goes up in one program and down in the other.
+Each answer is followed token by token: the reference is asked what it thinks behind the very tokens that the engine
+gave, so that two tokens of the same probability, of which each takes another, end no comparison. An engine whose KV
+cache is rounded (fp8, bf16) is compared with one that does the same steps without host layers: there a number half-way
+between two of the cache's goes up in one program and down in the other.
 
 ``FASTATTENTION_DRAWS=200`` draws so many, and ``HYPOTHESIS_PROFILE=search`` others every time. A failure prints the
 problem; ``solve(Problem(...), path)`` solves it again.
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from vllm import LLM, SamplingParams
 
 from fastattention_vllm.integration import host_layers
-from fastattention_vllm.placement import cooperative
+from fastattention_vllm.placement import cooperative, prefetch
 from tests.integration.drawn_models import Forced
 from tests.integration.drawn_problems import Asked, Problem, draw_problem
 from tests.integration.engine import LOGPROB_TOLERANCE, counter, engine
@@ -67,7 +67,7 @@ def answers(problem: Problem, path: Path, on_host: Sequence[int], seen: Counter[
         if problem.staging_blocks:
             size = problem.model
             block = 2 * problem.settings["block_size"] * size.kv_heads * size.head_size * 4
-            patch.setattr(cooperative, "STAGING_BYTES", problem.staging_blocks * block)
+            patch.setattr(prefetch, "STAGING_BYTES", problem.staging_blocks * block)
             patch.setattr(cooperative, "LEAST_SHARE", 1)
         with engine(path, **problem.settings, **more) as llm:
             house = host_layers.find(llm.llm_engine.vllm_config)
