@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_resources
+from fastattention_vllm.integration.claims import ImplClaims
 from fastattention_vllm.integration.host_plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -192,7 +193,7 @@ class HostLayers:
             lane.share = share
 
 
-class HostLayerImpl(AttentionImpl[Any]):
+class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
     """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
 
     def __init__(self, layer: Any, inner: DeviceLayer, house: HostLayers) -> None:
