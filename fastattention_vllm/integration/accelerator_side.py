@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from fastattention_vllm.attention import cpu as cpu_kernels
 from fastattention_vllm.integration import cpu_resources, host_layers
 from fastattention_vllm.integration.attention_rows import one_causality
+from fastattention_vllm.integration.claims import BuilderClaims
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement.cooperative import Batch, Device
@@ -25,7 +26,7 @@ SPIN_SECONDS = 0.003
 their CPUs."""
 
 
-class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
+class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
     """Lengths, block tables and slots come down once per step, beside the computation; host layers wait for them.
 
     They are read from the device because only there they are exact: with asynchronous scheduling the host knows bounds.

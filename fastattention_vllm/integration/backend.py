@@ -25,6 +25,7 @@ from fastattention_vllm.attention.cpu_layer import LayerAttention, LayerWriter
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_ops, cpu_resources, host_layers, support
 from fastattention_vllm.integration.attention_rows import one_causality
+from fastattention_vllm.integration.claims import BackendClaims, BuilderClaims, HostLayerClaims, ImplClaims
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement.cooperative import Batch, Device
@@ -33,12 +34,11 @@ from fastattention_vllm.placement.link import Link, LocalLink
 logger = init_logger("vllm.fastattention")
 
 
-class FastAttentionBackend(compat.BackendMembers, AttentionBackend):
+class FastAttentionBackend(BackendClaims, compat.BackendMembers, AttentionBackend):
     """``--attention-backend fastattention``: what vLLM asks before it builds any layer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(support.KV_CACHE_DTYPES)
-    forward_includes_kv_cache_update = False
 
     @staticmethod
     def get_name() -> str:
@@ -58,7 +58,7 @@ class FastAttentionBackend(compat.BackendMembers, AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return False  # asked on GPUs only, for which there are no kernels here yet
+        return False  # asked on GPUs only, whose backends answer themselves
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -100,7 +100,7 @@ class FastAttentionMetadata:
         return cpu_layer.Batch(self.query_start_loc, self.seq_lens, self.block_table, self.causal)
 
 
-class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
+class FastAttentionMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
     """Turns vLLM's per-step metadata into the few tensors the kernels read."""
 
     def __init__(
@@ -129,7 +129,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         )
 
 
-class HostLayerBackend(FastAttentionBackend):
+class HostLayerBackend(HostLayerClaims, FastAttentionBackend):
     """Of layers whose KV cache lies in a pool of its own; another backend class gets metadata of its own."""
 
     @staticmethod
@@ -137,7 +137,7 @@ class HostLayerBackend(FastAttentionBackend):
         return HostMetadataBuilder
 
 
-class HostMetadataBuilder(AttentionMetadataBuilder[Any]):
+class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
     """On a machine without a GPU everything is on the host already."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -215,7 +215,7 @@ def start_cpu_threads(vllm_config: Any) -> None:
     )
 
 
-class FastAttentionImpl(AttentionImpl[Any]):
+class FastAttentionImpl(ImplClaims, AttentionImpl[Any]):
     """One attention layer: decoder attention over the KV cache, or encoder-only attention over this step's tokens."""
 
     def __init__(

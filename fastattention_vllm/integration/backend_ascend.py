@@ -19,12 +19,13 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import host_layers
 from fastattention_vllm.integration.ascend_side import AscendHostMetadataBuilder, AscendSide
 from fastattention_vllm.integration.attention_rows import one_causality
+from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn, HostLayerClaims
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")
 
 
-class FastAttentionAscendBackend(AscendAttentionBackend):
+class FastAttentionAscendBackend(DevicesOwn, AscendAttentionBackend):
     """``--attention-backend fastattention`` on a 910. A subclass: vllm-ascend's runner asks whether it is one."""
 
     @staticmethod
@@ -36,7 +37,7 @@ class FastAttentionAscendBackend(AscendAttentionBackend):
         return FastAttentionAscendImpl
 
 
-class FastAttentionAscendImpl(AscendAttentionBackendImpl):
+class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
     """One attention layer."""
 
     def __init__(
@@ -174,7 +175,7 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
         )
 
 
-class HostLayerAscendBackend(FastAttentionAscendBackend):
+class HostLayerAscendBackend(HostLayerClaims, FastAttentionAscendBackend):
     """Of host layers: another backend class gets metadata of its own."""
 
     @staticmethod

@@ -17,11 +17,12 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, host_layers, row_parallel
 from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
 from fastattention_vllm.integration.attention_rows import can_be_cut, row_blocks
+from fastattention_vllm.integration.claims import DeviceBuildersOwn, DeviceImplsOwn, DevicesOwn, HostLayerClaims
 from fastattention_vllm.integration.cuda_side import CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
 
 
-class FastAttentionFlashBackend(FlashAttentionBackend):
+class FastAttentionFlashBackend(DevicesOwn, FlashAttentionBackend):
     """``--attention-backend fastattention`` on such a GPU."""
 
     @staticmethod
@@ -41,7 +42,7 @@ class FastAttentionFlashBackend(FlashAttentionBackend):
         return preferred_block_size(super().get_preferred_block_size(default_block_size))
 
 
-class FastAttentionFlashImpl(FlashAttentionImpl):
+class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
     """One attention layer; becomes a host layer where the plan says so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +113,7 @@ class FastAttentionFlashImpl(FlashAttentionImpl):
         return None if self.attn_type == AttentionType.DECODER else f"attention type {self.attn_type}"
 
 
-class BlockedMetadataBuilder(FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]
+class BlockedMetadataBuilder(DeviceBuildersOwn, FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]
     """vLLM's, and where ``tiling_full_form`` asks for it the blocks of a step, made once for all layers."""
 
     def build(
@@ -136,7 +137,7 @@ class BlockedMetadataBuilder(FlashAttentionBackend.get_builder_cls()):  # type: 
         return metadata
 
 
-class HostLayerFlashBackend(FastAttentionFlashBackend):
+class HostLayerFlashBackend(HostLayerClaims, FastAttentionFlashBackend):
     """Of host layers: another backend class gets metadata of its own."""
 
     @staticmethod

@@ -29,6 +29,7 @@ from fastattention_vllm.integration import compat, host_layers, row_parallel, su
 from fastattention_vllm.integration.accelerator_side import HostMetadataBuilder
 from fastattention_vllm.integration.attention_rows import one_causality, row_blocks
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
+from fastattention_vllm.integration.claims import BuilderClaims, HostLayerClaims
 from fastattention_vllm.integration.cuda_side import CudaSide, preferred_block_size
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -123,7 +124,7 @@ def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.T
     return found
 
 
-class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
+class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
     """Copies what the kernels read into buffers that stay where they are: a captured graph knows their addresses."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -221,7 +222,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder[Any]):
         return self.block_table
 
 
-class HostLayerVoltaBackend(FastAttentionVoltaBackend):
+class HostLayerVoltaBackend(HostLayerClaims, FastAttentionVoltaBackend):
     """Of host layers: another backend class gets metadata of its own."""
 
     @staticmethod

@@ -18,6 +18,7 @@ from fastattention_vllm.attention.volta_kernels import HEAD_SIZES
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.attention_rows import one_causality
 from fastattention_vllm.integration.backend import FastAttentionBackend, FastAttentionImpl
+from fastattention_vllm.integration.claims import BuilderClaims
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
@@ -111,7 +112,7 @@ class XformersMetadata:
         return self.masks[window]
 
 
-class XformersMetadataBuilder(AttentionMetadataBuilder[Any]):
+class XformersMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:

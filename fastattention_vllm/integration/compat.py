@@ -100,9 +100,6 @@ def _reduce(protocol: int) -> tuple[Callable[[], Any], tuple[()]]:
 class BackendMembers:
     """Members of an ``AttentionBackend`` that only some versions ask for. Goes before vLLM's base class."""
 
-    accept_output_buffer = True
-    """<= 0.19: forward() writes into the output it is given. Newer ones take that for granted."""
-
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"

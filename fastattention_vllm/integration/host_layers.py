@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, cpu_resources
+from fastattention_vllm.integration.claims import ImplClaims
 from fastattention_vllm.integration.host_plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
@@ -209,7 +210,7 @@ class HostLayers:
             yield Visit(attention, layer.step(found, attention))
 
 
-class HostLayerImpl(AttentionImpl[Any]):
+class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
     """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
 
     def __init__(self, layer: Any, inner: DeviceLayer, house: HostLayers) -> None:
