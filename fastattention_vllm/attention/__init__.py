@@ -10,9 +10,25 @@ if TYPE_CHECKING:
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The kernel family (a module with ``can_run`` and ``run``) for ``device``; ``ValueError`` if there is none."""
+    """The kernel family (a module with ``can_run`` and ``run``) for ``device``.
+
+    CPUs, NVIDIA GPUs below compute capability 8.0 (the Volta kernels) and newer ones (vLLM's FlashAttention), NPUs.
+
+    Raises:
+        ValueError: there is none.
+    """
     if device.type == "cpu":
         from fastattention_vllm.attention import cpu
 
         return cpu
-    raise ValueError(f"No attention kernels for device {device}; available: cpu.")
+    if device.type == "cuda":
+        import torch
+
+        from fastattention_vllm.attention import flash, volta
+
+        return flash if torch.cuda.get_device_capability(device) >= (8, 0) else volta
+    if device.type == "npu":
+        from fastattention_vllm.attention import ascend
+
+        return ascend
+    raise ValueError(f"No attention kernels for device {device}; available: cpu, cuda, npu.")

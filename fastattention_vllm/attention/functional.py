@@ -4,13 +4,19 @@ Names, shapes and meaning of the arguments are those of ``flash_attn_func`` and 
 (github.com/Dao-AILab/flash-attention, ``flash_attn_interface.py``), the function name that of the FastAttention paper
 (arXiv 2410.16663). Both work under ``torch.compile(fullgraph=True)``: each is one opaque operator,
 ``torch.ops.fastattention.attention`` and ``.varlen_attention``.
+
+They run on the device of ``q``: a CPU, an NVIDIA GPU below compute capability 8.0 (the Volta kernels), a newer one
+(vLLM's FlashAttention, so vLLM must be installed), or an NPU (torch_npu). What the kernels of a device do not take is
+refused with a ``ValueError`` that names it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from fastattention_vllm.attention import kernels_for
+from fastattention_vllm.attention import cpu, kernels_for
 from fastattention_vllm.attention.problem import AttentionProblem
 
 
@@ -98,7 +104,8 @@ def fast_attn_varlen_func(
         k: ``[total_k, num_kv_heads, head_size]``, or with ``block_table`` ``[num_blocks, page_size, num_kv_heads,
             head_size]``; any page size.
         v: as ``k``.
-        cu_seqlens_q: ``[batch + 1]`` int32: where each sequence's queries begin, and the end.
+        cu_seqlens_q: ``[batch + 1]`` int32: where each sequence's queries begin, and the end. Kernels are launched from
+            lengths on the host, so those that lie on a device are waited for.
         cu_seqlens_k: ``[batch + 1]`` int32, the same for keys; with ``block_table`` only the differences count.
         max_seqlen_q: accepted for compatibility; nothing depends on it.
         max_seqlen_k: accepted for compatibility; nothing depends on it.
@@ -173,14 +180,20 @@ def _attention(
         seq_lens=torch.full((batch,), k.shape[1], dtype=torch.int32),
         scale=scale,
         causal=causal,
-        # Each batch row is one page as long as the sequence: any strides pass without a copy.
-        block_table=torch.arange(batch, dtype=torch.int32).unsqueeze(1),
         window=(window_left, window_right),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    kernels_for(q.device).run(problem, out.view(-1, num_heads, head_size), token_lse)
+    if kernels_for(q.device) is cpu:
+        # Each batch row is one page as long as the sequence: any strides pass without a copy.
+        problem = replace(problem, block_table=torch.arange(batch, dtype=torch.int32).unsqueeze(1))
+    else:
+        # Pages of any length are the CPU's alone.
+        first_rows = torch.arange(batch, dtype=torch.int32) * k.shape[1]
+        key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
+        problem = replace(problem, key=key, value=value, kv_start_loc=first_rows)
+    _compute(problem, out.view(-1, num_heads, head_size), token_lse)
     lse.copy_(token_lse.view(batch, seqlen_q, num_heads).transpose(1, 2))
     return out, lse
 
@@ -230,18 +243,18 @@ def _varlen_attention(
         query=_rows_contiguous(q),
         key=_rows_contiguous(k),
         value=_rows_contiguous(v),
-        query_start_loc=cu_seqlens_q,
-        seq_lens=cu_seqlens_k.diff(),
+        query_start_loc=cu_seqlens_q.cpu(),
+        seq_lens=cu_seqlens_k.diff().cpu(),
         scale=scale,
         causal=causal,
         block_table=block_table,
-        kv_start_loc=cu_seqlens_k[:-1] if block_table is None else None,
+        kv_start_loc=cu_seqlens_k[:-1].cpu() if block_table is None else None,
         window=(window_left, window_right),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    kernels_for(q.device).run(problem, out, lse.transpose(0, 1))
+    _compute(problem, out, lse.transpose(0, 1))
     return out, lse
 
 
@@ -262,6 +275,18 @@ def _varlen_attention_fake(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _compute(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Into ``out`` ``[tokens, heads, head_size]`` and ``lse`` ``[tokens, heads]``; rows of padding stay as they are."""
+    kernels = kernels_for(problem.query.device)
+    if kernels is cpu:
+        cpu.run(problem, out, lse)
+        return
+    tokens = int(problem.query_start_loc[-1])
+    found, sums = kernels.run(problem, return_lse=True)
+    out[:tokens].copy_(found[:tokens])
+    lse[:tokens].copy_(sums[:tokens])
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Attention threads per rank. None: every CPU of the rank (VLLM_CPU_OMP_THREADS_BIND), less one beside a GPU."""
+    """Attention threads per rank. None: one for every CPU that VLLM_CPU_OMP_THREADS_BIND gives the rank, which are its
+    physical cores unless the user says otherwise. Beside a GPU, one for each physical core but one."""
 
     host_kv_layers: Literal["auto"] | Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = "auto"
     """Layers whose KV cache lies in host memory: how many, or which. "auto": as few as make host_kv_requests of

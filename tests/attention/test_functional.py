@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
-from fastattention_vllm.attention import cpu, kernels_for
+from fastattention_vllm.attention import cpu, functional, kernels_for
+from fastattention_vllm.attention.problem import AttentionProblem
 from tests.attention import oracle
 from tests.attention.oracle import Case
 
@@ -167,10 +169,52 @@ def test_training_is_refused() -> None:
 
 def test_devices_without_kernels_are_refused() -> None:
     q, k, v = (t.to("meta") for t in batch())
-    with pytest.raises(ValueError, match="No attention kernels for device meta; available: cpu"):
+    with pytest.raises(ValueError, match="No attention kernels for device meta; available: cpu, cuda, npu"):
         fast_attn_func(q, k, v)
-    with pytest.raises(ValueError, match="No attention kernels for device cuda:1; available: cpu"):
-        kernels_for(torch.device("cuda:1"))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "family"),
+    [
+        ("cpu", None, "cpu"),
+        ("cuda:1", (7, 0), "volta"),
+        ("cuda", (7, 5), "volta"),
+        ("cuda", (8, 0), "flash"),
+        ("npu", None, "ascend"),
+    ],
+)
+def test_every_device_has_kernels(
+    device: str, capability: tuple[int, int] | None, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    asked = SimpleNamespace(type=device.partition(":")[0])  # a torch without a GPU knows no device "npu"
+    assert kernels_for(asked).__name__ == f"fastattention_vllm.attention.{family}"  # type: ignore[arg-type]
+
+
+class OfADevice:
+    """Kernels that are given contiguous keys or pages as vLLM has them, lengths on the host, and answer new tensors."""
+
+    @staticmethod
+    def run(problem: AttentionProblem, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        assert return_lse
+        out, lse = oracle.attention(problem)
+        real = int(problem.query_start_loc[-1])
+        out[real:], lse[real:] = math.nan, math.nan  # padding: whatever
+        return out.to(problem.query.dtype), lse.float()
+
+
+def test_kernels_of_other_devices_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = batch()
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    cases = [varlen(Case((5, 20, 1), (70, 20, 30), 4, 2, page_size=size, padding=2)) for size in (0, 16)]
+    expected = [fast_attn_func(q, k, v, causal=True, return_attn_probs=True)]
+    expected += [fast_attn_varlen_func(**case, return_attn_probs=True) for case in cases]
+    monkeypatch.setattr(functional, "kernels_for", lambda device: OfADevice)
+    found = [fast_attn_func(q, k, v, causal=True, return_attn_probs=True)]
+    found += [fast_attn_varlen_func(**case, return_attn_probs=True) for case in cases]
+    for (out, lse, _), (expected_out, expected_lse, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(out, expected_out, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=4e-6)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -38,14 +38,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, num_rows = q_len * group, offset = kv_len - q_len;
   const auto begin_of = [&](int position) { return p.window_left < 0 ? 0 : max(0, position - p.window_left); };
-  const int end_of_part = min((part + 1) * length, kv_len);  // a tile may reach beyond it
+  // A tile may reach beyond its part, whose end is therefore the end of every row in it.
+  const int part_end = min((part + 1) * length, kv_len);
+  const int last_key =
+      p.window_right < 0 ? part_end : max(0, min(part_end, offset + q_len + p.window_right));  // the last row's end
   const auto end_of = [&](int position) {
-    return p.window_right < 0 ? end_of_part : max(0, min(end_of_part, position + p.window_right + 1));
+    return p.window_right < 0 ? last_key : min(last_key, position + p.window_right + 1);
   };
   // Tiles begin with the first key that is seen: pages before it may be another sequence's by now, and whatever numbers
   // lie there, weights of 0 do not hide infinities.
   const int first_key = max(part * length, begin_of(offset));
-  const int last_key = end_of(offset + q_len - 1);
   if (part * length >= kv_len) return;
 
   const int warp = threadIdx.x / 32;
