@@ -5,7 +5,7 @@ Every answer must be right. Memory, file descriptors and threads of all the serv
 nothing is asked: after the first third and at the end; they must not have grown. Then SIGTERM comes with long requests
 in flight: their clients must be told, and the server must be gone within 10 seconds with all that it has made.
 
-    python -m scripts.soak --seconds 300 --server-arguments '--additional-config {"fastattention":{"host_kv_layers":2}}'
+    python -m scripts.soak --seconds 300 --server-arguments "--dtype bfloat16 --additional-config '{JSON}'"
 """
 
 from __future__ import annotations
