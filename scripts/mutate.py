@@ -84,14 +84,19 @@ def read(path: Path) -> list[Mutation]:
     entries = content.pop("mutation", [])
     if content:
         raise DoesNotFit(f"{path.name} has an unknown table {next(iter(content))!r}; mutations are [[mutation]].")
-    mutations = []
+    mutations, misfits = [], []
     for number, entry in enumerate(entries, 1):
         try:
             mutation = Mutation(**{**entry, "tests": tuple(entry["tests"])})
         except (KeyError, TypeError) as error:
             raise DoesNotFit(f"{path.name}, entry {number} ({entry.get('name')}): {error}.") from None
-        check(mutation)
+        try:
+            check(mutation)
+        except DoesNotFit as error:
+            misfits.append(str(error))
         mutations.append(mutation)
+    if misfits:
+        raise DoesNotFit("\n".join(misfits))
     return mutations
 
 
