@@ -119,9 +119,12 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
     if not await healthy(process, url):
         result.failures.append("the server did not start")
         return result
+    unasked = await bodies_that_vllm_itself_fails_on(url)
+    for _, body in unasked:
+        print(f"This vLLM's own parser fails on {body!r} (status 500), so it is not part of the load.", flush=True)
     # The first third fills pools and caches; what is there then must do for the rest.
     for number, part in enumerate((1 / 3, 2 / 3)):
-        load = Load(url, options, result, seed=options.seed + number)
+        load = Load(url, options, result, seed=options.seed + number, bad=[one for one in BAD if one not in unasked])
         await load.run(part * options.seconds)
         if not await nothing_runs(url):
             result.failures.append("a request still runs though no client waits for one")
@@ -143,18 +146,36 @@ async def healthy(process: psutil.Popen, url: str) -> bool:
     return False
 
 
+async def bodies_that_vllm_itself_fails_on(url: str) -> list[tuple[str, Any]]:
+    """JSON texts that are no objects: vLLM 0.23's API server answers them with 500 and closes the connection.
+
+    It does so before any engine or plugin sees the request, and 0.32 no longer does.
+    """
+    failing = []
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+        for path, body in BAD:
+            if not isinstance(body, dict) and (await client.post(path, json=body)).status_code == 500:
+                failing.append((path, body))
+    return failing
+
+
 class Load:
     """Clients that ask, stream, drop and err, each one thing after the other."""
 
-    def __init__(self, url: str, options: argparse.Namespace, result: Result, seed: int) -> None:
+    def __init__(
+        self, url: str, options: argparse.Namespace, result: Result, seed: int, bad: list[tuple[str, Any]]
+    ) -> None:
         self.url = url
+        self.bodies = bad
         self.options = options
         self.result = result
         self.random = random.Random(seed)
 
     async def run(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
-        async with httpx.AsyncClient(base_url=self.url, timeout=None, trust_env=False) as self.client:
+        # vLLM closes a connection that was idle for 5 s; one that is used again at that very moment is reset.
+        reuse = httpx.Limits(keepalive_expiry=2)
+        async with httpx.AsyncClient(base_url=self.url, timeout=None, trust_env=False, limits=reuse) as self.client:
             await asyncio.gather(*(self.ask_on() for _ in range(self.options.clients)))
 
     async def ask_on(self) -> None:
@@ -217,7 +238,7 @@ class Load:
             await self.client.post("/v1/completions", json=body, timeout=self.random.uniform(0.01, 0.5))
 
     async def bad(self) -> None:
-        path, body = self.random.choice(BAD)
+        path, body = self.random.choice(self.bodies)
         answer = await self.client.post(path, json=body)
         if not 400 <= answer.status_code < 500:
             self.failed(f"{str(body)[:80]} was answered with {answer.status_code}")

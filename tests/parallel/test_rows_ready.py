@@ -39,3 +39,16 @@ def test_what_was_begun_but_not_marked_is_not_taken() -> None:
     ready, x = RowsReady(8), torch.zeros(10, 4)
     ready.begin(x)
     assert ready.take(x) is None
+
+
+def test_another_tensor_in_freed_memory_is_not_taken_for_the_marked_one() -> None:
+    """Allocators hand out an address again as soon as nobody holds the tensor that lay there."""
+    ready = RowsReady(8)
+    x = torch.zeros(1024, 64)
+    ready.begin(x)
+    ready.mark(x, 1024)
+    address = x.data_ptr()
+    del x
+    others = [torch.zeros(1024, 64) for _ in range(8)]
+    assert address not in {other.data_ptr() for other in others}
+    assert ready.take(others[0]) is None
