@@ -47,8 +47,9 @@ def platform() -> str | None:
 def has_accelerator() -> bool:
     """True for an NPU device, or an accelerator that vLLM or another platform plugin recognises.
 
-    vLLM ends the start if two platform plugins answer, so ours leaves the machine to the other one. vLLM is asked because a platform plugin beats its built-in ones, and because a device node says little: WSL has
-    none for its GPU, and many a laptop has one for a GPU that vLLM cannot use.
+    vLLM ends the start if two platform plugins answer, so ours leaves the machine to the other one. vLLM is asked
+    because a platform plugin beats its built-in ones, and because a device node says little: WSL has none for its GPU,
+    and many a laptop has one for a GPU that vLLM cannot use.
     """
     if any(glob.glob(pattern) for pattern in NPU_DEVICES):
         return True
