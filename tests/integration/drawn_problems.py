@@ -88,7 +88,7 @@ def draw_problem(seed: int) -> Problem:
     ours: dict[str, Any] = {"stream_fraction": numbers.choice(["auto", 0.0, 0.3, 0.6, 1.0]), "cpu_threads": 1}
     if ranks == 2:
         settings |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-        ours |= draw_tiling(numbers)
+        ours |= draw_tiling(numbers, full_form=len(set(model.heads)) == 1)
     else:
         ours["cpu_threads"] = numbers.choice([1, 2])
     crowded = cache == "auto" and numbers.random() < 0.2
@@ -114,13 +114,14 @@ def draw_host_layers(numbers: random.Random, model: Model, some: bool) -> tuple[
     return numbers.choice(possible)
 
 
-def draw_tiling(numbers: random.Random) -> dict[str, Any]:
+def draw_tiling(numbers: random.Random, *, full_form: bool) -> dict[str, Any]:
+    """``full_form``: the model has what it asks for, output projections of one shape."""
     if numbers.random() < 0.3:
         return {"tiling_all_reduce": "off"}
     return {
         "tiling_all_reduce": numbers.randint(2, 5),
         "tiling_min_tokens": numbers.choice([2, 8, 40]),
-        "tiling_full_form": numbers.random() < 0.5,
+        "tiling_full_form": numbers.random() < 0.5 and full_form,
     }
 
 
