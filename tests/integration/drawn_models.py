@@ -73,6 +73,8 @@ class Model:
             return Gemma3nTextConfig(
                 **shape | tied,
                 **kinds,
+                # A padding token is embedded as zeros, by whose size vLLM's Gemma-3n divides: a draft of it is NaN.
+                pad_token_id=None,
                 num_kv_shared_layers=self.shared,
                 vocab_size_per_layer_input=VOCAB,
                 hidden_size_per_layer_input=32,

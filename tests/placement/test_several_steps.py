@@ -49,11 +49,14 @@ def two_batches(world: World, kind: str) -> list[list[Work]]:
         return [[world.work(one, 1), world.work(third, 2)], [world.work(other, 1)]]
     if kind == "a prompt and decoding":
         return [[world.work(one, 20), world.work(third, 1)], [world.work(other, 3)]]
+    if kind == "a new prompt cut in two":
+        new = world.request(40)
+        return [[world.work(new, 20)], [world.work(new, 15)]]
     assert kind == "one prompt cut in two"
     return [[world.work(one, 20)], [world.work(one, 15), world.work(third, 1)]]
 
 
-KINDS = ("prompts", "decoding", "a prompt and decoding", "one prompt cut in two")
+KINDS = ("prompts", "decoding", "a prompt and decoding", "one prompt cut in two", "a new prompt cut in two")
 
 
 def forward(
