@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ QUIET_TIMEOUT_S = 300
 END_S = 10
 MOST_REQUESTS = 200_000
 LONG_TOKENS = 60_000
+EXCERPT = 8000
+"""Characters."""
 CHUNKS_BEFORE_A_DROP = 3
 MORE_MEMORY = 0.05
 MORE_BYTES = 96 << 20
@@ -84,6 +86,7 @@ def main() -> int:
     parser.add_argument("--server-arguments", default="", help="more arguments of `vllm serve`, in one string")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--log", type=Path, help="keep all that the server says there")
     options = parser.parse_args()
     for name, least in [("seconds", 1), ("clients", 1), ("tokens", 64)]:
         if getattr(options, name) < least:
@@ -91,12 +94,21 @@ def main() -> int:
     build_model_if_needed()
     command = ["serve", "--config", str(CONFIG), "--host", HOST, "--port", str(free_port())]
     command += shlex.split(options.server_arguments)
-    with tempfile.TemporaryDirectory() as folder, served(command, Path(folder) / "serve.log") as process:
-        result = asyncio.run(soak(process, command, options))
+    with tempfile.TemporaryDirectory() as folder:
+        log = options.log or Path(folder) / "serve.log"
+        with served(command, log) as process:
+            result = asyncio.run(soak(process, command, options))
         if result.failures:
-            print((Path(folder) / "serve.log").read_text()[-8000:])
+            print(excerpt(log.read_text(errors="replace")))
     report(result, options, command)
     return 1 if result.failures else 0
+
+
+def excerpt(log: str) -> str:
+    """The first traceback of any process, with what follows it, and the end."""
+    first = log.find("Traceback (most recent call last)")
+    begin = log[first : first + EXCERPT] if first >= 0 else "The server's log has no traceback."
+    return f"{begin}\n[... the log's last {EXCERPT} characters:]\n{log[-EXCERPT:]}"
 
 
 @contextlib.contextmanager
@@ -117,7 +129,9 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
     result = Result(options.seconds)
     url = f"http://{HOST}:{command[command.index('--port') + 1]}"
     if not await healthy(process, url):
-        result.failures.append("the server did not start")
+        code = process.poll()
+        why = "the server did not start in time" if code is None else f"the server died with exit code {code}"
+        result.failures.append(why)
         return result
     unasked = await bodies_that_vllm_itself_fails_on(url)
     for _, body in unasked:
@@ -125,7 +139,8 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
     # The first third fills pools and caches; what is there then must do for the rest.
     for number, part in enumerate((1 / 3, 2 / 3)):
         load = Load(url, options, result, seed=options.seed + number, bad=[one for one in BAD if one not in unasked])
-        await load.run(part * options.seconds)
+        if not await unless_it_dies(process, load.run(part * options.seconds), result):
+            return result
         if not await nothing_runs(url):
             result.failures.append("a request still runs though no client waits for one")
         result.quiet.append(count(process))
@@ -133,6 +148,21 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
     compare(result)
     await end(process, url, result)
     return result
+
+
+async def unless_it_dies(process: psutil.Popen, work: Coroutine[Any, Any, None], result: Result) -> bool:
+    """Whether ``work`` was done. If the server dies meanwhile, that is the failure, and not what clients saw of it."""
+    before = len(result.failures)
+    task = asyncio.create_task(work)
+    while not task.done() and process.poll() is None:
+        await asyncio.wait([task], timeout=0.2)
+    if process.poll() is None:
+        await task
+        return True
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    result.failures[before:] = [f"the server died with exit code {process.poll()}"]
+    return False
 
 
 async def healthy(process: psutil.Popen, url: str) -> bool:
