@@ -14,15 +14,13 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-from fastattention_vllm.integration import (
-    accelerator_side,
-    backend,
-    backend_flash,
-    backend_volta,
-    backend_xformers,
-    claims,
-    host_layers,
-)
+from fastattention_vllm.integration import claims
+from fastattention_vllm.integration.cpu import backend
+from fastattention_vllm.integration.cuda import flash as backend_flash
+from fastattention_vllm.integration.cuda import volta as backend_volta
+from fastattention_vllm.integration.cuda import xformers as backend_xformers
+from fastattention_vllm.integration.host_layers import accelerator as accelerator_side
+from fastattention_vllm.integration.host_layers import layers as host_layers
 from scripts import vllm_surface
 
 KIND = {
@@ -209,7 +207,7 @@ def test_on_npus_too(monkeypatch: pytest.MonkeyPatch) -> None:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     vars(sys.modules["vllm_ascend.attention"])["attention_v1"] = sys.modules["vllm_ascend.attention.attention_v1"]
-    rooms = ("fastattention_vllm.integration.ascend_side", "fastattention_vllm.integration.backend_ascend")
+    rooms = ("fastattention_vllm.integration.ascend.device", "fastattention_vllm.integration.ascend.backend")
     for room in rooms:
         monkeypatch.delitem(sys.modules, room, raising=False)
     try:
