@@ -19,8 +19,8 @@ from fastattention_vllm.integration.cpu import backend
 from fastattention_vllm.integration.cuda import flash as backend_flash
 from fastattention_vllm.integration.cuda import volta as backend_volta
 from fastattention_vllm.integration.cuda import xformers as backend_xformers
-from fastattention_vllm.integration.host_layers import accelerator as accelerator_side
 from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers import metadata
 from scripts import vllm_surface
 
 KIND = {
@@ -51,11 +51,10 @@ OURS: dict[str, tuple[type[Any], ...]] = {
     ),
     "builder": (
         backend.FastAttentionMetadataBuilder,
-        backend.HostMetadataBuilder,
         backend_flash.BlockedMetadataBuilder,
         backend_volta.VoltaMetadataBuilder,
         backend_xformers.XformersMetadataBuilder,
-        accelerator_side.HostMetadataBuilder,
+        metadata.HostMetadataBuilder,
     ),
 }
 HOST = tuple(one for one in OURS["backend"] if issubclass(one, claims.HostLayerClaims))
@@ -68,6 +67,12 @@ NOT_OF_HOST_LAYERS = (
     "supports_pcp",
     "supports_rswa",
 )
+
+
+def test_no_device_inherits_from_another_one() -> None:
+    for ours in (one for classes in OURS.values() for one in classes):
+        rooms = {parts[2] for one in ours.__mro__ if len(parts := one.__module__.split(".")) > 3}
+        assert len(rooms & {"cpu", "cuda", "ascend"}) <= 1, ours
 
 
 def unknown(surface: vllm_surface.Surface) -> list[str]:

@@ -18,7 +18,7 @@ from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.integration.cpu import backend
 from fastattention_vllm.integration.cuda import volta as backend_volta
 from fastattention_vllm.integration.cuda import xformers as backend_xformers
-from fastattention_vllm.integration.host_layers import accelerator as accelerator_side
+from fastattention_vllm.integration.host_layers import metadata
 from fastattention_vllm.integration.refusal import Refusal
 from tests.attention import oracle
 from tests.attention.oracle import Case
@@ -309,9 +309,8 @@ def test_host_layers_take_no_fp8_cache(name: str) -> None:
 
 BUILDERS = {
     "cpu": backend.FastAttentionMetadataBuilder,
-    "cpu's host layers": backend.HostMetadataBuilder,
     "volta": backend_volta.VoltaMetadataBuilder,
-    "host layers": accelerator_side.HostMetadataBuilder,
+    "host layers": metadata.HostMetadataBuilder,
     "xformers": backend_xformers.XformersMetadataBuilder,
 }
 

@@ -17,8 +17,9 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionBackend, AscendAtt
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendSide
-from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn, HostLayerClaims
+from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn
 from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
 
@@ -175,9 +176,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         )
 
 
-class HostLayerAscendBackend(HostLayerClaims, FastAttentionAscendBackend):
-    """Of host layers: another backend class gets metadata of its own."""
+class HostLayerAscendBackend(HostLayerMixin, FastAttentionAscendBackend):
+    """The backend for host layers on an NPU."""
 
-    @staticmethod
-    def get_builder_cls() -> type[Any]:
-        return AscendHostMetadataBuilder
+    builder = AscendHostMetadataBuilder

@@ -11,7 +11,8 @@ from vllm_ascend.ascend_config import get_ascend_config
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide, HostMetadataBuilder
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
+from fastattention_vllm.integration.host_layers.metadata import HostMetadataBuilder
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import npu
 from fastattention_vllm.placement.cooperative import Batch

@@ -11,10 +11,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
@@ -24,28 +21,27 @@ from fastattention_vllm.attention.cpu import layer as cpu_layer
 from fastattention_vllm.attention.cpu.layer import LayerAttention, LayerWriter
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat, support
-from fastattention_vllm.integration.claims import BackendClaims, BuilderClaims, HostLayerClaims, ImplClaims
+from fastattention_vllm.integration.base import Backend, Layer
+from fastattention_vllm.integration.claims import BuilderClaims
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.device import local_rank
+from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
-from fastattention_vllm.placement.cooperative import Batch, Device
+from fastattention_vllm.placement.cooperative import Device
 from fastattention_vllm.placement.link import Link, LocalLink
 
 logger = init_logger("vllm.fastattention")
 
 
-class FastAttentionBackend(BackendClaims, compat.BackendMembers, AttentionBackend):
+class FastAttentionBackend(Backend):
     """``--attention-backend fastattention``: what vLLM asks before it builds any layer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(support.KV_CACHE_DTYPES)
-
-    @staticmethod
-    def get_name() -> str:
-        return compat.BACKEND_NAME
 
     @staticmethod
     def get_impl_cls() -> type[FastAttentionImpl]:
@@ -66,22 +62,6 @@ class FastAttentionBackend(BackendClaims, compat.BackendMembers, AttentionBacken
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size <= cpu_kernels.MAX_HEAD_SIZE and head_size % cpu_kernels.HEAD_SIZE_MULTIPLE == 0
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in support.ATTENTION_TYPES
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
 
 
 @dataclass
@@ -132,38 +112,8 @@ class FastAttentionMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any])
         )
 
 
-class HostLayerBackend(HostLayerClaims, FastAttentionBackend):
-    """Of layers whose KV cache lies in a pool of its own; another backend class gets metadata of its own."""
-
-    @staticmethod
-    def get_builder_cls() -> type[Any]:
-        return HostMetadataBuilder
-
-
-class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
-    """On a machine without a GPU everything is on the host already."""
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> host_layers.HostMetadata:
-        common = common_attn_metadata
-        num_tokens = int(common.query_start_loc_cpu[common.num_reqs])
-        slots = common.slot_mapping[:num_tokens]
-        batch = Batch(
-            query_start_loc=common.query_start_loc_cpu[: common.num_reqs + 1],
-            seq_lens=common.seq_lens[: common.num_reqs],
-            block_table=common.block_table_tensor[: common.num_reqs],
-            slot_mapping=slots,
-            device_slots=slots,
-            causal=one_causality(common.causal),
-        )
-        return host_layers.HostMetadata(batch)
+class HostLayerBackend(HostLayerMixin, FastAttentionBackend):
+    """The CPU's backend for host layers."""
 
 
 class CpuSide:
@@ -176,7 +126,7 @@ class CpuSide:
         self.vllm_config = vllm_config
 
     def cpus(self) -> list[int]:
-        return cpu_resources.cpus_in_reach(host_layers.local_rank())
+        return cpu_resources.cpus_in_reach(local_rank())
 
     def settle_block_size(self) -> None:
         """The platform has done that."""
@@ -218,55 +168,14 @@ def start_cpu_threads(vllm_config: Any) -> None:
     )
 
 
-class FastAttentionImpl(ImplClaims, AttentionImpl[Any]):
+class FastAttentionImpl(Layer):
     """One attention layer: decoder attention over the KV cache, or encoder-only attention over this step's tokens."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-        **features: Any,
-    ) -> None:
-        # The start-up check sees the model's config; a layer that still asks for more is refused here.
-        unsupported = {
-            f"attention type {AttentionType(attn_type).value}": attn_type not in support.ATTENTION_TYPES,
-            f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype not in support.KV_CACHE_DTYPES,
-        } | {name: value is not None and value is not False for name, value in features.items()}
-        asked = [name for name, wanted in unsupported.items() if wanted]
-        if asked:
-            raise Refusal(
-                f"this model's attention layers use {', '.join(asked)}, which fastattention does not support; "
-                "serve another model."
-            )
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.fp8 = support.FP8_CACHES.get(kv_cache_dtype)
-        self.softcap = logits_soft_cap or 0.0
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        # The layer's own parameter: its weights are loaded later, and may be loaded anew.
-        self.sinks = sinks
-        self.is_encoder = attn_type == AttentionType.ENCODER_ONLY
-        # vLLM counts the token itself, the kernels what lies on either side of it.
-        reach = -1 if sliding_window is None else sliding_window - 1
-        self.window = (reach, reach if self.is_encoder else -1)
-        self.host_window = None if sliding_window is None else reach
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._bound: torch.Tensor | None = None
         self._attention: LayerAttention | None = None
         self._writer: LayerWriter
-        # vLLM skips the cache update of such a layer, and binds the other layer's cache to it.
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         host_layers.place(get_current_vllm_config(), CpuSide(get_current_vllm_config()))
@@ -286,16 +195,9 @@ class FastAttentionImpl(ImplClaims, AttentionImpl[Any]):
             self._bind(kv_cache)
         self._writer.write(key, value, slot_mapping, *self.scales(layer))
 
-    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.halves(kv_cache if self.fp8 is None else kv_cache.view(self.fp8))
-
     def halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
         return compat.keys_before_values(kv_cache, self.head_size)
-
-    def scales(self, layer: Any) -> tuple[float, float]:
-        """What the cache's keys and values were divided by. Asked every time: weights may be loaded anew."""
-        return (1.0, 1.0) if self.fp8 is None else (layer._k_scale_float, layer._v_scale_float)
 
     def forward(
         self,
@@ -327,7 +229,7 @@ class FastAttentionImpl(ImplClaims, AttentionImpl[Any]):
         if kv_cache is not self._bound:
             self._bind(kv_cache)
         if self._attention is None:
-            halves = self._split(kv_cache)
+            halves = self.split(kv_cache)
             problem = self._problem_of(layer, query, *halves, batch, block_table=batch.block_table)
             self._attention = LayerAttention(problem, output)
         self._attention.run(query, batch, output, self.float_sinks(), *self.scales(layer))
@@ -335,7 +237,7 @@ class FastAttentionImpl(ImplClaims, AttentionImpl[Any]):
 
     def _bind(self, kv_cache: torch.Tensor) -> None:
         """vLLM binds a cache before the first step, and may bind another one later."""
-        self._bound, self._attention, self._writer = kv_cache, None, LayerWriter(*self._split(kv_cache))
+        self._bound, self._attention, self._writer = kv_cache, None, LayerWriter(*self.split(kv_cache))
 
     def _problem_of(
         self,
@@ -356,32 +258,3 @@ class FastAttentionImpl(ImplClaims, AttentionImpl[Any]):
             causal=batch.causal,
             **where,
         )
-
-    def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
-        """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
-        scales = (1.0, 1.0) if self.is_encoder else self.scales(layer)
-        sinks = self.float_sinks()
-        own: dict[str, Any] = {
-            "scale": self.scale,
-            "window": self.window,
-            "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
-            # Weights lie on the device; the CPU's part of a host layer is computed here.
-            "sinks": None if sinks is None else sinks.to(parts["query"].device),
-            "key_scale": scales[0],
-            "value_scale": scales[1],
-        }
-        return AttentionProblem(**(own | parts))
-
-    def float_sinks(self) -> torch.Tensor | None:
-        return None if self.sinks is None else self.sinks.detach().float()
-
-    def merges(self) -> bool:
-        """Whether a host layer may merge attention over parts of its keys: positions and values as in one piece."""
-        return self.alibi_slopes is None and self.fp8 is None
-
-    def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype:
-        return self.fp8 or kv_cache.dtype
-
-    def why_not_on_host(self) -> str | None:
-        return None

@@ -15,10 +15,10 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.claims import DeviceBuildersOwn, DeviceImplsOwn, DevicesOwn, HostLayerClaims
+from fastattention_vllm.integration.claims import DeviceBuildersOwn, DeviceImplsOwn, DevicesOwn
 from fastattention_vllm.integration.cuda.device import CudaSide, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import HostMetadataBuilder
+from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.integration.tiling.attention_rows import can_be_cut, row_blocks
@@ -139,9 +139,5 @@ class BlockedMetadataBuilder(DeviceBuildersOwn, FlashAttentionBackend.get_builde
         return metadata
 
 
-class HostLayerFlashBackend(HostLayerClaims, FastAttentionFlashBackend):
-    """Of host layers: another backend class gets metadata of its own."""
-
-    @staticmethod
-    def get_builder_cls() -> type[Any]:
-        return HostMetadataBuilder
+class HostLayerFlashBackend(HostLayerMixin, FastAttentionFlashBackend):
+    """The backend for host layers on such a GPU."""

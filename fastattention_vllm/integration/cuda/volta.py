@@ -26,11 +26,11 @@ from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta.images import ImageError
 from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, partial_floats
 from fastattention_vllm.integration import compat, support
-from fastattention_vllm.integration.claims import BuilderClaims, HostLayerClaims
-from fastattention_vllm.integration.cpu.backend import FastAttentionBackend, FastAttentionImpl
+from fastattention_vllm.integration.base import Backend, Layer
+from fastattention_vllm.integration.claims import BuilderClaims
 from fastattention_vllm.integration.cuda.device import CudaSide, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import HostMetadataBuilder
+from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import row_parallel
@@ -39,14 +39,14 @@ from fastattention_vllm.integration.tiling.attention_rows import one_causality, 
 logger = init_logger("vllm.fastattention")
 
 
-class FastAttentionVoltaBackend(FastAttentionBackend):
+class FastAttentionVoltaBackend(Backend):
     """``--attention-backend fastattention`` on such a GPU."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", *support.FP8_CACHES]
 
     @staticmethod
-    def get_impl_cls() -> type[FastAttentionImpl]:
+    def get_impl_cls() -> type[Layer]:
         return FastAttentionVoltaImpl
 
     @staticmethod
@@ -224,15 +224,11 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         return self.block_table
 
 
-class HostLayerVoltaBackend(HostLayerClaims, FastAttentionVoltaBackend):
-    """Of host layers: another backend class gets metadata of its own."""
-
-    @staticmethod
-    def get_builder_cls() -> type[Any]:
-        return HostMetadataBuilder
+class HostLayerVoltaBackend(HostLayerMixin, FastAttentionVoltaBackend):
+    """The V100's backend for host layers."""
 
 
-class FastAttentionVoltaImpl(FastAttentionImpl):
+class FastAttentionVoltaImpl(Layer):
     """One attention layer; becomes a host layer where the plan says so."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -262,7 +258,7 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         if not self.is_encoder:
-            volta.write_kv(key, value, *self._split(kv_cache), slot_mapping, *self.scales(layer))
+            volta.write_kv(key, value, *self.split(kv_cache), slot_mapping, *self.scales(layer))
 
     def forward(
         self,
@@ -283,7 +279,7 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
         if self.is_encoder:
             key, value = volta.alike(key, value)
         else:
-            key, value = self._split(kv_cache)
+            key, value = self.split(kv_cache)
 
         def attend(parts: tuple[Part, ...], rows: slice) -> None:
             for part in parts:
@@ -309,10 +305,6 @@ class FastAttentionVoltaImpl(FastAttentionImpl):
             attend(block.parts, block.rows)
             following.ready.mark(output, block.rows.stop)
         return output
-
-    def halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Side by side for each token."""
-        return compat.split_kv_cache(kv_cache, self.head_size)
 
     def why_not_on_host(self) -> str | None:
         """What keeps such layers on the GPU, or None."""

@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from fastattention_vllm.attention import xformers
 from fastattention_vllm.attention.volta.launch import HEAD_SIZES
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
-from fastattention_vllm.integration.cpu.backend import FastAttentionBackend, FastAttentionImpl
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
@@ -62,14 +62,14 @@ def check_asked(vllm_config: Any, reason: str) -> None:
         )
 
 
-class FastAttentionXformersBackend(FastAttentionBackend):
+class FastAttentionXformersBackend(Backend):
     """``--attention-backend fastattention`` on such a GPU, of such a model, with ``volta_fallback: xformers``."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(xformers.DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16"]
 
     @staticmethod
-    def get_impl_cls() -> type[FastAttentionImpl]:
+    def get_impl_cls() -> type[Layer]:
         return FastAttentionXformersImpl
 
     @staticmethod
@@ -134,7 +134,7 @@ class XformersMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         return XformersMetadata(torch.diff(starts).tolist(), kv_lens, where, causal)
 
 
-class FastAttentionXformersImpl(FastAttentionImpl):
+class FastAttentionXformersImpl(Layer):
     """One attention layer by xformers."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

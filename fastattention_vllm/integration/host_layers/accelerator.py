@@ -6,16 +6,13 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration.claims import BuilderClaims
 from fastattention_vllm.integration.cpu import resources as cpu_resources
-from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.device import local_rank
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.integration.tiling.attention_rows import one_causality
-from fastattention_vllm.placement.cooperative import Batch, Device
+from fastattention_vllm.placement.cooperative import Device
 from fastattention_vllm.placement.prefetch import NUM_BUFFERS, STAGING_BYTES
 
 logger = init_logger("vllm.fastattention")
@@ -25,57 +22,6 @@ WORKSPACE = 1 << 30
 SPIN_SECONDS = 0.003
 """From one host layer to the next the attention threads stay awake: meanwhile the device computes, and nobody wants
 their CPUs."""
-
-
-class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
-    """Lengths, block tables and slots come down once per step, beside the computation; host layers wait for them.
-
-    They are read from the device because only there they are exact: with asynchronous scheduling the host knows bounds.
-    """
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.runtime: Any = torch.get_device_module(device)
-        self.stream = self.runtime.Stream(device)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> host_layers.HostMetadata:
-        common = common_attn_metadata
-        causal = one_causality(common.causal)
-        starts = self.starts(common)
-        requests = len(starts) - 1
-        slots = common.slot_mapping[: int(starts[-1])]
-        blocks = -(-int(common.max_seq_len) // self.page())
-        wanted = [common.seq_lens[:requests], common.block_table_tensor[:requests, :blocks], slots]
-        self.stream.wait_stream(self.runtime.current_stream())
-        with self.runtime.stream(self.stream):
-            coming = [tensor.to("cpu", non_blocking=True) for tensor in wanted]
-            there = self.stream.record_event()
-
-        def arrive() -> Batch:
-            there.synchronize()
-            lengths, table, host_slots = coming
-            return self.batch(starts, lengths, table, host_slots, slots, causal)
-
-        return host_layers.HostMetadata(None, arrive)
-
-    def starts(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """int32 ``[requests + 1]``, on the host: where each request's tokens begin."""
-        starts: torch.Tensor = common.query_start_loc_cpu[: common.num_reqs + 1].clone()
-        return starts
-
-    def page(self) -> int:
-        """Tokens of a block of the block tables."""
-        size: int = self.kv_cache_spec.block_size
-        return size
-
-    def batch(self, *parts: Any) -> Batch:
-        """Of what :class:`Batch` has, all of it there."""
-        return Batch(*parts)
 
 
 class AcceleratorSide:
@@ -95,7 +41,7 @@ class AcceleratorSide:
 
     def cpus(self) -> list[int]:
         ranks = self.vllm_config.parallel_config.local_world_size
-        return cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)[host_layers.local_rank()]
+        return cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)[local_rank()]
 
     def prepare(self) -> None:
         """Start the CPU's threads, leaving one core to the engine and the API server; hook into vLLM's worker."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -24,16 +24,16 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import ImplClaims
 from fastattention_vllm.integration.cpu import resources as cpu_resources
+from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceSide
+from fastattention_vllm.integration.host_layers.metadata import EVERY_LENGTH, HostMetadata
 from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
-from fastattention_vllm.placement.cooperative import MAX_SHORT, Batch, Device, HostAttention, Lane, Share, Step, divide
+from fastattention_vllm.placement.cooperative import MAX_SHORT, HostAttention, Lane, Share, Step
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
-from fastattention_vllm.placement.link import Link
-from fastattention_vllm.placement.pinning import Pinning
 from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
 from fastattention_vllm.placement.prefetch import Visit
 
@@ -41,61 +41,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.fastattention")
-
-EVERY_LENGTH = 1 << 30
-"""New tokens up to which the CPU attends, where partial results of a device could not be merged exactly."""
-
-
-class DeviceLayer(Protocol):
-    """What a host layer asks of the attention layer that it was: our ``AttentionImpl`` of the device."""
-
-    num_heads: int
-    head_size: int
-    scale: float
-    num_kv_heads: int
-    host_window: int | None
-    """Keys that a token sees before itself; None if all."""
-
-    def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
-        """One with this layer's scale, window and so on, unless ``parts`` say otherwise."""
-
-    def scales(self, layer: Any) -> tuple[float, float]:
-        """What an fp8 cache's keys and values were divided by."""
-
-    def merges(self) -> bool:
-        """Whether attention over parts of the keys can be merged to attention over all."""
-
-    def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype: ...
-
-    def why_not_on_host(self) -> str | None:
-        """What such a layer asks for that host layers cannot do here, or None."""
-
-
-class DeviceSide(Protocol):
-    """One kind of device beside the host."""
-
-    host_backend: type[Any]
-    """The ``AttentionBackend`` of host layers, whose builder makes :class:`HostMetadata`."""
-
-    @property
-    def pin(self) -> Pinning | None:
-        """None if the "device" is the host itself."""
-
-    def cpus(self) -> list[int]:
-        """Of this rank."""
-
-    def settle_block_size(self) -> None:
-        """Let vLLM's configuration say how many tokens a block will have, where so far it only says the default."""
-
-    def prepare(self) -> None:
-        """Called once it is sure that there will be host layers."""
-
-    def kernels(self) -> Device: ...
-
-    def link(self) -> Link: ...
-
-    def kv_bytes(self) -> int:
-        """Device memory that the KV cache may take, weights loaded and nothing else."""
 
 
 @dataclass
@@ -285,23 +230,6 @@ def rehearse(
     lane = replace(house.lane, layers=[])
     lane.prefetcher = house.lane.prefetcher
     HostAttention(lane, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
-
-
-@dataclass
-class HostMetadata:
-    """One step's batch for the host layers of a block table; it may still be on its way to the host."""
-
-    batch: Batch | None
-    arrive: Any = None
-    """Called once, where ``batch`` is None: waits for it."""
-    _step: Step | None = None
-
-    def divided(self, block_size: int, most_short: int) -> Step:
-        if self._step is None:
-            if self.batch is None:
-                self.batch = self.arrive()
-            self._step = divide(self.batch, block_size, most_short if self.batch.causal else EVERY_LENGTH)
-        return self._step
 
 
 def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
@@ -503,12 +431,6 @@ def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
         for number, index in enumerate(host):
             targets[index] = device[number % tables]
     return targets
-
-
-def local_rank() -> int:
-    from vllm.distributed.parallel_state import get_world_group
-
-    return int(get_world_group().local_rank)
 
 
 def _smallest_of_all_ranks(limits: Limits) -> Limits:
