@@ -125,7 +125,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def cpu_rows(options: argparse.Namespace) -> list[Row]:
-    from fastattention_vllm.attention import cpu
+    from fastattention_vllm.attention.cpu import kernels as cpu
 
     isa, tokens = cpu.isa(), options.cpu_tokens
     one_panel, one_tile = cpu_variants.rows_of_one_panel(isa), cpu_variants.one_tile(isa, tokens)
@@ -196,7 +196,7 @@ def in_turns(processes: Mapping[str, subprocess.Popen[str]]) -> dict[str, list[f
 
 def answer(library: str, problem: dict[str, Any]) -> None:
     os.environ["FASTATTENTION_CPU_LIBRARY"] = library
-    from fastattention_vllm.attention import cpu
+    from fastattention_vllm.attention.cpu import kernels as cpu
     from fastattention_vllm.attention.problem import AttentionProblem
 
     cpu.set_num_threads(1)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 
 PAUSES = {"back to back": (0.0, 1000), "after 1 ms": (0.001, 400), "after 1 s": (1.0, 15)}

@@ -48,7 +48,8 @@ import torch
 from tiling_all_reduce import LINKS, join, lanes_of, why_not
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.parallel import calibrate, world
+from fastattention_vllm.bench import ranks as world
+from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
 from fastattention_vllm.parallel.plan import even, plan

@@ -35,7 +35,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the ways are switched in t
 
 import torch
 
-from fastattention_vllm.attention.roof import PageReader, ReadMethod
+from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
 from fastattention_vllm.bench import machine, plots
 from fastattention_vllm.bench.earlier import earlier_report
 from fastattention_vllm.demo.haystack import make_haystack
@@ -190,7 +190,7 @@ def measure(
 
 
 def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    from fastattention_vllm.integration import host_layers
+    from fastattention_vllm.integration.host_layers import layers as host_layers
     from fastattention_vllm.placement.cooperative import Share
 
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(

@@ -31,13 +31,14 @@ import torch
 import torch.distributed as dist
 
 from fastattention_vllm.bench import machine
+from fastattention_vllm.bench import ranks as world
 from fastattention_vllm.bench.earlier import earlier_report
-from fastattention_vllm.parallel import calibrate, world
+from fastattention_vllm.bench.ranks import World, plain_layer
+from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.lanes import DEFAULT_LANES
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import cut, even
-from fastattention_vllm.parallel.world import World, plain_layer
 
 LAYERS = {  # model: layer: (inputs of all ranks, outputs)
     "8B": {"o_proj": (4096, 4096), "down_proj": (14336, 4096)},

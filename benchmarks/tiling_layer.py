@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from tiling_all_reduce import LINKS, difference, join, lanes_of, result, run_all, why_not
 
+from fastattention_vllm.bench.ranks import World, leave, plain_layer
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import LEAST_GAIN, cut
 from fastattention_vllm.parallel.tiled_linear import compute_and_sum
-from fastattention_vllm.parallel.world import World, leave, plain_layer
 
 
 @dataclass(frozen=True)

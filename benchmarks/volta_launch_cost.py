@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench import volta as bench
 

@@ -16,9 +16,10 @@ import numpy
 import torch
 import volta_peer
 
-from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import Divisor, Split, Variant
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.launch import Divisor, Split, Variant
 from kernels.volta.build import SOURCES
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound

@@ -75,8 +75,9 @@ from volta_sim_report import (
     report_of,
 )
 
-from fastattention_vllm.attention import volta, volta_kernels
-from fastattention_vllm.attention.volta_kernels import CHUNK, COMBINE, Divisor, Split, Variant
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.launch import CHUNK, COMBINE, Divisor, Split, Variant
 from fastattention_vllm.bench.earlier import earlier_report
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
 from kernels.volta.sim.dispatch import dispatch

@@ -206,7 +206,7 @@ class Copy:
         return subprocess.run(command, cwd=self.tree, env=chosen, capture_output=True, text=True)
 
     def isas(self) -> list[str]:
-        code = "from fastattention_vllm.attention import cpu; print(*cpu.usable_isas())"
+        code = "from fastattention_vllm.attention.cpu import kernels as cpu; print(*cpu.usable_isas())"
         return self.python("-c", code).stdout.split()
 
     def pytest(self, tests: list[str], library: Path | None = None) -> tuple[int, str]:

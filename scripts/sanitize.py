@@ -64,13 +64,13 @@ SANITIZERS = (
         },
         # All kernel tests but those that call the same kernels through torch operators, and those of finding a library.
         tests=(
-            "tests/attention/test_cpu_attention.py",
-            "tests/attention/test_cpu_errors.py",
-            "tests/attention/test_cpu_start.py",
-            "tests/attention/test_cpu_threads.py",
-            "tests/attention/test_cpu_write_kv.py",
-            "tests/attention/test_memory.py",
-            "tests/attention/test_roof.py",
+            "tests/attention/cpu/test_attention.py",
+            "tests/attention/cpu/test_errors.py",
+            "tests/attention/cpu/test_start.py",
+            "tests/attention/cpu/test_threads.py",
+            "tests/attention/cpu/test_write_kv.py",
+            "tests/attention/cpu/test_memory.py",
+            "tests/attention/cpu/test_roof.py",
             # Of the largest grids a part: what `make test` runs of them, and of two the most rows, and features at a
             # broken and at a whole vector.
             "-m",
@@ -84,14 +84,14 @@ SANITIZERS = (
                 file="src/api.cpp",
                 text="for (int s = 0; s < p.num_seqs; ++s) {",
                 replacement="for (int s = 0; s <= p.num_seqs; ++s) {",
-                test="tests/attention/test_cpu_attention.py::test_lse_may_have_any_strides",
+                test="tests/attention/cpu/test_attention.py::test_lse_may_have_any_strides",
                 report="heap-buffer-overflow",
             ),
             Bug(
                 file="src/plan.cpp",
                 text="const int rows = item.num_tokens * group;",
                 replacement="const int rows = item.num_tokens * group * (INT32_MAX / 2);",
-                test="tests/attention/test_cpu_threads.py::test_calls_after_the_workers_went_to_sleep",
+                test="tests/attention/cpu/test_threads.py::test_calls_after_the_workers_went_to_sleep",
                 report="signed integer overflow",
             ),
         ),
@@ -105,12 +105,12 @@ SANITIZERS = (
         # What runs on several threads. Not the tests that fork, since the runtime does not support threads in the child
         # of a process that had threads.
         tests=(
-            "tests/attention/test_cpu_start.py",
-            "tests/attention/test_cpu_threads.py",
-            "tests/attention/test_cpu_attention.py",
-            "tests/attention/test_cpu_write_kv.py",
-            "tests/attention/test_memory.py",
-            "tests/attention/test_roof.py",
+            "tests/attention/cpu/test_start.py",
+            "tests/attention/cpu/test_threads.py",
+            "tests/attention/cpu/test_attention.py",
+            "tests/attention/cpu/test_write_kv.py",
+            "tests/attention/cpu/test_memory.py",
+            "tests/attention/cpu/test_roof.py",
             "-k",
             "((test_cpu_threads or test_cpu_start) and not fork) or discarded or split_and_merged or (slots and 700)"
             " or test_roof",
@@ -120,7 +120,7 @@ SANITIZERS = (
                 file="src/engine.cpp",
                 text=".fetch_sub(1, std::memory_order_acq_rel) == 1)",
                 replacement=".fetch_sub(1, std::memory_order_relaxed) == 1)",
-                test="tests/attention/test_cpu_threads.py::test_calls_after_the_workers_went_to_sleep",
+                test="tests/attention/cpu/test_threads.py::test_calls_after_the_workers_went_to_sleep",
                 report="data race",
             ),
         ),

@@ -22,8 +22,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from fastattention_vllm.attention import volta, volta_images
-from fastattention_vllm.attention.volta_kernels import VARIANTS
+from fastattention_vllm.attention.volta import images as volta_images
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta.launch import VARIANTS
 from fastattention_vllm.bench import gpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) ")
 # One process: a sanitizer's first kernel of a process costs it seconds.
 PYTEST = """
 import sys, pathlib, pytest
-from fastattention_vllm.attention import volta
+from fastattention_vllm.attention.volta import kernels as volta
 volta.IMAGES = pathlib.Path(sys.argv[1])
 sys.exit(pytest.main(sys.argv[2:]))
 """

@@ -221,6 +221,9 @@ def install_package() -> None:
 def package_inputs() -> Iterable[str]:
     yield (ROOT / "pyproject.toml").read_text()
     yield str(find_compiler())
+    # An editable install finds modules by a list made when it was installed: after a move it would lead nowhere.
+    for path in sorted((ROOT / "fastattention_vllm").rglob("*.py")):
+        yield str(path.relative_to(ROOT))
     for path in sorted((ROOT / "kernels" / "cpu").rglob("*")):
         if path.is_file():
             yield f"{path.relative_to(ROOT)}\n{path.read_text()}"

@@ -23,7 +23,7 @@ def run(code: str, *flags: str, cwd: Path = ROOT) -> str:
     return result.stdout.strip()
 
 
-LIBRARY = "from fastattention_vllm.attention import cpu, cpu_library; print(cpu_library.library_path(), cpu.isa())"
+LIBRARY = "from fastattention_vllm.attention.cpu import kernels, library; print(library.library_path(), kernels.isa())"
 
 
 def test_the_library_is_found_from_the_checkout_and_from_anywhere(tmp_path: Path) -> None:
@@ -47,11 +47,11 @@ def test_a_ray_worker_finds_the_library() -> None:
         "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
         "@ray.remote\n"
         "def isa():\n"
-        "    from fastattention_vllm.attention import cpu\n"
+        "    from fastattention_vllm.attention.cpu import kernels as cpu\n"
         "    return cpu.isa()\n"
         "print(ray.get(isa.remote()))"
     )
-    assert run(code) == run("from fastattention_vllm.attention import cpu; print(cpu.isa())")
+    assert run(code) == run("from fastattention_vllm.attention.cpu import kernels as cpu; print(cpu.isa())")
 
 
 @pytest.mark.parametrize("module", ["attention.cpu", "attention.functional", "attention.problem", "demo"])

@@ -18,13 +18,14 @@ def kernels_for(device: torch.device) -> ModuleType:
         ValueError: there is none.
     """
     if device.type == "cpu":
-        from fastattention_vllm.attention import cpu
+        from fastattention_vllm.attention.cpu import kernels as cpu
 
         return cpu
     if device.type == "cuda":
         import torch
 
-        from fastattention_vllm.attention import flash, volta
+        from fastattention_vllm.attention import flash
+        from fastattention_vllm.attention.volta import kernels as volta
 
         return flash if torch.cuda.get_device_capability(device) >= (8, 0) else volta
     if device.type == "npu":

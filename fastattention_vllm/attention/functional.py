@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from fastattention_vllm.attention import cpu, kernels_for
+from fastattention_vllm.attention import kernels_for
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 
 

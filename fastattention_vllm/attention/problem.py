@@ -1,7 +1,7 @@
 """One description of the work, spoken by every kernel family.
 
-vLLM's metadata (``integration/backend.py``) and the public functions (``attention/functional.py``) both end up here;
-nothing below this line knows where a problem came from.
+vLLM's metadata (``integration/cpu/backend.py``) and the public functions (``attention/functional.py``) both end up
+here; nothing below this line knows where a problem came from.
 """
 
 from __future__ import annotations

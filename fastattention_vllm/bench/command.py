@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from fastattention_vllm.attention import cpu as kernels
+from fastattention_vllm.attention.cpu import kernels
 from fastattention_vllm.bench import table
 from fastattention_vllm.bench.cases import DEFAULT_PAGE, Case, parse_case
 from fastattention_vllm.bench.contenders import OURS, contenders

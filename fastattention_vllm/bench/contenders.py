@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from fastattention_vllm.attention import cpu
-from fastattention_vllm.attention.cpu_layer import Batch, LayerAttention
+from fastattention_vllm.attention.cpu import kernels as cpu
+from fastattention_vllm.attention.cpu.layer import Batch, LayerAttention
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.bench.cases import DTYPES, Case
 

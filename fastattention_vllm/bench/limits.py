@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattention_vllm.attention import roof
+from fastattention_vllm.attention.cpu import roof
 from fastattention_vllm.bench.cases import DTYPES, Case
 from fastattention_vllm.bench.contenders import block_table
 from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.bench import limits, machine
 from fastattention_vllm.bench.cases import Case
 from fastattention_vllm.bench.contenders import OURS, Contender

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from fastattention_vllm.attention import volta, volta_kernels
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench.gpu import Gpu, Timed
 from fastattention_vllm.bench.report import geometric_mean

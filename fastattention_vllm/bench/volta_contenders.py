@@ -14,8 +14,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattention_vllm.attention import volta, xformers
+from fastattention_vllm.attention import xformers
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta import kernels as volta
 
 OURS = "ours"
 PAGE = 16

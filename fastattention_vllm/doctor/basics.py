@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from fastattention_vllm.attention import cpu as kernels
+from fastattention_vllm.attention.cpu import kernels
 from fastattention_vllm.bench import machine
 from fastattention_vllm.placement import cgroups, host_memory
 from fastattention_vllm.placement.host_memory import GIB

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fastattention_vllm.parallel import calibrate, world
+from fastattention_vllm.bench import ranks as world
+from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.choice import Trial
 from fastattention_vllm.parallel.lanes import DEFAULT_LANES
 

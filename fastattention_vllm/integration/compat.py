@@ -32,8 +32,8 @@ SUPPORTED_VLLM = SpecifierSet(">=0.19.1,<0.34")
 with Hugging Face by hand. The versions between these were not run."""
 
 BACKEND_NAME = "FASTATTENTION"
-BACKEND_PATH = "fastattention_vllm.integration.backend.FastAttentionBackend"
-CUDA_BACKEND_PATH = "fastattention_vllm.integration.backend_cuda.FastAttentionCudaBackend"
+BACKEND_PATH = "fastattention_vllm.integration.cpu.backend.FastAttentionBackend"
+CUDA_BACKEND_PATH = "fastattention_vllm.integration.cuda.select.FastAttentionCudaBackend"
 
 
 def check_vllm_version() -> None:

@@ -10,12 +10,14 @@ import glob
 import os
 from importlib.metadata import entry_points
 
-from fastattention_vllm.integration import ascend, compat, server_end
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.ascend import platform as ascend
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
+from fastattention_vllm.integration.serving import server_end
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
 PLATFORM_GROUP = "vllm.platform_plugins"
-CPU_PLATFORM = "fastattention_vllm.integration.platform_cpu.FastAttentionCpuPlatform"
+CPU_PLATFORM = "fastattention_vllm.integration.cpu.platform.FastAttentionCpuPlatform"
 
 
 def register() -> None:

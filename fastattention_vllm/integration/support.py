@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastattention_vllm.attention.cpu import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
-from fastattention_vllm.integration import compat, cpu_ops
+from fastattention_vllm.attention.cpu.kernels import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         "layers with their KV cache in host memory",
         "`host_kv_layers`; on CPUs a second pool, of use for tests only; on GPUs see README.md, on NPUs docs/ascend.md",
-        "tests/integration/test_host_layers.py::test_tokens_and_logprobs_equal_hugging_face",
+        "tests/integration/host_layers/test_layers.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(
         "preemption",

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fastattention_vllm.attention import cpu as cpu_kernels
-from fastattention_vllm.attention.roof import PageReader, ReadMethod
+from fastattention_vllm.attention.cpu import kernels as cpu_kernels
+from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
 from fastattention_vllm.placement.cooperative import HostAttention, Share
 from fastattention_vllm.placement.link import Link
 

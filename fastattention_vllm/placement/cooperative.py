@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fastattention_vllm.attention import cpu as cpu_kernels
+from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit

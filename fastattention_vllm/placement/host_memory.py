@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fastattention_vllm.attention import cpu_memory
+from fastattention_vllm.attention.cpu import memory as cpu_memory
 from fastattention_vllm.placement import cgroups
 from fastattention_vllm.placement.pinning import Pinning
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattention_vllm.attention import cpu_memory
+from fastattention_vllm.attention.cpu import memory as cpu_memory
 from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.pinning import Pinning

@@ -14,8 +14,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fastattention_vllm.attention.volta_images import MANIFEST, write_manifest
-from fastattention_vllm.attention.volta_kernels import COMPILER_OPTIONS, HEAD_SIZES, VARIANTS, Variant
+from fastattention_vllm.attention.volta.images import MANIFEST, write_manifest
+from fastattention_vllm.attention.volta.launch import COMPILER_OPTIONS, HEAD_SIZES, VARIANTS, Variant
 from kernels.volta.nvrtc import compile_cuda, version
 
 SOURCES = Path(__file__).resolve().parent / "src"

@@ -25,8 +25,9 @@ from vllm_ascend import ascend_config
 from vllm_ascend.ops import linear, linear_op
 from vllm_ascend.ops.linear import AscendRowParallelLinear
 
-from fastattention_vllm.integration import ascend_row_parallel, row_parallel
-from fastattention_vllm.integration.ascend_row_parallel import TiledRowParallelOp
+from fastattention_vllm.integration.ascend import row_parallel as ascend_row_parallel
+from fastattention_vllm.integration.ascend.row_parallel import TiledRowParallelOp
+from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.parallel import mm_all_reduce as mm_all_reduce_layer
 from tests.ascend import mm_all_reduce
 

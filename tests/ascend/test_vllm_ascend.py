@@ -21,8 +21,8 @@ from vllm_ascend.device.device_op import DeviceOperator
 from vllm_ascend.quantization.methods import kv_c8
 
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import backend_ascend
-from fastattention_vllm.integration.backend_ascend import FastAttentionAscendBackend, FastAttentionAscendImpl
+from fastattention_vllm.integration.ascend import backend as backend_ascend
+from fastattention_vllm.integration.ascend.backend import FastAttentionAscendBackend, FastAttentionAscendImpl
 from fastattention_vllm.integration.refusal import Refusal
 from tests.ascend import operator as ascend_operator
 from tests.ascend.test_attention import ROUNDING, bound  # noqa: F401  a fixture

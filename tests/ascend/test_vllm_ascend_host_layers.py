@@ -22,12 +22,13 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl, AscendAttentionState
 from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import ascend_side, host_layers
-from fastattention_vllm.integration.accelerator_side import AcceleratorSide
-from fastattention_vllm.integration.backend_ascend import FastAttentionAscendBackend, HostLayerAscendBackend
-from fastattention_vllm.integration.host_layers import HostLayerImpl
+from fastattention_vllm.integration.ascend import device as ascend_side
+from fastattention_vllm.integration.ascend.backend import FastAttentionAscendBackend, HostLayerAscendBackend
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
+from fastattention_vllm.integration.host_layers.layers import HostLayerImpl
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import cooperative, npu
 from tests.ascend.genuine_worker import NPUModelRunner, NPUWorker

@@ -16,9 +16,10 @@ from vllm_ascend import ascend_config, utils
 from vllm_ascend.ops import linear, linear_op
 from vllm_ascend.ops.linear_op import CustomRowParallelOp
 
-from fastattention_vllm.integration import ascend_row_parallel, row_parallel
-from fastattention_vllm.integration.ascend_row_parallel import TiledRowParallelOp
+from fastattention_vllm.integration.ascend import row_parallel as ascend_row_parallel
+from fastattention_vllm.integration.ascend.row_parallel import TiledRowParallelOp
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.parallel import mm_all_reduce, tiled_linear
 from tests.ascend import row_parallel_tasks as tasks
 from tests.ascend.row_parallel_tasks import Layer, ascend_settings, settings, vllm_settings

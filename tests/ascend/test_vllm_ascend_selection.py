@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = "fastattention_vllm.integration.backend_ascend.FastAttentionAscendBackend"
+OURS = "fastattention_vllm.integration.ascend.backend.FastAttentionAscendBackend"
 DENSE = "vllm_ascend.attention.attention_v1.AscendAttentionBackend"
 
 # /dev/null stands for an NPU's device node, so that this package's CPU platform steps back.
@@ -78,7 +78,7 @@ P.is_310p = lambda: True
 found["310p"] = chosen(member)
 
 from packaging.specifiers import SpecifierSet
-from fastattention_vllm.integration import ascend, refusal
+from fastattention_vllm.integration.ascend import platform as ascend; from fastattention_vllm.integration import refusal
 ascend.SUPPORTED_VLLM_ASCEND = SpecifierSet("<0.1")
 try:
     chosen(member)

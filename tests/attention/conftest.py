@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 
 
 @pytest.fixture(params=cpu.usable_isas())

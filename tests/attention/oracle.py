@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 
 # What one rounding of the output costs, as (relative, absolute) on outputs of size about 1. fp32: the kernels sum up

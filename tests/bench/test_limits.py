@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from fastattention_vllm.attention import roof
+from fastattention_vllm.attention.cpu import roof
 from fastattention_vllm.bench import limits
 from fastattention_vllm.bench.cases import parse_case
 from fastattention_vllm.bench.contenders import block_table

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fastattention_vllm.attention import volta as kernels
 from fastattention_vllm.attention import xformers
+from fastattention_vllm.attention.volta import kernels
 from fastattention_vllm.bench import command, volta
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Layer, Sdpa, contenders

@@ -1,6 +1,6 @@
 """Host layers in the installed version: answers do not depend on where a layer's KV cache lies.
 
-Not a test module by name: tests/integration/test_host_layers.py has these cases and more for the version that
+Not a test module by name: tests/integration/host_layers/test_layers.py has these cases and more for the version that
 `make test` installs.
 """
 
@@ -28,7 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
-from fastattention_vllm.integration import host_layers
+from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.refusal import sentence
 
 LAYERS = 4

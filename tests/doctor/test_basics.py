@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 import torch
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.doctor import basics
 from fastattention_vllm.placement import cgroups
 from tests.doctor.test_tensor_parallel import doctor

@@ -32,7 +32,8 @@ MODELS = st.builds(
 
 
 def world_of(model: Model, share: float, seed: int, kernels: str = "flash") -> World:
-    device = importlib.import_module(f"fastattention_vllm.attention.{kernels}")
+    module = {"volta": "volta.kernels"}.get(kernels, kernels)
+    device = importlib.import_module(f"fastattention_vllm.attention.{module}")
     lane = Lane(link.CudaLink(torch.device("cuda:0")), device, share=Share(share))
     return World(model, 3, 400, lane, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
 

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import HEAD_SIZES
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.launch import HEAD_SIZES
 from tests.attention import oracle
 from tests.attention.oracle import Case
 from tests.volta.attention import LSE_TOLERANCE, TOLERANCE

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from fastattention_vllm.integration.backend import FastAttentionBackend
+from fastattention_vllm.integration.cpu.backend import FastAttentionBackend
 
 HAS_LAYOUTS = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
 """vLLM >= 0.29 lays the cache out itself, in one of the layouts that the backend declares."""

@@ -14,15 +14,13 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-from fastattention_vllm.integration import (
-    accelerator_side,
-    backend,
-    backend_flash,
-    backend_volta,
-    backend_xformers,
-    claims,
-    host_layers,
-)
+from fastattention_vllm.integration import claims
+from fastattention_vllm.integration.cpu import backend
+from fastattention_vllm.integration.cuda import flash as backend_flash
+from fastattention_vllm.integration.cuda import volta as backend_volta
+from fastattention_vllm.integration.cuda import xformers as backend_xformers
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers import metadata
 from scripts import vllm_surface
 
 KIND = {
@@ -53,11 +51,10 @@ OURS: dict[str, tuple[type[Any], ...]] = {
     ),
     "builder": (
         backend.FastAttentionMetadataBuilder,
-        backend.HostMetadataBuilder,
         backend_flash.BlockedMetadataBuilder,
         backend_volta.VoltaMetadataBuilder,
         backend_xformers.XformersMetadataBuilder,
-        accelerator_side.HostMetadataBuilder,
+        metadata.HostMetadataBuilder,
     ),
 }
 HOST = tuple(one for one in OURS["backend"] if issubclass(one, claims.HostLayerClaims))
@@ -70,6 +67,12 @@ NOT_OF_HOST_LAYERS = (
     "supports_pcp",
     "supports_rswa",
 )
+
+
+def test_no_device_inherits_from_another_one() -> None:
+    for ours in (one for classes in OURS.values() for one in classes):
+        rooms = {parts[2] for one in ours.__mro__ if len(parts := one.__module__.split(".")) > 3}
+        assert len(rooms & {"cpu", "cuda", "ascend"}) <= 1, ours
 
 
 def unknown(surface: vllm_surface.Surface) -> list[str]:
@@ -209,7 +212,7 @@ def test_on_npus_too(monkeypatch: pytest.MonkeyPatch) -> None:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     vars(sys.modules["vllm_ascend.attention"])["attention_v1"] = sys.modules["vllm_ascend.attention.attention_v1"]
-    rooms = ("fastattention_vllm.integration.ascend_side", "fastattention_vllm.integration.backend_ascend")
+    rooms = ("fastattention_vllm.integration.ascend.device", "fastattention_vllm.integration.ascend.backend")
     for room in rooms:
         monkeypatch.delitem(sys.modules, room, raising=False)
     try:

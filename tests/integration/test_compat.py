@@ -14,7 +14,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from fastattention_vllm.integration import compat, cpu_speculation
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cpu.stand_ins import speculation as cpu_speculation
 from fastattention_vllm.integration.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from vllm import LLM, SamplingParams
 
-from fastattention_vllm.integration import host_layers
+from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.placement import cooperative, prefetch
 from tests.integration.drawn_models import Forced
 from tests.integration.drawn_problems import Asked, Problem, draw_problem

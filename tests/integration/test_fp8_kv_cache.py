@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from fastattention_vllm.integration.backend import FastAttentionImpl
+from fastattention_vllm.integration.cpu.backend import FastAttentionImpl
 from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, engine, generate
 from tests.reference_models import Answer, Rounding, hugging_face_answers, random_prompts, save_random

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PretrainedConfig
 
-from fastattention_vllm.integration import cpu_resources
+from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.kv_size import kv_size_of
 from fastattention_vllm.placement.kv_size import KvSize
 from tests import reference_models as reference

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from tests.attention import oracle
 from tests.attention.conftest import restore_threads, single_threaded_oracle  # noqa: F401
 

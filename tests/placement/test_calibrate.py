@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
 from fastattention_vllm.placement.cooperative import LEAST_DIVIDED, HostAttention, Lane, Share

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.integration import cpu_resources
+from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.placement import cgroups, host_memory
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import cooperative, prefetch
 from fastattention_vllm.placement.cooperative import Batch, Lane, Share, divide, merge

@@ -15,7 +15,7 @@ import torch
 
 from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.host_memory import GIB, HUGE_PAGE
-from tests.attention.test_memory import huge_bytes, needs_huge_pages
+from tests.attention.cpu.test_memory import huge_bytes, needs_huge_pages
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattention_vllm.attention import cpu
+from fastattention_vllm.attention.cpu import kernels as cpu
 from scripts import mutate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,10 +21,10 @@ replacement = "{replacement}"
 tests = ["{test}"]
 """
 FITS = {
-    "file": "fastattention_vllm/attention/cpu.py",
+    "file": "fastattention_vllm/attention/cpu/kernels.py",
     "text": "for it runs once per layer",
     "replacement": "",
-    "test": "tests/attention/test_cpu_errors.py::test_can_run_gives_the_reason",
+    "test": "tests/attention/cpu/test_errors.py::test_can_run_gives_the_reason",
 }
 
 
@@ -52,7 +52,10 @@ def test_every_test_that_is_named_exists() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text": "torch"}, r"'a break': its text occurs \d+ times in fastattention_vllm/attention/cpu.py, not once"),
+        (
+            {"text": "torch"},
+            r"'a break': its text occurs \d+ times in fastattention_vllm/attention/cpu/kernels.py, not once",
+        ),
         ({"text": "no such text"}, "its text occurs 0 times"),
         ({"file": "gone.py"}, "there is no file gone.py"),
         ({"replacement": "for it runs once per layer"}, "names no test or changes nothing"),
@@ -87,7 +90,7 @@ def test_a_change_that_breaks_nothing_survives(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_test_that_does_not_exist_catches_nothing(tmp_path: Path) -> None:
-    done = run(write(tmp_path / "list.toml", test="tests/attention/test_cpu_errors.py::test_gone"))
+    done = run(write(tmp_path / "list.toml", test="tests/attention/cpu/test_errors.py::test_gone"))
     assert done.returncode == 2, done.stdout + done.stderr
     assert "do not all pass without a mutation" in done.stderr
 

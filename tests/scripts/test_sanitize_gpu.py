@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fastattention_vllm.attention import volta
-from fastattention_vllm.attention.volta_kernels import VARIANTS
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta.launch import VARIANTS
 from fastattention_vllm.bench import gpu
 from scripts import sanitize_gpu
 

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from fastattention_vllm.attention import volta, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import CHUNK, VOLTA, Divisor, Prefill, Split, Variant
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.launch import CHUNK, VOLTA, Divisor, Prefill, Split, Variant
 from kernels.volta.emulator import Emulation
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation

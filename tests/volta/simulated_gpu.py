@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from fastattention_vllm.attention import volta
-from fastattention_vllm.attention.volta_kernels import VOLTA, Variant
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta.launch import VOLTA, Variant
 from kernels.volta.sim import Simulation
 from tests.volta.attention import cubin, execute_all
 

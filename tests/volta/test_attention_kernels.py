@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention.volta_kernels import (
+from fastattention_vllm.attention.volta.launch import (
     HEAD_SIZES,
     PART_KEYS,
     SMS,

@@ -11,9 +11,14 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-from fastattention_vllm.attention import cpu, volta, volta_kernels
+from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import accelerator_side, backend, backend_volta, backend_xformers
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.integration.cpu import backend
+from fastattention_vllm.integration.cuda import volta as backend_volta
+from fastattention_vllm.integration.cuda import xformers as backend_xformers
+from fastattention_vllm.integration.host_layers import metadata
 from fastattention_vllm.integration.refusal import Refusal
 from tests.attention import oracle
 from tests.attention.oracle import Case
@@ -304,9 +309,8 @@ def test_host_layers_take_no_fp8_cache(name: str) -> None:
 
 BUILDERS = {
     "cpu": backend.FastAttentionMetadataBuilder,
-    "cpu's host layers": backend.HostMetadataBuilder,
     "volta": backend_volta.VoltaMetadataBuilder,
-    "host layers": accelerator_side.HostMetadataBuilder,
+    "host layers": metadata.HostMetadataBuilder,
     "xformers": backend_xformers.XformersMetadataBuilder,
 }
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention import volta_kernels
+from fastattention_vllm.attention.volta import launch as volta_kernels
 from kernels.volta.sim import V100
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

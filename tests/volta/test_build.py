@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fastattention_vllm.attention import volta_kernels
-from fastattention_vllm.attention.volta_images import MANIFEST
-from fastattention_vllm.attention.volta_kernels import COMBINE, Variant
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.images import MANIFEST
+from fastattention_vllm.attention.volta.launch import COMBINE, Variant
 from kernels.volta import build
 
 PREFILL, DECODE = volta_kernels.prefill(64), volta_kernels.decode(256, architecture=75)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention.volta_kernels import HEAD_SIZES, TURING, VOLTA
+from fastattention_vllm.attention.volta.launch import HEAD_SIZES, TURING, VOLTA
 from tests.attention.oracle import Case
 from tests.volta import attention
 from tests.volta.attention import emulated, simulated

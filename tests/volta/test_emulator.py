@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention import volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_kernels import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA
 from kernels.volta.emulator import Emulation, EmulationError
 from kernels.volta.sim import pack_parameters
 from tests.attention.oracle import Case

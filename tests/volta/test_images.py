@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from fastattention_vllm.attention import volta, volta_driver, volta_images, volta_kernels
-from fastattention_vllm.attention.volta_images import MANIFEST, ImageError
-from fastattention_vllm.integration import backend_volta
+from fastattention_vllm.attention.volta import driver as volta_driver
+from fastattention_vllm.attention.volta import images as volta_images
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.images import MANIFEST, ImageError
+from fastattention_vllm.integration.cuda import volta as backend_volta
 from fastattention_vllm.integration.refusal import Refusal
 
 VARIANT = volta_kernels.decode(64)

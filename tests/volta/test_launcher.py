@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastattention_vllm.attention import volta, volta_driver, volta_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta_driver import DriverError, Kernel
+from fastattention_vllm.attention.volta import driver as volta_driver
+from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.driver import DriverError, Kernel
 from tests.attention.oracle import Case
 
 FP16 = torch.float16

@@ -17,7 +17,8 @@ import torch
 
 from fastattention_vllm.attention import xformers
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import backend_cuda, backend_xformers
+from fastattention_vllm.integration.cuda import select as backend_cuda
+from fastattention_vllm.integration.cuda import xformers as backend_xformers
 from fastattention_vllm.integration.refusal import Refusal
 from tests.attention import oracle
 from tests.attention.oracle import Case

@@ -1,0 +1,1 @@
+"""Attention on CPUs: the C++ kernels, called through their C ABI."""

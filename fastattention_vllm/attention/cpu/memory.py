@@ -1,0 +1,87 @@
+"""Where host memory lies: huge pages, NUMA nodes, first touch by the attention threads.
+
+Attention over a long context reads gigabytes once per step: with 4 KiB pages the address translation alone costs a good
+part of the memory's rate, and pages that all lie on one node leave the other nodes' memory controllers idle. Placement
+is best effort; what could not be had is reported, never raised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Sequence
+from ctypes import c_char, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from fastattention_vllm.attention.cpu.library import check, library
+
+
+class _Placement(ctypes.Structure):
+    """``fa_cpu_placement`` of ``fastattention_cpu.h``, field by field."""
+
+    _fields_ = [("huge_bytes", c_int64), ("num_nodes", c_int32), ("reason", c_char * 244)]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What was achieved for a range of memory."""
+
+    huge_bytes: int | None
+    """Bytes in huge pages when it was placed; None where /proc does not say."""
+    num_nodes: int
+    """NUMA nodes that the policy names; 0 if none was asked for, or none could be set."""
+    reason: str
+    """Sentences that say why something asked for was not had; empty if all was."""
+
+
+def place(address: int, size: int, nodes: Sequence[int] = (), *, discard: bool = False) -> Placement:
+    """Ask for huge pages and NUMA nodes for ``size`` bytes at ``address``.
+
+    Only whole huge pages (2 MiB) inside the range are placed. ``nodes``: several are used in turn (interleaved), one by
+    preference, none leaves the policy as it is. With ``discard`` the range is zero afterwards and its pages are new,
+    touched first by the attention threads; without, contents stay and pages move where the kernel can.
+
+    Raises ``ValueError`` for a null address or a negative size.
+    """
+    achieved = _Placement()
+    check(_functions().fa_cpu_place_memory(address, size, *_nodes(nodes), int(discard), achieved))
+    return _read(achieved)
+
+
+def allocate(size: int, nodes: Sequence[int] = ()) -> tuple[torch.Tensor, Placement]:
+    """``[size]`` uint8 zeros, placed like that; freed with the last tensor that views them.
+
+    All of it is touched, so the caller must know that ``size`` bytes are free.
+
+    Raises ``ValueError`` for a size below 1, ``MemoryError`` where there is no such address space.
+    """
+    achieved, address = _Placement(), c_void_p()
+    check(_functions().fa_cpu_alloc(size, *_nodes(nodes), address, achieved))
+    assert address.value is not None
+    memory = (c_char * size).from_address(address.value)
+    # Not at exit: threads that still read would crash, and the process gives everything back anyway.
+    weakref.finalize(memory, _functions().fa_cpu_free, address.value, size).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8), _read(achieved)
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    loaded, numbers = library(), ctypes.POINTER(c_int32)
+    achieved = ctypes.POINTER(_Placement)
+    loaded.fa_cpu_place_memory.argtypes = [c_void_p, c_int64, numbers, c_int32, c_int32, achieved]
+    loaded.fa_cpu_alloc.argtypes = [c_int64, numbers, c_int32, ctypes.POINTER(c_void_p), achieved]
+    loaded.fa_cpu_free.argtypes = [c_void_p, c_int64]
+    loaded.fa_cpu_free.restype = None
+    return loaded
+
+
+def _nodes(nodes: Sequence[int]) -> tuple[ctypes.Array[c_int32] | None, int]:
+    return ((c_int32 * len(nodes))(*nodes) if nodes else None), len(nodes)
+
+
+def _read(achieved: _Placement) -> Placement:
+    huge = achieved.huge_bytes
+    return Placement(None if huge < 0 else huge, achieved.num_nodes, achieved.reason.decode())

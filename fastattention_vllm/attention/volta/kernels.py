@@ -1,0 +1,379 @@
+"""Attention on NVIDIA V100 (sm_70) by kernels of our own, in fp16 with fp32 sums.
+
+Few packed rows (query tokens times query heads per KV head, up to 8 of each sequence) go to the decode kernel, more to
+the prefill kernel. On a newer GPU the same kernels run from their PTX, for tests: there they are correct, not fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta import driver as volta_driver
+from fastattention_vllm.attention.volta import images as volta_images
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.launch import (
+    CHUNK,
+    DECODE_ROWS,
+    HEAD_SIZES,
+    TURING,
+    VOLTA,
+    Divisor,
+    Prefill,
+    Split,
+    Variant,
+    WriteKv,
+)
+
+IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
+"""``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx``, or ``sm_75``, of each variant, and their manifest."""
+LOG2E = math.log2(math.e)
+MOST_OFFSET = 1 << 32
+"""Chunks of 16 bytes that the kernels can count in a cache."""
+MOST_BLOCKS = 65535
+"""Of a grid in its second dimension, as the driver counts."""
+NUMBERS = {
+    "query_start_loc": torch.int32,
+    "seq_lens": torch.int32,
+    "block_table": torch.int32,
+    "kv_start_loc": torch.int32,
+    "alibi_slopes": torch.float32,
+    "sinks": torch.float32,
+}
+CACHES = {torch.float16: "", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+"""Dtypes of keys and values; the kernels' names."""
+UNITS = {torch.float8_e4m3fn: 256.0}
+"""What the kernels leave out when they make fp16 numbers of stored ones."""
+TENSORS = ("query", "key", "value", *NUMBERS)
+"""What the kernels read; those that a problem lacks have the address 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which kernels run, and what they are loaded from."""
+
+    architecture: int
+    """``VOLTA`` or ``TURING``."""
+    suffix: str
+    """``cubin``, or ``ptx``, which the driver compiles."""
+
+    def __str__(self) -> str:
+        form = "machine code" if self.suffix == "cubin" else "compiled from PTX by the driver"
+        return f"sm_{self.architecture}, {form}"
+
+
+CHOICES = {"ptx": Target(VOLTA, "ptx"), "ptx-sm_75": Target(TURING, "ptx")}
+"""What may be asked for instead of a GPU's own kernels: newer GPUs have Turing's products, the V100's only in name."""
+
+
+def target_of(capability: tuple[int, int], kernels: str = "auto") -> Target:
+    """``kernels``: ``auto`` or one of ``CHOICES``. Raises ``ValueError`` for Turing's kernels on an older GPU."""
+    if kernels == "auto":
+        own = {(7, 0): Target(VOLTA, "cubin"), (7, 2): Target(VOLTA, "cubin"), (7, 5): Target(TURING, "cubin")}
+        return own.get(capability, CHOICES["ptx"])
+    target = CHOICES[kernels]
+    if 10 * capability[0] + capability[1] < target.architecture:
+        raise ValueError(
+            f"volta_kernels is {kernels}, but this GPU's compute capability is {capability[0]}.{capability[1]}; "
+            "leave it at auto."
+        )
+    return target
+
+
+_asked = "auto"
+
+
+def choose(kernels: str) -> Target:
+    """From now on, which kernels this process launches on its GPU: as :func:`target_of`."""
+    global _asked
+    _asked = kernels
+    target.cache_clear()
+    return target()
+
+
+@functools.cache
+def target() -> Target:
+    """Of this process's GPU."""
+    return target_of(torch.cuda.get_device_capability(), _asked)
+
+
+def can_run(problem: AttentionProblem) -> str | None:
+    """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
+    query, key, value = problem.query, problem.key, problem.value
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.device.type != "cuda":
+            return f"{name} is on {tensor.device}, the Volta kernels need it on a GPU."
+        if name == "query" and tensor.dtype != torch.float16:
+            return f"query has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
+        if tensor.dtype not in CACHES:
+            return (
+                f"{name} has dtype {tensor.dtype}, the Volta kernels take float16, float8_e5m2, float8_e4m3fn and int8."
+            )
+        if tensor.stride(-1) != 1 or any(stride % CHUNK for stride in tensor.stride()[:-1]):
+            return f"{name} has strides {tensor.stride()}, all but the last must be multiples of {CHUNK}, the last 1."
+        aligned = CHUNK * tensor.element_size()
+        if tensor.data_ptr() % aligned:
+            return f"{name} begins at an address that is no multiple of {aligned} bytes, which the Volta kernels need."
+    if query.shape[-1] not in HEAD_SIZES:
+        return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
+    if key.dtype != value.dtype:
+        return f"key has dtype {key.dtype} and value {value.dtype}, they must be alike."
+    if key.stride() != value.stride():
+        return f"key has strides {key.stride()} and value {value.stride()}, they must be alike."
+    if key.shape[0] * key.stride(0) // CHUNK >= MOST_OFFSET:
+        return f"key has {key.shape[0]} blocks of {key.stride(0)} numbers, more than the Volta kernels can count."
+    if problem.scale <= 0:
+        return f"scale is {problem.scale}, the Volta kernels need it above 0."
+    if problem.alibi_slopes is not None and problem.alibi_slopes.dim() != 1:
+        return "alibi_slopes differ from sequence to sequence, the Volta kernels take one per head."
+    return None
+
+
+def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute ``problem`` on its query's GPU, on torch's current stream.
+
+    ``out``: ``[num_tokens, num_heads, head_size]`` fp16; ``lse``: ``[num_tokens, num_heads]`` fp32, natural logarithm.
+    ``query_start_loc`` and ``seq_lens`` on the host say how large the grids are; on the GPU, where a CUDA graph reads
+    them, their copies say what is computed.
+
+    Raises ``ValueError`` for what :func:`can_run` names, :class:`~.volta_driver.DriverError` where the GPU refuses.
+    """
+    if problem.block_table is None:
+        key, value = alike(problem.key, problem.value)
+        problem = replace(problem, key=key, value=value)
+    reason = can_run(problem)
+    if reason is not None:
+        raise ValueError(reason)
+    query = problem.query
+    tokens, heads, _ = query.shape
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    lse = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
+    if len(problem.seq_lens):
+        most = int(torch.diff(problem.query_start_loc).max())
+        attend(_on(query.device, problem), Extent(most, int(problem.seq_lens.max())), out, lse)
+    return out, lse if return_lse else None
+
+
+def alike(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both with the same strides, which the kernels need: new keys that went through a rotation may be contiguous where
+    values are still a part of the projection's output."""
+    return (key, value) if key.stride() == value.stride() else (key.contiguous(), value.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How large grids are: bounds of what only the GPU knows exactly. A CUDA graph is captured with those of all its
+    replays."""
+
+    most_tokens: int
+    """Query tokens of any sequence."""
+    longest: int
+    """KV tokens of any sequence."""
+
+
+def attend(
+    problem: AttentionProblem,
+    extent: Extent,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> None:
+    """Compute ``problem``, all of whose tensors are on the GPU already, on torch's current stream. Waits for nothing.
+
+    ``query_start_loc`` need not begin with 0: a part of a batch goes by the whole batch's query and ``out``.
+
+    Args:
+        problem: one that :func:`can_run`; its numbers int32, its slopes and sinks fp32, all contiguous but for the rows
+            of the block table.
+        out: ``[num_tokens, num_heads, head_size]`` fp16, the last dimension contiguous.
+        lse: ``[num_tokens, num_heads]`` fp32.
+        workspace: fp32, :func:`~.launch.partial_floats` of them, for parts of sequences until they are summed;
+            by default one of its own. A captured graph goes on using it.
+    """
+    kv_heads, seqs = problem.num_kv_heads, problem.num_seqs
+    head_size, device = problem.head_size, problem.query.device
+    most_rows = problem.num_heads // kv_heads * extent.most_tokens
+    argument = parameters(problem, out, lse)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    decoding, least = most_rows <= DECODE_ROWS, 0
+    cache, architecture = CACHES[problem.key.dtype], target().architecture
+    if decoding:
+        variant = volta_kernels.decode(head_size, cache, architecture)
+        least = volta_kernels.least_parts(kv_heads)
+        parts = volta_kernels.decode_parts(extent.longest, least)
+        grid = (kv_heads, seqs, parts)
+    else:
+        adjusted = _is_adjusted(problem)
+        variant = volta_kernels.prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
+        blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
+        if blocks[1] > MOST_BLOCKS:
+            raise ValueError(
+                f"a sequence has {extent.most_tokens} new tokens, the Volta kernels take "
+                f"{MOST_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time with "
+                f"{problem.num_heads // kv_heads} query heads per KV head; attend to them in chunks."
+            )
+        parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
+        grid = (kv_heads * parts, blocks[1], seqs)
+    split = Split(argument, parts=Divisor.by(parts), rows=most_rows, least_parts=least)
+    if decoding or parts > 1:
+        rows = seqs * kv_heads * parts * most_rows
+        needed = volta_kernels.floats_of_parts(head_size, rows)
+        partial = torch.empty(needed, device=device) if workspace is None else workspace
+        if partial.numel() < needed:
+            raise ValueError(f"the workspace has {partial.numel()} numbers, but {parts} parts need {needed}.")
+        split.partial_out = partial.data_ptr()
+        split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows)
+    _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
+    if split.partial_out:
+        _kernel(volta_kernels.COMBINE).launch((most_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Scatter ``key`` and ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into pages that the GPU can address.
+
+    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]``, fp16, fp8 or int8; strides of
+    the caches alike. ``slot_mapping``: ``[num_tokens]`` int64, a negative slot leaves its token out.
+
+    Caches of 8 bits get fp16 rows divided by ``key_scale`` or ``value_scale``, rounded to the nearest, ties to even.
+    What lies beyond the largest finite number, infinity included, becomes that number; NaN stays NaN, in int8 it
+    becomes 0.
+    """
+    if key_cache.dtype not in CACHES or key.dtype != torch.float16:
+        raise ValueError(
+            f"the Volta kernels write float16 into float16, float8_e5m2, float8_e4m3fn or int8, not {key.dtype} into "
+            f"{key_cache.dtype}."
+        )
+    assert key_scale == value_scale == 1.0 or key_cache.dtype != torch.float16
+    assert key_cache.stride() == value_cache.stride()
+    if not len(slot_mapping):
+        return
+    variant = volta_kernels.write_kv(CACHES[key_cache.dtype])
+    stream = torch.cuda.current_stream(key.device).cuda_stream
+    argument = write_parameters(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    _kernel(variant).launch((len(slot_mapping), 1, 1), (variant.threads, 1, 1), 0, argument, stream)
+
+
+def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) -> None:
+    """Load what layers of ``head_size`` launch: not possible while a CUDA graph is captured. ``adjusted``: with soft
+    cap or ALiBi; ``cache``: dtype of keys and values.
+
+    Raises:
+        ImageError: the kernels are not built, or were built for other code.
+        DriverError: the GPU refuses.
+    """
+    name, architecture = CACHES[cache], target().architecture
+    variants = (
+        volta_kernels.write_kv(name),
+        volta_kernels.COMBINE,
+        volta_kernels.decode(head_size, name, architecture),
+        volta_kernels.prefill(head_size, adjusted=adjusted, cache=name, architecture=architecture),
+    )
+    for variant in variants:
+        _kernel(variant)
+
+
+def _is_adjusted(problem: AttentionProblem) -> bool:
+    return problem.softcap > 0 or problem.alibi_slopes is not None
+
+
+def write_parameters(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float,
+    value_scale: float,
+    address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
+) -> WriteKv:
+    """The argument of :func:`write_kv`'s kernel; ``address_of`` as in :func:`parameters`."""
+    return WriteKv(
+        key=address_of(key),
+        value=address_of(value),
+        key_cache=address_of(key_cache),
+        value_cache=address_of(value_cache),
+        slot_mapping=address_of(slot_mapping),
+        key_token_stride=key.stride(0),
+        key_head_stride=key.stride(1),
+        value_token_stride=value.stride(0),
+        value_head_stride=value.stride(1),
+        block_stride=key_cache.stride(0),
+        page_token_stride=key_cache.stride(1),
+        page_head_stride=key_cache.stride(2),
+        page_size=key_cache.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=key.shape[2],
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+
+
+def parameters(
+    problem: AttentionProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
+) -> Prefill:
+    """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
+    query, key, table = problem.query, problem.key, problem.block_table
+    assert key.stride() == problem.value.stride()
+    unit = UNITS.get(key.dtype, 1.0)
+    scale = problem.scale * problem.key_scale * unit
+    return Prefill(
+        out=address_of(out),
+        lse=0 if lse is None else address_of(lse),
+        **{name: 0 if (tensor := getattr(problem, name)) is None else address_of(tensor) for name in TENSORS},
+        query_token_stride=query.stride(0),
+        query_head_stride=query.stride(1),
+        kv_block_stride=0 if table is None else key.stride(0),
+        kv_token_stride=key.stride(-3),
+        kv_head_stride=key.stride(-2),
+        out_token_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        lse_token_stride=0 if lse is None else lse.stride(0),
+        lse_head_stride=0 if lse is None else lse.stride(1),
+        page=Divisor.by(1 if table is None else key.shape[1]),
+        group=Divisor.by(query.shape[1] // key.shape[-2]),
+        block_table_stride=0 if table is None else table.stride(0),
+        window_left=problem.window[0],
+        window_right=0 if problem.causal else problem.window[1],
+        scale=scale * LOG2E,
+        softcap=problem.softcap * LOG2E,
+        value_scale=problem.value_scale * unit,
+        into_cap=scale / problem.softcap if problem.softcap > 0 else 0.0,
+    )
+
+
+def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
+    """``problem`` with all that the kernels read on ``device``, in the dtypes that they read."""
+    moved = {
+        name: tensor.to(device=device, dtype=dtype).contiguous()
+        for name, dtype in NUMBERS.items()
+        if (tensor := getattr(problem, name)) is not None
+    }
+    return replace(problem, **moved)
+
+
+def _kernel(variant: Variant) -> volta_driver.Kernel:
+    return _loaded(variant, target().suffix)
+
+
+@functools.cache
+def _loaded(variant: Variant, suffix: str) -> volta_driver.Kernel:
+    # Turing runs the V100's machine code too: kernels without matrix products have no other.
+    image = volta_images.read(IMAGES, variant, suffix)
+    return volta_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)

@@ -1,0 +1,182 @@
+"""The attention backend on Ascend NPUs, inside vllm-ascend 0.23: its metadata, its caches, our calls.
+
+Not yet run on hardware. What vllm-ascend has classes of its own for (context parallelism, its int8 cache "C8") stays
+with them, and so do captured graphs, which its own code updates on replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionType
+from vllm_ascend.attention import attention_v1
+from vllm_ascend.attention.attention_v1 import AscendAttentionBackend, AscendAttentionBackendImpl, AscendMetadata
+
+from fastattention_vllm.attention import ascend
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendSide
+from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.tiling.attention_rows import one_causality
+
+logger = init_logger("vllm.fastattention")
+
+
+class FastAttentionAscendBackend(DevicesOwn, AscendAttentionBackend):
+    """``--attention-backend fastattention`` on a 910. A subclass: vllm-ascend's runner asks whether it is one."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        theirs: type[Any] = AscendAttentionBackend.get_impl_cls()
+        if theirs is not AscendAttentionBackendImpl:
+            logger.info_once("These layers stay with vllm-ascend: %s.", theirs.__name__)
+            return theirs
+        return FastAttentionAscendImpl
+
+
+class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
+    """One attention layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        # vllm-ascend takes both and computes without them.
+        if alibi_slopes is not None or logits_soft_cap:
+            asked = "ALiBi position bias" if alibi_slopes is not None else f"a soft cap of {logits_soft_cap}"
+            raise Refusal(f"this model has {asked}, which the NPU's fused attention does not compute; serve another.")
+        if sliding_window is not None and sliding_window < 2:
+            raise Refusal(f"this model has a sliding window of {sliding_window} tokens, at least 2 are supported.")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            # vLLM counts the query's own token, the operator's pre_tokens does not. vllm-ascend 0.23 hands over the
+            # number as it is and so shows every query one key more; set here, captured graphs have it right too.
+            None if sliding_window is None else sliding_window - 1,
+            kv_cache_dtype,
+            logits_soft_cap,
+            *args,
+            **kwargs,
+        )
+        self.theirs = self._why_theirs()
+        if self.theirs:
+            logger.info_once("These layers stay with vllm-ascend: %s.", self.theirs)
+            return
+        reason = ascend.can_run(self._any_problem())
+        if reason is not None:
+            raise Refusal(f"fastattention on an NPU: {reason}")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        host_layers.place(self.vllm_config, AscendSide(self.vllm_config, HostLayerAscendBackend))
+
+    def forward_fused_infer_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: AscendMetadata,
+        output: torch.Tensor,
+        kv_cache: Any = None,
+    ) -> torch.Tensor:
+        """Attention of one step into ``output`` ``[num_tokens, num_heads, head_size]``, whose padding is left alone."""
+        if self.theirs or attention_v1._EXTRA_CTX.capturing:
+            theirs: torch.Tensor = super().forward_fused_infer_attention(
+                query, key, value, attn_metadata, output, kv_cache
+            )
+            return theirs
+        problem = self.step(query, key, value, attn_metadata, kv_cache)
+        out, _ = ascend.run(problem)
+        output[: len(out)] = out
+        return output
+
+    def step(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: AscendMetadata, kv_cache: Any
+    ) -> AttentionProblem:
+        """vllm-ascend's metadata in our words: of new sequences the tokens of this step, else the layer's cache."""
+        causal = one_causality(attn_metadata.causal)
+        key, value, page, table, _ = self._get_fia_params(key, value, attn_metadata, kv_cache)
+        # Padding for parallel layers is one more sequence at the end, which has more query tokens than keys.
+        real = attn_metadata.num_actual_tokens
+        ends = [min(end, real) for end in attn_metadata.actual_seq_lengths_q]
+        starts = torch.tensor([0, *ends], dtype=torch.int32)
+        where: dict[str, Any]
+        if table is None:
+            lengths = starts.diff()
+            where = {"key": key[:real], "value": value[:real], "kv_start_loc": starts[:-1]}
+        else:
+            lengths = torch.tensor(attn_metadata.seq_lens_list[: len(ends)], dtype=torch.int32)
+            shape = (-1, page, self.num_kv_heads, self.head_size)
+            where = {"key": key.view(shape), "value": value.view(shape), "block_table": table[: len(ends)]}
+        return self.problem(None, query=query[:real], query_start_loc=starts, seq_lens=lengths, causal=causal, **where)
+
+    @property
+    def host_window(self) -> int | None:
+        """Of the class, so that layers whose class vllm-ascend replaces do not have it."""
+        window: int | None = self.sliding_window
+        return window
+
+    def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
+        """One with this layer's scale and window; ``parts`` are the tensors of the batch, or say otherwise."""
+        window = (-1 if self.sliding_window is None else self.sliding_window, -1)
+        return AttentionProblem(**({"scale": self.scale, "window": window} | parts))
+
+    def scales(self, layer: Any) -> tuple[float, float]:
+        return (1.0, 1.0)
+
+    def merges(self) -> bool:
+        return True
+
+    def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype:
+        return kv_cache.dtype
+
+    def why_not_on_host(self) -> str | None:
+        """What keeps such layers on the NPU, or None."""
+        if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+            return f"--kv-cache-dtype {self.kv_cache_dtype}"
+        return self.theirs
+
+    def _why_theirs(self) -> str | None:
+        if self.sinks is not None:
+            return "attention sinks"
+        if self.attn_type != AttentionType.DECODER:
+            return f"attention type {self.attn_type}"
+        return "sparse KV (enable_hamming_sparse)" if self.enable_hamming_sparse else None
+
+    def _any_problem(self) -> AttentionProblem:
+        """One of this layer's shapes, to be refused at start and not at the first request."""
+        dtype = self.vllm_config.model_config.dtype
+        page = AscendAttentionBackend.get_supported_kernel_block_sizes()[0]
+        cache = torch.empty(1, page, self.num_kv_heads, self.head_size, dtype=dtype, device="meta")
+        return AttentionProblem(
+            query=torch.empty(2, self.num_heads, self.head_size, dtype=dtype, device="meta"),
+            key=cache,
+            value=cache,
+            query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+            seq_lens=torch.tensor([2], dtype=torch.int32),
+            scale=self.scale,
+            causal=True,
+            block_table=torch.zeros(1, 1, dtype=torch.int32, device="meta"),
+        )
+
+
+class HostLayerAscendBackend(HostLayerMixin, FastAttentionAscendBackend):
+    """The backend for host layers on an NPU."""
+
+    builder = AscendHostMetadataBuilder

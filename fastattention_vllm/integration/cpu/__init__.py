@@ -1,0 +1,1 @@
+"""vLLM on CPUs: platform, worker and attention backend."""

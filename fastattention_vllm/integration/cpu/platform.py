@@ -1,0 +1,200 @@
+"""vLLM platform for machines without an accelerator: official vLLM as pure Python, our attention kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+
+from fastattention_vllm.attention.cpu import kernels as cpu_kernels
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cpu import resources as cpu_resources
+from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
+from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
+from fastattention_vllm.integration.cpu.stand_ins import sampling as cpu_sampling
+from fastattention_vllm.integration.host_layers import plan as host_plan
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.support import check_supported
+from fastattention_vllm.placement.host_memory import GIB
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.fastattention")
+
+# The value of VLLM_CPU_OMP_THREADS_BIND that was set here, to tell it from a user's.
+OWN_BIND = "FASTATTENTION_THREADS_BIND"
+PUNICA_WRAPPER = "fastattention_vllm.integration.cpu.stand_ins.lora.CpuPunicaWrapper"
+WORKER = "fastattention_vllm.integration.cpu.worker.FastAttentionCpuWorker"
+RAY_EXECUTOR = "fastattention_vllm.integration.cpu.ray_executor.CpuRayExecutor"
+
+
+class FastAttentionCpuPlatform(CpuPlatform):
+    """``CpuPlatform`` that honours ``--attention-backend`` and needs none of vLLM's compiled CPU ops."""
+
+    # vLLM leaves this empty for CPUs and then refuses Ray. On a CPU-only machine Ray's "GPU" slots are abstract
+    # worker slots, which CpuRayExecutor creates.
+    ray_device_key: str = "GPU"
+    # vLLM compiles a few small functions even with --enforce-eager; on CPUs that would need a C++ compiler at run time.
+    simple_compile_backend: str = "eager"
+
+    _serves_adapters: bool = False
+
+    @classmethod
+    def device_count(cls) -> int:
+        return len(cpu_resources.physical_cpus())
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if vllm_config.model_config is None:  # partial configs of vLLM's own tools
+            super().check_and_update_config(vllm_config)
+            return
+        cls._serves_adapters |= vllm_config.lora_config is not None
+        options_of(vllm_config)  # a wrong key must fail here, not in a worker
+        ours = cls._uses_fastattention(vllm_config.attention_config.backend)
+        if ours:
+            check_supported(vllm_config)
+            cls._check_kernels()
+            if vllm_config.parallel_config.worker_cls == "auto":
+                vllm_config.parallel_config.worker_cls = WORKER
+        compat.check_ray(vllm_config)
+        cls._bind_cpus(vllm_config)
+        if ours:
+            with compat.without_fp8_cache(vllm_config):
+                super().check_and_update_config(vllm_config)
+        else:
+            super().check_and_update_config(vllm_config)
+        cls._check_compiler(vllm_config)
+        cls._size_kv_cache(vllm_config)
+        if vllm_config.parallel_config.distributed_executor_backend == "ray":
+            vllm_config.parallel_config.distributed_executor_backend = RAY_EXECUTOR
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        super().import_kernels()
+        cpu_ops.define_missing_ops()
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        if cpu_ops.has_compiled_vllm_ops():
+            super().register_triton_kernel_overrides()
+        else:
+            cpu_ops.register_kernel_overrides()
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return PUNICA_WRAPPER
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        super().validate_request(processed_inputs, params)
+        if cls._serves_adapters and getattr(params, "prompt_logprobs", None) is not None:
+            # vLLM's output layer then meets rows that its adapter indices do not cover, which ends the engine.
+            raise Refusal(
+                f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; ask "
+                "without prompt_logprobs, or start a server without --enable-lora."
+            )
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        # In every version a worker asks this while it builds the model, before it lays out the weights.
+        cpu_ops.keep_linears_off_compiled_kernels()
+        cpu_linear.pack_weights_once_loaded()
+        cpu_sampling.spare_generators_of_unfinished_prompts()
+        if cls._uses_fastattention(selected_backend):
+            return compat.BACKEND_PATH
+        return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
+
+    @staticmethod
+    def _uses_fastattention(backend: Any) -> bool:
+        """Our backend when asked for, and when nothing is asked for and vLLM has no CPU kernels of its own.
+
+        Raises:
+            Refusal: another backend is asked for and this vLLM cannot run it.
+        """
+        if backend is not None and backend.name == compat.BACKEND_NAME:
+            return True
+        if cpu_ops.has_compiled_vllm_ops():
+            return False
+        if backend is not None:
+            raise Refusal(
+                f"--attention-backend {backend.name} cannot run here: this vLLM is a pure-Python install without "
+                "compiled CPU kernels, and no accelerator was found; use --attention-backend fastattention."
+            )
+        return True
+
+    @staticmethod
+    def _check_kernels() -> None:
+        try:
+            cpu_kernels.isa()
+        except (RuntimeError, ValueError) as error:
+            raise Refusal(str(error)) from error
+
+    @staticmethod
+    def _check_compiler(vllm_config: VllmConfig) -> None:
+        """torch.compile writes C++ that includes Python.h; without either it fails deep inside a worker."""
+        from vllm.config import CompilationMode
+
+        if vllm_config.compilation_config.mode == CompilationMode.NONE:
+            return
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise Refusal(
+                f"torch.compile needs a C++ compiler and {compiler} was not found; "
+                "`apt-get install g++`, set CXX, or pass --enforce-eager."
+            )
+        headers = Path(sysconfig.get_path("include"))
+        if not (headers / "Python.h").exists():
+            raise Refusal(
+                f"torch.compile needs Python's C headers and {headers} has no Python.h; "
+                "`apt-get install python3-dev`, or pass --enforce-eager."
+            )
+
+    @staticmethod
+    def _bind_cpus(vllm_config: VllmConfig) -> None:
+        """Give every local rank its own CPUs, or none where a quota pays for fewer. vLLM's "auto" demands one NUMA node
+        per rank."""
+        # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
+        # after its turn steals the other's. To see the difference: `OMP_WAIT_POLICY=ACTIVE make serve`.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        ranks = vllm_config.parallel_config.local_world_size
+        # What an earlier engine of this process, or of its parent, was given is ours to replace; the user's is not.
+        asked = os.environ.get(cpu_resources.THREADS_BIND, "auto") or "auto"
+        if asked not in ("auto", os.environ.get(OWN_BIND)):
+            cpu_resources.check_bind(asked, ranks)
+            return
+        if cpu_resources.quota_is_smaller():
+            os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.NOBIND
+            return
+        groups = cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)
+        os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
+
+    @staticmethod
+    def _size_kv_cache(vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        placement = host_plan.plan_without_gpu(vllm_config)
+        size, weight_bytes = placement.device_size, cpu_resources.checkpoint_bytes(model.model)
+        automatic_length = host_plan.length_is_automatic(vllm_config)
+        kv_bytes = cpu_resources.kv_bytes_per_rank(
+            compat.requested_kv_bytes(vllm_config),
+            size,
+            None if automatic_length else model.max_model_len,
+            weight_bytes,
+            vllm_config.parallel_config.local_world_size,
+        )
+        if automatic_length:
+            # vLLM fits it too, but up to 0.29 forgets the block that it holds back itself: the longest requests would
+            # wait for it forever.
+            longest = host_plan.longest_request(placement, vllm_config, kv_bytes, weight_bytes)
+            model.max_model_len = min(model.max_model_len, longest or model.max_model_len)
+        compat.set_kv_bytes(vllm_config, kv_bytes)
+        if size.of_request(1):
+            logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / GIB)

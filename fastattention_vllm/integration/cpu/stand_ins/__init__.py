@@ -1,0 +1,1 @@
+"""Replacements for parts of vLLM that need its compiled CPU extension or Triton."""

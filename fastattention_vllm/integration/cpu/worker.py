@@ -1,0 +1,103 @@
+"""vLLM's CPU worker, with weights and KV cache in huge pages and on the NUMA nodes that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from fastattention_vllm.attention.cpu import memory as cpu_memory
+from fastattention_vllm.integration.cpu import resources as cpu_resources
+from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.tiling import row_parallel
+from fastattention_vllm.placement.host_memory import GIB
+
+logger = init_logger("vllm.fastattention")
+
+HUGE_PAGE = 2 << 20
+
+
+class FastAttentionCpuWorker(CPUWorker):
+    """Places the weights once they are loaded, and the KV cache once it is allocated.
+
+    vLLM takes the class from ``parallel_config.worker_cls``: all versions.
+
+    vLLM fills the cache with zeros as it allocates it, from whatever threads torch has, in small pages. Nothing else is
+    in it yet, so its pages are given back and touched anew where they are wanted. (torch's own THP_MEM_ALLOC_ENABLE
+    would have to be set before the process first allocates, concerns every tensor, and knows no NUMA nodes.)
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        row_parallel.install(self.vllm_config)
+        super().load_model(*args, **kwargs)
+        row_parallel.adopt(self.vllm_config, self.model_runner.model)
+        weights = [*self.model_runner.model.parameters(), *cpu_linear.packed_weights()]
+        place("weights", weights, self._cpus(), discard=False)
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        house = host_layers.find(self.vllm_config)
+        return house.clamp(available) if house else available
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        place("KV cache", self.model_runner.kv_caches, self._cpus(), discard=True)
+        house = host_layers.find(self.vllm_config)
+        if house:
+            house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+
+    def _cpus(self) -> list[int]:
+        return cpu_resources.cpus_in_reach(self.local_rank)
+
+
+def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> None:
+    """Place the buffers of ``tensors`` (lists of them nested at will) for threads on ``cpus``; log what was had.
+
+    With ``discard`` they are zero afterwards, without they keep their contents and those smaller than a huge page are
+    left where they are.
+    """
+    buffers = {address: size for address, size in _buffers(tensors) if size >= _least(discard)}
+    if not buffers:
+        return
+    nodes = cpu_resources.numa_nodes(cpus)
+    placements = [cpu_memory.place(address, size, nodes, discard=discard) for address, size in buffers.items()]
+    logger.info("%s", describe(what, sum(buffers.values()), nodes, placements))
+
+
+def _least(discard: bool) -> int:
+    return 1 if discard else 2 * HUGE_PAGE  # of which one lies inside, wherever the buffer begins
+
+
+def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.Placement]) -> str:
+    """One line for the log: ``size`` bytes of ``what``, the NUMA ``nodes`` asked for, and what each buffer got."""
+    known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
+    huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"
+    parts = [f"{what}: {size / GIB:.2f} GiB, {huge} in huge pages"]
+    if nodes and all(placement.num_nodes == len(nodes) for placement in placements):
+        how = "interleaved over NUMA nodes" if len(nodes) > 1 else "on NUMA node"
+        parts.append(f"{how} {', '.join(map(str, nodes))}")
+    elif nodes:
+        parts.append(f"NUMA nodes {', '.join(map(str, nodes))} asked for")
+    reasons = dict.fromkeys(placement.reason for placement in placements if placement.reason)
+    return " ".join([", ".join(parts) + ".", *reasons])
+
+
+def _buffers(tensors: Any) -> Iterable[tuple[int, int]]:
+    """Address and size of every CPU tensor's buffer.
+
+    A layer's KV cache: up to 0.28 a buffer of its own, from 0.29 on one for all; a Mamba layer has a list of tensors.
+    """
+    if isinstance(tensors, torch.Tensor):
+        if tensors.is_mkldnn:
+            yield cpu_linear.buffer(tensors)
+        elif tensors.device.type == "cpu":
+            yield tensors.untyped_storage().data_ptr(), tensors.untyped_storage().nbytes()
+    elif isinstance(tensors, dict):
+        yield from _buffers(list(tensors.values()))
+    elif isinstance(tensors, list | tuple):
+        for tensor in tensors:
+            yield from _buffers(tensor)

@@ -1,0 +1,1 @@
+"""Layers whose KV cache lies in host memory."""

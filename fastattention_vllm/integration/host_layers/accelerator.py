@@ -1,0 +1,92 @@
+"""A GPU or NPU of torch's beside the host: what host layers need of any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from fastattention_vllm.attention.cpu import kernels as cpu_kernels
+from fastattention_vllm.integration.cpu import resources as cpu_resources
+from fastattention_vllm.integration.host_layers.device import local_rank
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement.cooperative import Device
+from fastattention_vllm.placement.prefetch import NUM_BUFFERS, STAGING_BYTES
+
+logger = init_logger("vllm.fastattention")
+
+WORKSPACE = 1 << 30
+"""For libraries' workspaces and captured graphs, beside the activations, where "auto" reckons with device memory."""
+SPIN_SECONDS = 0.003
+"""From one host layer to the next the attention threads stay awake: meanwhile the device computes, and nobody wants
+their CPUs."""
+
+
+class AcceleratorSide:
+    """One device beside the host."""
+
+    called = "GPU"
+
+    def __init__(
+        self, vllm_config: Any, host_backend: type[Any], kernels: Device, named: str, device: torch.device
+    ) -> None:
+        """``host_backend``: of its host layers. ``kernels``: which compute the device's part of them."""
+        self.vllm_config = vllm_config
+        self.host_backend = host_backend
+        self._kernels = kernels
+        self.named = named
+        self.device = device
+
+    def cpus(self) -> list[int]:
+        ranks = self.vllm_config.parallel_config.local_world_size
+        return cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)[local_rank()]
+
+    def prepare(self) -> None:
+        """Start the CPU's threads, leaving one core to the engine and the API server; hook into vLLM's worker."""
+        cpus = self.cpus()
+        own = cpus[1:] if len(cpus) > 1 else cpus
+        threads = options_of(self.vllm_config).cpu_threads or len(own)
+        if cpu_resources.floats() or cpu_resources.quota_is_smaller():
+            own = []
+        try:
+            cpu_kernels.set_num_threads(threads, own)
+            cpu_kernels.set_spin(SPIN_SECONDS)
+        except (RuntimeError, ValueError) as error:
+            raise Refusal(f"host layers need the CPU kernels: {error}") from error
+        logger.info_once(
+            "Host layers: instruction set %s, %s; the %s's part by %s.",
+            cpu_kernels.isa(),
+            cpu_resources.describe_pinning(threads, own, cpus),
+            self.called,
+            self.named,
+        )
+        self.extend_worker()
+
+    def extend_worker(self) -> None:
+        """Have the host layers' pool bound and allocated as the worker does that with its own cache."""
+        raise NotImplementedError
+
+    def kernels(self) -> Device:
+        return self._kernels
+
+    def kv_bytes(self) -> int:
+        """Roughly what vLLM's own profiling will find later; should it find less, its own check says so."""
+        config = self.vllm_config
+        asked = config.cache_config.kv_cache_memory_bytes
+        if asked:
+            return int(asked)
+        runtime: Any = torch.get_device_module(self.device)
+        free, total = runtime.mem_get_info(self.device)
+        model, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
+        tokens, seqs = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+        hidden = model.hidden_size
+        wide = 3 * getattr(model, "intermediate_size", 4 * hidden) // ranks
+        # A host layer merges partial results in fp32: two of them, and two in the model's dtype.
+        merged = 12 * tokens * config.model_config.get_num_attention_heads(config.parallel_config)
+        merged *= config.model_config.get_head_size()
+        activations = 2 * tokens * (4 * hidden + wide) + 8 * seqs * model.vocab_size + merged
+        used = total - free
+        utilization = config.cache_config.gpu_memory_utilization
+        return int(max(0, total * utilization - used - activations - WORKSPACE - NUM_BUFFERS * STAGING_BYTES))

@@ -1,0 +1,446 @@
+"""Host layers: attention layers whose KV cache lies in host memory, in vLLM's own block space.
+
+vLLM knows layers that share the cache of another layer. A host layer is made to look like one: it then takes no memory
+on the device, and the block count and the largest request are computed without it; but it has block tables, slots,
+prefix caching and preemption, for those belong to the layer that it points to. Its keys and values are in a pool in
+host memory, under the same block ids.
+
+This happens once per worker: after the weights are loaded, before vLLM asks for the layers' caches or traces a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionImpl
+
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.claims import ImplClaims
+from fastattention_vllm.integration.cpu import resources as cpu_resources
+from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceSide
+from fastattention_vllm.integration.host_layers.metadata import EVERY_LENGTH, HostMetadata
+from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
+from fastattention_vllm.integration.kv_size import as_grouped
+from fastattention_vllm.integration.options import decide_host_layers, options_of
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import calibrate, host_pool
+from fastattention_vllm.placement.cooperative import MAX_SHORT, HostAttention, Lane, Share, Step
+from fastattention_vllm.placement.host_memory import GIB
+from fastattention_vllm.placement.host_pool import HostPool, PageShape
+from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
+from fastattention_vllm.placement.prefetch import Visit
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.fastattention")
+
+
+@dataclass
+class HostLayers:
+    """The host layers of one worker."""
+
+    side: DeviceSide
+    lane: Lane
+    placement: Placement
+    targets: dict[str, str]
+    """By host layer's name, in the model's order: the device layer to which it points."""
+    budget: int
+    max_model_len: int
+    nodes: Sequence[int]
+    stream_fraction: float | str
+    dtype: torch.dtype
+    length_is_fitted: bool = False
+    """To the memory that :meth:`clamp` leaves, by vLLM."""
+    pool: HostPool | None = None
+    rates: calibrate.Rates | None = None
+    """Where they were measured."""
+    rehearsed: int = 0
+    """Tokens of the longest step whose device memory vLLM has seen."""
+
+    def clamp(self, available: int) -> int:
+        """The device memory for vLLM's KV cache, no more than the host pool has blocks for.
+
+        Raises:
+            Refusal: then no request of the greatest length fits any more, and vLLM does not choose that length itself.
+        """
+        size = self.placement.device_size
+        page = self.placement.bytes_per_block * size.layers_per_group()
+        clamped = self.placement.usable(available, self.budget)
+        blocks = clamped // page
+        need = size.of_request(self.max_model_len)
+        if clamped < need <= available and not self.length_is_fitted:
+            wanted = self.placement.host_bytes(-(-need // page)) / GIB
+            raise Refusal(
+                f"one request of max_model_len {self.max_model_len} needs {wanted:.2f} GiB of host memory for the "
+                f"{len(self.placement.host)} host layers, and {self.budget / GIB:.2f} GiB may be used; pass "
+                f"--max-model-len {size.longest_request(clamped)} or less, or raise host_kv_gib."
+            )
+        if clamped < available:
+            logger.info(
+                "KV cache: %d blocks instead of %d, so that the host layers' part of it stays within %.2f GiB.",
+                blocks,
+                available // page,
+                self.budget / GIB,
+            )
+        return clamped
+
+    def allocate(self, forward_context: dict[str, Any], kv_cache_config: Any) -> None:
+        """Make the pool, once vLLM has allocated its own cache.
+
+        Raises:
+            Refusal: the memory is not there.
+        """
+        tables = [
+            [name for name, target in self.targets.items() if target in group.layer_names]
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        shapes = {
+            name: page_shape(forward_context[name], forward_context[target]) for name, target in self.targets.items()
+        }
+        try:
+            self.pool = host_pool.create(
+                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.side.pin
+            )
+        except MemoryError as error:
+            raise Refusal(f"{error}.") from error
+        for name in self.targets:
+            forward_context[name].impl.open(self.pool.caches[name])
+        self._divide_reading(forward_context)
+        for line in describe(self, kv_cache_config.num_blocks):
+            logger.info("%s", line)
+
+    def _divide_reading(self, forward_context: dict[str, Any]) -> None:
+        """Decide what part of a decoding request's host KV the device reads itself."""
+        if self.stream_fraction != "auto":
+            self.set_share(Share(float(self.stream_fraction)))
+        elif self.side.pin:
+            layer = forward_context[next(iter(self.targets))].impl
+            self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
+            share = calibrate.share(rates)
+            logger.info(
+                "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
+                "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding, and the first %d "
+                "MiB of a layer.",
+                *(rate / 1e9 for rate in dataclasses.astuple(rates)),
+                100 * share.part,
+                share.head_start >> 20,
+            )
+            self.set_share(share)
+
+    def set_share(self, share: Share) -> None:
+        """How much of decoding requests' host KV the device reads over the link."""
+        self.lane.share = share
+
+    def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
+        """The host layers' turns in this forward pass from ``first`` on, each with the step that vLLM has for it.
+
+        Layers of other block tables, or with another number of query heads, have metadata of their own.
+        """
+        metadata = get_forward_context().attn_metadata
+        for attention in self.lane.layers[self.lane.layers.index(first) :]:
+            if attention is first:
+                yield Visit(first, step)
+                continue
+            layer: Any = attention.layer
+            found = metadata.get(layer.layer.layer_name) if isinstance(metadata, dict) else None
+            if not isinstance(found, HostMetadata):
+                return  # vLLM does not say; that layer's turn will
+            yield Visit(attention, layer.step(found, attention))
+
+
+class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
+    """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
+
+    def __init__(self, layer: Any, inner: DeviceLayer, house: HostLayers) -> None:
+        self.layer = layer
+        self.inner = inner
+        self.house = house
+        self.num_heads, self.num_kv_heads = inner.num_heads, inner.num_kv_heads
+        self.head_size, self.scale = inner.head_size, inner.scale
+        self.attention: HostAttention | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        process: Any = self.inner
+        process.process_weights_after_loading(act_dtype)
+
+    def open(self, cache: torch.Tensor) -> None:
+        """From now on keys and values go to ``cache``."""
+        self.attention = HostAttention(self.house.lane, self, cache, self.inner.host_window)
+
+    def problem(self, **parts: Any) -> AttentionProblem:
+        return self.inner.problem(self.layer, **parts)
+
+    def scales(self) -> tuple[float, float]:
+        return self.inner.scales(self.layer)
+
+    def merges(self) -> bool:
+        return self.inner.merges()
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: HostMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone.
+
+        Raises:
+            RuntimeError: a batch is to be computed, and the worker has not made the host layers' pool.
+        """
+        if attn_metadata is None:  # vLLM's profiling and warm-up runs
+            if len(query) > self.house.rehearsed and self.house.side.pin:
+                self.house.rehearsed = len(query)
+                rehearse(self, query, key, value, output)
+            return output.fill_(0)
+        attention = self.attention
+        if attention is None:
+            raise RuntimeError(
+                f"layer {self.layer.layer_name} keeps its KV cache in host memory, which this worker has not "
+                "allocated; remove --worker-cls, or set host_kv_layers to 0."
+            )
+        step = self.step(attn_metadata, attention)
+        attention.attend(step, query, key, value, output, lambda: self.house.visits(attention, step))
+        return output
+
+    def step(self, metadata: HostMetadata, attention: HostAttention) -> Step:
+        return metadata.divided(attention.block_size, MAX_SHORT if self.merges() else EVERY_LENGTH)
+
+
+def rehearse(
+    layer: HostLayerImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+) -> None:
+    """Have vLLM's profiling see the device memory that a step of so many tokens takes. There is no pool yet."""
+    house = layer.house
+    block_size = house.placement.device_size.block_size
+    page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
+    lane = replace(house.lane, layers=[])
+    lane.prefetcher = house.lane.prefetcher
+    HostAttention(lane, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
+
+
+def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
+    """Decide which layers are host layers and make them so. Called by every attention layer; the first one does it.
+
+    Raises:
+        Refusal: what was asked for cannot be had.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    if getattr(vllm_config.compilation_config, DONE, False):
+        return
+    setattr(vllm_config.compilation_config, DONE, True)
+    options = options_of(vllm_config)
+    if options.host_kv_layers in (0, []):
+        return
+    names, layers, special = attention_layers(context, side.host_backend, vllm_config)
+    if special:
+        _without_host_layers(vllm_config, special)
+        return
+    side.settle_block_size()
+    local_ranks = vllm_config.parallel_config.local_world_size
+    limits = Limits(
+        device_bytes=side.kv_bytes(),
+        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if side.pin else side.kv_bytes()),
+        tokens=vllm_config.model_config.max_model_len,
+        requests=options.host_kv_requests,
+    )
+    limits = _smallest_of_all_ranks(limits)
+    placement = plan_layers(layers, vllm_config, options.host_kv_layers, limits)
+    decide_host_layers(vllm_config, list(placement.host))
+    if not placement.host:
+        return
+    check(vllm_config)
+    targets = {names[host]: names[target] for host, target in sorted(_targets(layers, placement).items())}
+    nodes = cpu_resources.numa_nodes(side.cpus())
+    for name in targets:
+        why_not = context[name].impl.why_not_on_host()
+        if why_not:
+            raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
+    side.prepare()
+    lane = Lane(side.link(), side.kernels())
+    # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
+    lane.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
+    house = HostLayers(
+        side,
+        lane,
+        placement,
+        targets,
+        limits.host_bytes,
+        limits.tokens,
+        nodes,
+        options.stream_fraction,
+        vllm_config.model_config.dtype,
+        length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
+    )
+    for name, target in targets.items():
+        layer = context[name]
+        layer.kv_sharing_target_layer_name = target
+        layer.attn_backend = side.host_backend
+        layer.impl = HostLayerImpl(layer, layer.impl, house)
+
+
+DONE = "fastattention_host_layers_placed"
+
+
+def find(vllm_config: VllmConfig) -> HostLayers | None:
+    """Those that :func:`place` made in this process, or None if there are none."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if isinstance(getattr(layer, "impl", None), HostLayerImpl):
+            house: HostLayers = layer.impl.house
+            return house
+    return None
+
+
+def page_shape(host: Any, target: Any) -> PageShape:
+    """A host layer's pages are like those of the layer it points to."""
+    caches = compat.kv_caches_of(target)
+    blocks = compat.num_blocks_of(caches[0])
+    elements = sum(cache.numel() for cache in caches)
+    return PageShape(
+        num_blocks=blocks,
+        block_size=elements // (blocks * target.impl.num_kv_heads * 2 * target.impl.head_size),
+        num_kv_heads=host.impl.num_kv_heads,
+        head_size=host.impl.head_size,
+        dtype=host.impl.inner.cache_dtype(caches[0]),
+    )
+
+
+def describe(house: HostLayers, blocks: int) -> list[str]:
+    """The decision as a table, for the log."""
+    placement = house.placement
+    assert house.pool is not None
+    per_layer = blocks * placement.bytes_per_block
+    device_bytes = blocks * placement.bytes_per_block * placement.device_size.layers_per_group()
+    huge = sum(part.huge_bytes or 0 for part in house.pool.placements)
+    longest = placement.device_size.longest_request(device_bytes)
+    lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB a layer':>11} {'GiB in all':>10}"]
+    rows = ((placement.device, "device", device_bytes), (placement.host, "host", house.pool.memory.nbytes))
+    lines += [
+        f"  {indices_text(layers):<40} {where:<12} {per_layer / GIB:>11.3f} {total / GIB:>10.3f}"
+        for layers, where, total in rows
+    ]
+    pinned = "pinned, " if house.pool.pinned else ""
+    tokens = min(longest, house.max_model_len)
+    lines.append(
+        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has {tokens} tokens; "
+        f"host memory: {pinned}{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
+    )
+    if house.rates:
+        rate = decode_rate(house.rates)
+        milliseconds = 1e3 * placement.host_seconds(tokens, rate)
+        lines.append(
+            f"  Behind {tokens} tokens the host layers are predicted to add {milliseconds:.3g} ms to a token: "
+            f"their KV is read once, at {rate / 1e9:.3g} GB/s."
+        )
+    return lines
+
+
+def decode_rate(rates: calibrate.Rates) -> float:
+    """Bytes per second of host KV: of the CPU and the link together, where it is divided (:func:`calibrate.share`)."""
+    together = calibrate.share(rates).part > 0
+    return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
+
+
+def attention_layers(
+    context: dict[str, Any], host_backend: type[Any], vllm_config: VllmConfig
+) -> tuple[dict[int, str], Layers, str]:
+    """Names by index, and kinds, of the layers with a KV cache of their own.
+
+    The last part is empty if all of them can become host layers, else it names one that cannot, and why: a layer whose
+    class or metadata does more than plain attention would lose that, and the plan does not know how large its cache is.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    shared = {target for layer in context.values() if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
+    names: dict[int, str] = {}
+    full: list[int] = []
+    windowed: list[int] = []
+    fixed: set[int] = set()
+    pages: set[tuple[int, int]] = set()
+    for name, layer in context.items():
+        if not hasattr(layer, "get_kv_cache_spec") or getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        if getattr(layer, "attn_type", "decoder").startswith("encoder"):
+            if layer.attn_type == "encoder_decoder":
+                return {}, Layers(()), f"layer {name} attends to an encoder"
+            continue  # has no cache
+        reason = _why_special(layer, host_backend)
+        if reason:
+            return {}, Layers(()), f"layer {name} {reason}"
+        index = extract_layer_index(name)
+        names[index] = name
+        pages.add((layer.impl.num_kv_heads, layer.impl.head_size))
+        (full if layer.sliding_window is None else windowed).append(index)
+        if name in shared:
+            fixed.add(index)
+    if len(pages) > 1:
+        return {}, Layers(()), "its layers have different numbers of KV heads or head sizes"
+    kinds = as_grouped(tuple(sorted(full)), tuple(sorted(windowed)), vllm_config)
+    return names, Layers(*kinds, frozenset(fixed)), ""
+
+
+def _why_special(layer: Any, host_backend: type[Any]) -> str | None:
+    """Why this layer is not plain attention over a KV cache of its own, or None."""
+    from vllm.model_executor.layers.attention import Attention
+
+    if type(layer) is not Attention:
+        return f"is of class {type(layer).__name__}"
+    # A host layer's backend is made from the device's own. What vLLM wraps around that is a class below it.
+    if not issubclass(host_backend, layer.attn_backend):
+        return f"runs on {layer.attn_backend.__name__}"
+    if not hasattr(layer.impl, "host_window"):
+        return f"runs by {type(layer.impl).__name__}"
+    return None
+
+
+def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
+    """Raises:
+    Refusal: host layers were asked for.
+    """
+    asked = options_of(vllm_config).host_kv_layers
+    if asked != "auto":
+        raise Refusal(f"host_kv_layers {asked} is not supported with this model: {why}; set host_kv_layers to 0.")
+    logger.warning("No layer's KV cache is kept in host memory: %s.", why)
+    decide_host_layers(vllm_config, [])
+
+
+def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
+    """The device layer of its kind for each host layer, so that every block table gets its part of them.
+
+    vLLM deals a kind's device layers to its block tables in turn; so are the host layers.
+    """
+    targets = {}
+    per_table = placement.device_size.layers_per_group()
+    for kind in (layers.full, layers.windowed):
+        device = [index for index in kind if index in placement.device]
+        host = [index for index in kind if index in placement.host]
+        tables = -(-len(device) // per_table)
+        for number, index in enumerate(host):
+            targets[index] = device[number % tables]
+    return targets
+
+
+def _smallest_of_all_ranks(limits: Limits) -> Limits:
+    """Every rank must come to the same decision."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return limits
+    numbers = torch.tensor([limits.device_bytes, limits.host_bytes])
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    device_bytes, host_bytes = numbers.tolist()
+    return replace(limits, device_bytes=device_bytes, host_bytes=host_bytes)

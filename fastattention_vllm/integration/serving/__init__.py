@@ -1,0 +1,1 @@
+"""What concerns the API server, whatever the device."""

@@ -1,0 +1,1 @@
+"""The tiling-AllReduce in vLLM's row-parallel layers."""

@@ -1,0 +1,293 @@
+"""vLLM's RowParallelLinear with the all-reduce hidden behind the matmul, where ``tiling_all_reduce`` asks for it.
+
+vLLM makes its layers through a registry in which a class of one's own takes the place of one of its own, in every
+version. Ours does what the registered one does, but for layers that :func:`adopt` has found fit. On a GPU this plugin's
+code first runs when layers are there already: those become ours when they are adopted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.tiling import calibration as tiling_times
+from fastattention_vllm.parallel import tiled_linear
+from fastattention_vllm.parallel.choice import Choice, Trial
+from fastattention_vllm.parallel.collective import Collective
+from fastattention_vllm.parallel.lanes import DEFAULT_LANES, open_lanes
+from fastattention_vllm.parallel.plan import even
+from fastattention_vllm.parallel.rows_ready import RowsReady
+from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.fastattention")
+
+Cut = Callable[[int, torch.Tensor], tuple[str, Sequence[int]]]
+"""Rows and a layer's weight to the collective and the blocks."""
+
+NAME = "RowParallelLinear"
+MLPS = ("LlamaMLP", "Qwen2MLP")
+"""vLLM's classes that are gate_up_proj, act_fn and down_proj, one after the other, and nothing else."""
+TIMEOUT = 300.0
+"""Seconds that a rank waits for the others' part of a sum; vLLM itself gives up a step after as many."""
+
+
+class TiledRowParallel:
+    """Goes before a RowParallelLinear in a class of both."""
+
+    tiled_group: str | None = None
+    """The ranks' group by vLLM's name; None: this layer is left to vLLM."""
+
+    def forward(self: Any, input_: torch.Tensor) -> Any:
+        if self.tiled_group is None or input_.dim() != 2:
+            return super().forward(input_)  # type: ignore[misc]
+        bias = None if self.skip_bias_add else self.bias
+        output = tiled_linear.tiled_linear_all_reduce(input_, self.weight, bias, self.tiled_group)
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+class TiledMlp:
+    """Goes before one of ``MLPS`` in a class of both."""
+
+    tiled_group: str
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2:
+            plain: torch.Tensor = super().forward(x)  # type: ignore[misc]
+            return plain
+        return tiled_linear.tiled_mlp_all_reduce(x, self.gate_up_proj.weight, self.down_proj.weight, self.tiled_group)
+
+
+def install(vllm_config: VllmConfig) -> None:
+    """Have the model's row-parallel layers made as ours. Before it is built; does nothing where it is not asked for."""
+    if not asked_for(vllm_config) or issubclass(op_registry_oot.get(NAME, RowParallelLinear), TiledRowParallel):
+        return
+    registered = op_registry_oot.pop(NAME, RowParallelLinear)
+    PluggableLayer.register_oot(type(NAME, (TiledRowParallel, registered), {}), name=NAME)
+
+
+def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+    """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank of the world.
+
+    After the weights are loaded, which may change how they lie; before the first graph is traced.
+    """
+    if not asked_for(vllm_config):
+        return
+    group = get_tp_group()
+    reasons: Counter[str] = Counter()
+    tiled: list[Any] = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, RowParallelLinear):
+            reason = why_not(layer, name)
+            if reason:
+                reasons[reason] += 1
+            else:
+                tiled.append(layer)
+    device = group.device.type
+    fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
+    names = DEFAULT_LANES[device][: 1 if fixed else None]
+    logger.info_once("Tiling-AllReduce: %d layers fit; opening %s.", len(tiled), ", ".join(names))
+    lanes = open_lanes(
+        names,
+        _all_tensor_parallel_groups(),
+        dist.get_rank(),
+        device,
+        TIMEOUT,
+        _exchange,
+        lambda problem: logger.info_once("Tiling-AllReduce: %s", problem),
+    )
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
+        return summed
+
+    cut, how = decide_cuts(vllm_config, [layer.weight for layer in tiled], lanes, plain, {})
+    first = next(iter(lanes.values()))
+    ready = None
+    activate = None
+    if options_of(vllm_config).tiling_full_form:
+        ready = _follow_attention(tiled, reasons, cut)
+        activate = _adopt_mlps(model, group.unique_name)
+    tiling = Tiling(
+        first,
+        lambda rows, weight: cut(rows, weight)[1],
+        plain,
+        lambda rows, weight: lanes.get(cut(rows, weight)[0], first),
+        activate,
+        ready,
+    )
+    tiled_linear.register(group.unique_name, tiling)
+    for layer in tiled:
+        if not isinstance(layer, TiledRowParallel):
+            layer.__class__ = type(NAME, (TiledRowParallel, type(layer)), {})
+        layer.tiled_group = group.unique_name
+    log_layers(len(tiled), how, reasons)
+
+
+@dataclass(frozen=True)
+class AttentionBlocks:
+    """How attention cuts its rows for the o_proj behind it."""
+
+    ready: RowsReady
+    of: Callable[[int], Sequence[int]]
+
+
+_attention_blocks: AttentionBlocks | None = None
+
+
+def attention_blocks() -> AttentionBlocks | None:
+    """None where attention is computed as a whole."""
+    return _attention_blocks
+
+
+def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> RowsReady:
+    """
+    Raises:
+        Refusal: not every row-parallel layer is tiled. What attention has marked for one that is not would be taken by
+            the next that is.
+    """
+    global _attention_blocks
+    weights = {layer.weight.shape: layer.weight for layer in tiled if layer.prefix.endswith(".o_proj")}
+    if reasons or len(weights) != 1:
+        what = ", ".join(sorted(reasons)) or f"{len(weights)} shapes of layers called o_proj"
+        raise Refusal(f"tiling_full_form is for models all of whose row-parallel layers are tiled; here: {what}.")
+    (weight,) = weights.values()
+    ready = RowsReady(weight.shape[0])
+    _attention_blocks = AttentionBlocks(ready, lambda rows: cut(rows, weight)[1])
+    return ready
+
+
+def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Turn on tiling in all MLPs that are fit for it; returns their activation."""
+    fit: list[Any] = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
+    activations = {type(module.act_fn) for module in fit}
+    if len(activations) != 1:
+        logger.info_once("Tiling-AllReduce: no MLP of %s is tiled as a whole.", " or ".join(MLPS))
+        return None
+    for module in fit:
+        module.__class__ = type(type(module).__name__, (TiledMlp, type(module)), {})
+        module.tiled_group = group
+    logger.info_once("Tiling-AllReduce: %d MLPs are tiled as a whole.", len(fit))
+    act_fn: Any = fit[0].act_fn
+    # What torch.compile would fuse is inside an opaque op here, so on a GPU it is to be vLLM's kernel in any case.
+    activate: Callable[[torch.Tensor], torch.Tensor] = (
+        act_fn.forward_cuda if fit[0].down_proj.weight.is_cuda else act_fn
+    )
+    return activate
+
+
+def _fits(mlp: Any) -> bool:
+    """Whether its two layers are plain matrices of this rank. That down_proj is tiled has been seen to before."""
+    first, second = mlp.gate_up_proj, mlp.down_proj
+    shape = (sum(first.output_partition_sizes), first.input_size)
+    plain = type(first.quant_method) is UnquantizedLinearMethod and tuple(first.weight.shape) == shape
+    return plain and first.bias is None and second.bias is None and not first.gather_output
+
+
+def decide_cuts(
+    vllm_config: VllmConfig,
+    weights: list[torch.Tensor],
+    lanes: Mapping[str, Collective],
+    plain: Linear,
+    one_calls: Mapping[str, Linear],
+) -> tuple[Cut, str]:
+    """How so many rows are cut for a weight, and what the log says of it.
+
+    Args:
+        one_calls: what does a whole layer in one call, by name, for "auto" to choose as well.
+    """
+    options = options_of(vllm_config)
+    count, least = options.tiling_all_reduce, options.tiling_min_tokens
+    first = next(iter(lanes))
+    if isinstance(count, int):
+        return (
+            lambda rows, weight: (first, even(rows, count) if rows >= least else (rows,)),
+            f"{count} blocks from {least} tokens on",
+        )
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    choices: dict[torch.Size, Choice] = {}
+    for weight in weights if most >= least else []:
+        if weight.shape not in choices:
+            choices[weight.shape] = choice = tiling_times.of(weight, lanes, plain, least, most, one_calls)
+            for trial in choice.trials:
+                logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
+
+    def chosen(rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
+        return choices[weight.shape].of(rows) if rows >= least and choices else (first, (rows,))
+
+    return chosen, f"as many blocks as are fastest from {least} tokens on"
+
+
+def describe(shape: torch.Size, trial: Trial) -> str:
+    """One line for the log."""
+    layer = f"{shape[1]} inputs of a rank, {shape[0]} outputs"
+    if not trial.collective:
+        return f"{layer}: {trial.rows} tokens stay in one block, no cut that was timed is enough faster"
+    how = f"blocks of {', '.join(map(str, trial.blocks))} by" if len(trial.blocks) > 1 else "one call of"
+    return (
+        f"{layer}: {trial.rows} tokens in {how} {trial.collective}, timed "
+        f"{trial.plain_seconds / trial.seconds:.2f}x as fast, {100 * trial.hidden:.0f} % of the shorter one of "
+        "matmul and all-reduce hidden"
+    )
+
+
+def log_layers(tiled: int, how: str, reasons: Mapping[str, int]) -> None:
+    """``reasons``: of how many layers each is why they are not tiled."""
+    rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
+    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, how, rest)
+
+
+def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMethod) -> str:
+    """Why a layer cannot be tiled; empty if it can.
+
+    Args:
+        name: its path in the model.
+        unquantised: the class by which this platform multiplies plain weights.
+    """
+    if layer.tp_size == 1 or not layer.reduce_results:
+        return "they have no all-reduce"
+    if name.endswith(".base_layer"):
+        return "LoRA"
+    if not layer.input_is_parallel:
+        return "they split their input themselves"
+    if type(layer.quant_method) is not unquantised:
+        return f"quantised ({type(layer.quant_method).__name__})"
+    packed = layer.weight.device.type == "cpu" and cpu_ops.has_compiled_vllm_ops()
+    if packed or tuple(layer.weight.shape) != (layer.output_size, layer.input_size_per_partition):
+        return "their weights are packed for this processor"
+    return ""
+
+
+def asked_for(vllm_config: VllmConfig) -> bool:
+    """Whether there is anything to tile: an option, and several ranks."""
+    return options_of(vllm_config).tiling_all_reduce != "off" and vllm_config.parallel_config.tensor_parallel_size > 1
+
+
+def _all_tensor_parallel_groups() -> list[list[int]]:
+    """Those of the whole world: all of its processes open all of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, list(get_tp_group().ranks))
+    return sorted({tuple(ranks): ranks for ranks in found}.values())
+
+
+def _exchange(value: object) -> list[object]:
+    group = get_tp_group()
+    found: list[object] = [None] * group.world_size
+    dist.all_gather_object(found, value, group=group.cpu_group)
+    return found

@@ -1,0 +1,47 @@
+"""The AMX kernels where the processor has no tiles: built over kernels/cpu/emulation. Not hardware."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.kernel_build import LIBRARY, TOOLS, emulate_amx
+
+ROOT = Path(__file__).resolve().parents[3]
+CMAKE = shutil.which("cmake", path=TOOLS)
+
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.timeout(1800),  # of which compiling is a minute and a half on a quiet core
+    pytest.mark.skipif(
+        not emulate_amx() or CMAKE is None, reason="needs cmake and a processor with AVX-512 bf16 and without AMX"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    assert CMAKE is not None
+    build = tmp_path_factory.mktemp("amx")
+    configure = [CMAKE, "-S", str(ROOT / "kernels" / "cpu"), "-B", str(build), "-DFASTATTENTION_EMULATE_AMX=ON"]
+    subprocess.run(configure, check=True)
+    subprocess.run([CMAKE, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
+    return os.environ | {"FASTATTENTION_CPU_LIBRARY": str(build / LIBRARY)}
+
+
+@pytest.mark.parametrize("file", ["test_attention.py", "test_threads.py"])
+def test_kernels_are_right_over_emulated_tiles(environment: dict[str, str], file: str) -> None:
+    """All tests of a file that run on `amx` by name, and those that run on the best instruction set."""
+    code = "from fastattention_vllm.attention.cpu import kernels as cpu; print(cpu.isa())"
+    chosen = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert chosen.stdout.strip() == "amx", chosen.stderr
+    tests = [f"tests/attention/cpu/{file}", "-k", "not avx and not scalar", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *tests], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

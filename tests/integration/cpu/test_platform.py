@@ -1,0 +1,118 @@
+"""The platform's own decisions, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cpu.platform import OWN_BIND
+from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform as Platform
+from fastattention_vllm.integration.cpu.resources import THREADS_BIND, physical_cpus
+from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import host_memory
+
+
+def with_ranks(ranks: int) -> Any:
+    return SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=ranks))
+
+
+@pytest.fixture
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS_BIND, "")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.setenv(OWN_BIND, "")
+
+
+@pytest.mark.usefixtures("unbound")
+class TestBinding:
+    def bound(self, ranks: int) -> list[str]:
+        import os
+
+        Platform._bind_cpus(with_ranks(ranks))
+        return os.environ[THREADS_BIND].split("|")
+
+    def test_one_rank_gets_every_core(self) -> None:
+        assert self.bound(1) == [",".join(map(str, physical_cpus()))]
+
+    def test_a_second_engine_of_the_process_is_bound_anew(self) -> None:
+        assert [len(self.bound(ranks)) for ranks in (1, 2, 1)] == [1, 2, 1]
+
+    def test_a_quota_below_the_cpus_binds_none(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """All containers of a host would choose the same first ones."""
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1008)))
+        monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+        (tmp_path / "cpu.max").write_text("300000 100000\n")
+        assert self.bound(1) == ["nobind"]
+        assert self.bound(2) == ["nobind"], "again, by a second engine"
+        (tmp_path / "cpu.max").write_text("800000 100000\n")
+        assert self.bound(1) == [",".join(map(str, range(1000, 1008)))]
+
+    def test_what_the_user_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(THREADS_BIND, "0|0")
+        assert self.bound(2) == ["0", "0"]
+
+    def test_auto_is_ours_to_resolve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(THREADS_BIND, "auto")
+        assert len(self.bound(2)) == 2
+
+    @pytest.mark.parametrize("bind", ["auto", "0"])
+    @pytest.mark.parametrize(("asked", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+    def test_openmp_threads_sleep_between_their_turns(
+        self, bind: str, asked: str | None, policy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever chose the CPUs: the attention pool is on the same ones."""
+        import os
+
+        monkeypatch.setenv(THREADS_BIND, bind)
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+        if asked:
+            monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+        self.bound(1)
+        assert os.environ["OMP_WAIT_POLICY"] == policy
+
+    def test_a_binding_for_another_number_of_ranks_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(THREADS_BIND, "0|0")
+        with pytest.raises(Refusal, match=r"0\|0"):
+            self.bound(1)
+
+
+def test_our_backend_is_the_default_where_vllm_has_no_kernels() -> None:
+    cpu_ops.define_missing_ops()
+    assert Platform.get_attn_backend_cls(None, None) == compat.BACKEND_PATH
+    assert Platform.get_attn_backend_cls(compat.ensure_backend_member(), None) == compat.BACKEND_PATH
+
+
+def test_another_backend_is_refused_rather_than_replaced() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    with pytest.raises(Refusal, match="TRITON_ATTN"):
+        Platform.get_attn_backend_cls(AttentionBackendEnum.TRITON_ATTN, None)
+
+
+def test_a_vllm_with_kernels_of_its_own_keeps_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops, "_compiled_vllm", True)
+    assert not Platform._uses_fastattention(None)
+    assert Platform._uses_fastattention(compat.ensure_backend_member())
+
+
+def test_compiling_without_python_headers_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm.config import CompilationMode
+
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(mode=CompilationMode.DYNAMO_TRACE_ONCE))
+    Platform._check_compiler(config)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(Refusal, match="python3-dev"):
+        Platform._check_compiler(config)
+
+
+def test_gpus_are_told_that_there_is_no_kernel_for_them() -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    from fastattention_vllm.integration.cpu.backend import FastAttentionBackend
+
+    assert not FastAttentionBackend.supports_compute_capability(DeviceCapability(9, 0))

@@ -1,0 +1,138 @@
+"""Whatever still waits when a server ends is told, also where the event loop is late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+import uvicorn.server
+from vllm.v1.engine import async_llm
+
+from fastattention_vllm.integration.serving import server_end
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm.AsyncLLM, "shutdown", async_llm.AsyncLLM.shutdown)
+    monkeypatch.setattr(uvicorn.server.Server, "shutdown", uvicorn.server.Server.shutdown)
+    server_end.install()
+
+
+class Engine:
+    """Stops as vLLM's client does: the task that reads from it is cancelled in the loop, and then passes that on."""
+
+    def __init__(self) -> None:
+        self.outputs: asyncio.Queue[BaseException] = asyncio.Queue()
+        self.reader = asyncio.create_task(self.read())
+
+    async def read(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.outputs.put_nowait(async_llm.EngineDeadError())
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        loop = self.reader.get_loop()
+        loop.call_soon_threadsafe(time.sleep, 0.2)
+        loop.call_soon_threadsafe(self.reader.cancel)
+
+
+async def shut_down() -> list[BaseException]:
+    """What the requests in flight are told by vLLM's own ``shutdown`` in a loop that is late."""
+    told: list[BaseException] = []
+    engine = Engine()
+
+    async def handle_output() -> None:
+        told.append(await engine.outputs.get())
+
+    frontend: Any = object.__new__(async_llm.AsyncLLM)
+    frontend.engine_core = engine
+    frontend.output_handler = asyncio.create_task(handle_output())
+    frontend.output_processor = SimpleNamespace(propagate_error=told.append)
+    await asyncio.sleep(0)
+    await asyncio.to_thread(frontend.shutdown, timeout=0)
+    await asyncio.sleep(0.1)
+    del frontend.engine_core, frontend.output_handler  # vLLM's __del__ shuts down again
+    return told
+
+
+def test_requests_are_told_by_a_late_loop() -> None:
+    told = asyncio.run(shut_down())
+    assert told
+    assert all(isinstance(error, async_llm.EngineDeadError) for error in told)
+
+
+async def end_with_an_open_stream(app: Any) -> None:
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    server.should_exit = True
+    try:
+        await asyncio.wait_for(serving, 60)
+    finally:
+        writer.close()
+
+
+class App:
+    """Sends the beginning of an answer, and then nothing."""
+
+    def __init__(self, **state: object) -> None:
+        self.state = SimpleNamespace(**state)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await asyncio.Event().wait()
+
+
+def test_vllms_server_does_not_wait_for_ever_for_open_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_end, "GRACE_S", 0.1)
+    asyncio.run(end_with_an_open_stream(App(engine_client=None)))
+
+
+def test_other_servers_of_the_process_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    async def shutdown(self: Any, sockets: Any = None) -> None:
+        seen.append(self.config.timeout_graceful_shutdown)
+
+    module = SimpleNamespace(Server=type("Server", (), {"shutdown": shutdown}))
+    server_end.limit_waiting(module)
+    for app, limit in [(App(), None), (App(engine_client=1), None), (App(engine_client=1), 60)]:
+        server = module.Server()
+        server.config = SimpleNamespace(app=app, timeout_graceful_shutdown=limit)
+        asyncio.run(server.shutdown())
+    assert seen == [None, server_end.GRACE_S, 60]
+
+
+LATER = """
+import sys
+from fastattention_vllm.integration.serving import server_end
+changed = []
+server_end.once_imported("colorsys", changed.append)
+server_end.once_imported("colorsys", changed.append)
+assert not changed and "colorsys" not in sys.modules
+import colorsys
+assert changed == [colorsys] and colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+server_end.once_imported("colorsys", changed.append)
+assert changed == [colorsys, colorsys]
+assert "vllm.v1.engine.async_llm" not in sys.modules
+"""
+
+
+def test_a_module_is_changed_once_it_is_imported() -> None:
+    subprocess.run([sys.executable, "-c", LATER], check=True)

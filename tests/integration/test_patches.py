@@ -1,0 +1,143 @@
+"""Every statement of the package that replaces something of vLLM's is in the registry, which has no other."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastattention_vllm import integration
+from fastattention_vllm.integration.patches import PATCHES, Patch
+
+FOLDER = Path(integration.__file__).parent
+REPLACING_CALLS = {"setattr", "delattr", "register_oot", "register_kernels", "Library", "impl", "cache_clear"}
+REPLACING_METHODS = {"sys.meta_path.insert", "sys.meta_path.append", "op_registry_oot.pop"}
+NOT_VLLMS = {
+    "ascend/device:AscendSide.prepare:get_ascend_config().enable_cpu_binding": "an option of vllm-ascend's",
+    "ascend/platform:_honouring:get_attn_backend_cls._fastattention": "a mark on our own function",
+    "ascend/row_parallel:_tiling:_get_row_parallel_op._fastattention": "a mark on our own function",
+    "compat:without_fp8_cache:cache.cache_dtype": "an option of vLLM's, for the time of one call",
+    "compat:set_kv_bytes:cache.kv_cache_memory_bytes": "an option of vLLM's",
+    "compat:set_kv_bytes:cache.cpu_kvcache_space_bytes": "an option of vLLM's",
+    "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[OWN_BIND]": "an environment variable",
+    "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[cpu_resources.THREADS_BIND]": "the same",
+    "cpu/platform:FastAttentionCpuPlatform._size_kv_cache:model.max_model_len": "an option of vLLM's",
+    "cpu/stand_ins/linear:_define:torch.library.Library": "an op in our own namespace",
+    "cpu/stand_ins/linear:_define:_library.impl": "an op in our own namespace",
+    "cpu/stand_ins/lora:CpuPunicaWrapper.add_shrink:"
+    "rank_wide.view(-1, rank_wide.shape[-1])[self.token_lora_indices < 0]": "a tensor",
+    "cuda/device:CudaSide.settle_block_size:cache.block_size": "an option of vLLM's",
+    "cuda/flash:BlockedMetadataBuilder.build:metadata.row_blocks": "an attribute of our own on a step's metadata",
+    "cuda/flash:BlockedMetadataBuilder.build_for_cudagraph_capture:metadata.row_blocks": "the same",
+    "cuda/xformers:XformersMetadata.mask:self.masks[window]": "our own",
+    "host_layers/layers:HostLayers.set_share:self.lane.share": "our own",
+    "host_layers/layers:HostLayerImpl.forward:self.house.rehearsed": "our own",
+    "host_layers/layers:rehearse:lane.prefetcher": "our own",
+    "host_layers/layers:place:setattr": "a mark on vLLM's configuration",
+    "options:decide_host_layers:config.additional_config": "an option of vLLM's",
+    "options:decide_host_layers:config.additional_config[KEY]": "an option of vLLM's",
+    "refusal:install_excepthook:sys.excepthook": "Python's, in the vllm command's own process",
+    "serving/server_end:tell_requests:shutdown._fastattention": "a mark on our own function",
+    "serving/server_end:limit_waiting:shutdown._fastattention": "a mark on our own function",
+    "serving/server_end:limit_waiting.shutdown:self.config.timeout_graceful_shutdown": "an option of uvicorn's",
+}
+"""Statements of the same form that replace nothing, and what they set."""
+
+
+def statements(source: str, module: str) -> Iterator[str]:
+    """``module:function:statement`` of whatever sets an attribute or item of something other than self."""
+
+    def visit(node: ast.AST, where: tuple[str, ...]) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            inside = where
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inside = (*where, child.name)
+            for text in found(child):
+                yield f"{module}:{'.'.join(where)}:{text}"
+            yield from visit(child, inside)
+
+    yield from visit(ast.parse(source), ())
+
+
+def found(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name.rpartition(".")[2] in REPLACING_CALLS or name in REPLACING_METHODS:
+            yield name
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    for target in (one for some in targets for one in ([*some.elts] if isinstance(some, ast.Tuple) else [some])):
+        if isinstance(target, ast.Attribute):
+            if ast.unparse(target.value) not in ("self", "cls"):
+                yield ast.unparse(target)
+        elif isinstance(target, ast.Subscript) and not isinstance(target.value, ast.Name):
+            yield ast.unparse(target)
+
+
+def in_the_package() -> set[str]:
+    files = sorted(FOLDER.rglob("*.py"))
+    assert len(files) > 30
+    names = {file: file.relative_to(FOLDER).with_suffix("").as_posix() for file in files}
+    return {site for file, name in names.items() for site in statements(file.read_text(), name)}
+
+
+def test_every_replacing_statement_is_in_the_registry() -> None:
+    listed = Counter(site for patch in PATCHES for site in patch.sites)
+    assert max(listed.values()) == 1
+    assert not set(listed) & set(NOT_VLLMS)
+    assert in_the_package() == set(listed) | set(NOT_VLLMS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Worker.execute_model = ours",
+        "setattr(Worker, 'execute_model', ours)",
+        "layer.__class__ = Ours",
+        "PluggableLayer.register_oot(Ours, name='Theirs')",
+        "vllm.registry.members['X'] = ours",
+        "first.one, second.two = ours",
+    ],
+)
+def test_a_new_one_is_noticed(line: str) -> None:
+    (site, *_) = statements(f"def install():\n    {line}\n", "new")
+    assert site.startswith("new:install:")
+    assert site not in in_the_package()
+
+
+def test_what_is_set_on_self_is_none() -> None:
+    assert not list(
+        statements("class A:\n    def f(self):\n        self.a = 1\n        b = {}\n        b[1] = 2\n", "new")
+    )
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.names[0])
+def test_an_entry_says_why_and_until_when(patch: Patch) -> None:
+    assert patch.why.endswith(".")
+    assert patch.remove_when
+    assert patch.versions
+
+
+@pytest.mark.parametrize("name", [n for p in PATCHES for n in p.names if n.startswith("vllm.")])
+def test_the_replaced_names_exist(name: str) -> None:
+    """In the installed vLLM; what it does not have is not replaced there."""
+    parts = name.split(".")
+    depth = next(i for i in range(len(parts), 0, -1) if is_module(".".join(parts[:i])))
+    thing = importlib.import_module(".".join(parts[:depth]))
+    for part in parts[depth:]:
+        thing = getattr(thing, part)
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,206 @@
+"""``tiling_all_reduce`` in an engine of two ranks: the answers stay, long steps are cut, and what cannot be is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+from fastattention_vllm.integration.tiling import row_parallel
+from fastattention_vllm.integration.tiling.row_parallel import NAME, TiledRowParallel, why_not
+from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.reference_models import hugging_face_answers, llama, opt, random_prompts, save_random
+
+LENGTHS = (1, 17, 130, 300)
+LEAST = 128
+"""Tokens: long prompts are cut, short ones and decoding are not."""
+
+
+def section(blocks: Any) -> dict[str, Any]:
+    return {"fastattention": {"tiling_all_reduce": blocks, "tiling_min_tokens": LEAST}}
+
+
+def watch(worker: Any) -> None:
+    """In a worker: keep what the op asks and what it is told."""
+    import dataclasses
+
+    from fastattention_vllm.parallel import tiled_linear
+
+    ((group, tiling),) = tiled_linear._tilings.items()
+    worker.seen = []
+
+    def blocks(rows: int, weight: Any) -> Any:
+        answer = tiling.blocks(rows, weight)
+        worker.seen.append((rows, tuple(answer)))
+        return answer
+
+    tiled_linear.register(group, dataclasses.replace(tiling, blocks=blocks))
+
+
+def seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
+    answer: list[tuple[int, tuple[int, ...]]] = worker.seen
+    return answer
+
+
+def compare(
+    config: Any, path: Path, capfd: pytest.CaptureFixture[str], layers: int, full: bool = False, **changes: Any
+) -> None:
+    """With Hugging Face, and what was cut with what should be."""
+    model, prompts = save_with_biases(config, path), random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    additional = {"fastattention": section(3)["fastattention"] | {"tiling_full_form": full}}
+    settings = {"max_num_batched_tokens": 512, "tensor_parallel_size": 2, "additional_config": additional}
+    with engine(model, **settings, **changes) as llm:
+        llm.collective_rpc(watch)
+        check(generate(llm, prompts), expected)
+        asked = llm.collective_rpc(seen)
+    log = capfd.readouterr().out
+    assert f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks from {LEAST} tokens on." in log
+    assert (f"Tiling-AllReduce: {layers // 2} MLPs are tiled as a whole." in log) == full
+    assert asked[0] == asked[1], "the ranks cut alike"
+    for rows, blocks in asked[0]:
+        assert sum(blocks) == rows
+        assert (len(blocks) > 1) == (rows >= LEAST)
+    assert len(asked[0]) % layers == 0
+    assert any(len(blocks) == 3 for _, blocks in asked[0])
+    assert any(rows == len(LENGTHS) for rows, _ in asked[0]), "decoding"
+
+
+@pytest.mark.more
+def test_a_model_without_biases_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    compare(llama(4, 2, 64), tmp_path, capfd, layers=6)
+
+
+@pytest.mark.more
+def test_a_model_whose_mlps_are_tiled_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    compare(llama(4, 2, 64), tmp_path, capfd, layers=6, full=True)
+
+
+def test_a_model_with_biases_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    compare(opt(), tmp_path, capfd, layers=6)
+
+
+def save_with_biases(config: Any, path: Path) -> Path:
+    """Hugging Face begins with biases of zero, which may be forgotten or added twice without a trace."""
+    model = save_random(config, path)
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in weights.items():
+        if name.endswith(".bias"):
+            weights[name] = torch.empty_like(weight).normal_(0, 0.3, generator=generator)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
+@pytest.mark.more
+def test_a_compiled_model_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    compare(opt(), tmp_path, capfd, layers=6, enforce_eager=False)
+
+
+@pytest.fixture
+def registry() -> Iterator[dict[str, Any]]:
+    before = dict(op_registry_oot)
+    yield op_registry_oot
+    op_registry_oot.clear()
+    op_registry_oot.update(before)
+
+
+def config(blocks: Any, ranks: int = 2) -> Any:
+    return SimpleNamespace(
+        additional_config=section(blocks), parallel_config=SimpleNamespace(tensor_parallel_size=ranks)
+    )
+
+
+def test_nothing_is_replaced_unless_asked_for(registry: dict[str, Any]) -> None:
+    row_parallel.install(config("off"))
+    row_parallel.install(config(2, ranks=1))
+    assert NAME not in registry
+
+
+def test_what_is_registered_already_stays_in_charge_of_the_rest(registry: dict[str, Any]) -> None:
+    class Other(RowParallelLinear):  # type: ignore[misc]
+        pass
+
+    registry[NAME] = Other
+    row_parallel.install(config(2))
+    ours = registry[NAME]
+    assert ours.__mro__[1:3] == (TiledRowParallel, Other)
+    assert ours.__name__ == NAME
+    row_parallel.install(config(4))
+    assert registry[NAME] is ours, "once"
+
+
+def layer(**changes: Any) -> Any:
+    fit = {
+        "tp_size": 2,
+        "reduce_results": True,
+        "input_is_parallel": True,
+        "quant_method": object.__new__(UnquantizedLinearMethod),
+        "weight": torch.empty(8, 4),
+        "output_size": 8,
+        "input_size_per_partition": 4,
+    }
+    return SimpleNamespace(**(fit | changes))
+
+
+def test_a_layer_that_is_fit_has_no_reason_against_it() -> None:
+    assert why_not(layer(), "model.layers.0.mlp.down_proj") == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp_size": 1}, "no all-reduce"),
+        ({"reduce_results": False}, "no all-reduce"),
+        ({"input_is_parallel": False}, "split their input"),
+        ({"quant_method": SimpleNamespace()}, "quantised"),
+        ({"weight": torch.empty(0)}, "packed"),
+    ],
+)
+def test_other_layers_are_left_to_vllm(changes: dict[str, Any], reason: str) -> None:
+    assert reason in why_not(layer(**changes), "model.layers.0.mlp.down_proj")
+
+
+def test_layers_with_adapters_are_left_to_vllm() -> None:
+    assert why_not(layer(), "model.layers.0.mlp.down_proj.base_layer") == "LoRA"
+
+
+def tiling_seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """In a worker: the cuts of all lengths for all layers' shapes, and which of them were timed."""
+    from fastattention_vllm.integration.tiling.row_parallel import TiledRowParallel
+    from fastattention_vllm.parallel import tiled_linear
+
+    ((_, tiling),) = tiled_linear._tilings.items()
+    layers = [m for m in worker.model_runner.model.modules() if isinstance(m, TiledRowParallel)]
+    return [(rows, tuple(tiling.blocks(rows, m.weight))) for m in layers for rows in range(0, 513, 37)]
+
+
+@pytest.mark.more
+def test_automatic_blocks_are_measured_once_and_the_same_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    model, prompts = save_with_biases(opt(), tmp_path / "model"), random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    settings = {"max_num_batched_tokens": 512, "tensor_parallel_size": 2, "additional_config": section("auto")}
+    cuts = []
+    for start in range(2):
+        with engine(model, **settings) as llm:
+            check(generate(llm, prompts), expected)
+            first, second = llm.collective_rpc(tiling_seen)
+        assert first == second
+        cuts.append(first)
+        assert all(sum(blocks) == rows for rows, blocks in first)
+        assert all(len(blocks) == 1 for rows, blocks in first if rows < LEAST)
+        log = capfd.readouterr().out
+        assert ("measuring a layer" in log) == (start == 0)
+        assert log.count("512 tokens") >= 2, "of both shapes"
+    assert cuts[0] == cuts[1]
+    assert len(list((tmp_path / "cache" / "fastattention").iterdir())) == 1
