@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.placement import cooperative
-from fastattention_vllm.placement.cooperative import Batch, HostAttention, Lane, Step, divide
+from fastattention_vllm.placement import step as steps
+from fastattention_vllm.placement.host_attention import HostAttention, Lane
+from fastattention_vllm.placement.step import Batch, Step, divide
 from tests.attention import oracle
 
 F32 = torch.float32
@@ -141,7 +142,7 @@ class World:
     def attend(self, works: Sequence[Work], padding: int = 2) -> Step:
         """One step through all layers, compared with the oracle."""
         model = self.model
-        step = divide(self.batch(works), model.page_size, cooperative.MAX_SHORT if model.merges() else EVERY_LENGTH)
+        step = divide(self.batch(works), model.page_size, steps.MAX_SHORT if model.merges() else EVERY_LENGTH)
         for index, layer in enumerate(self.layers):
             total = sum(work.new for work in works)
             query = self.rows(total + padding, model.num_heads).to(self.device)
