@@ -1,11 +1,11 @@
 """One step of a host layer: the device and the CPU share the attention over a KV cache that lies in host memory.
 
-Requests with at most ``step.MAX_SHORT`` new tokens (decoding, speculation) come down to the CPU, which reads their pages
-at the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests with
-more (prefill) stay on the device: their new keys and values are written through to the host beside the computation, and
-the context before them is brought up block by block, ahead of its use. Partial results are merged by their log-sum-exp,
-so that every answer is that of attention over all tokens (the paper's CPU-GPU cooperation, arXiv 2410.16663 section
-4.4).
+Requests with at most ``step.MAX_SHORT`` new tokens (decoding, speculation) come down to the CPU, which reads their
+pages at the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests
+with more (prefill) stay on the device: their new keys and values are written through to the host beside the
+computation, and the context before them is brought up block by block, ahead of its use. Partial results are merged by
+their log-sum-exp, so that every answer is that of attention over all tokens (the paper's CPU-GPU cooperation, arXiv
+2410.16663 section 4.4).
 
 The same code runs where the "device" is the host itself (``LocalLink``); there nothing overlaps.
 """
