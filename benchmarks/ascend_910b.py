@@ -29,8 +29,9 @@ import torch
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import calibrate, host_memory, npu
-from fastattention_vllm.placement.cooperative import Batch, HostAttention, Lane, Share, divide
+from fastattention_vllm.placement.host_attention import HostAttention, Lane, Share
 from fastattention_vllm.placement.pinning import NpuPinning
+from fastattention_vllm.placement.step import Batch, divide
 
 PAGE = 128
 HOST_CACHE = 1 << 30

@@ -48,7 +48,7 @@ def option_lines() -> Iterator[str]:
         "`scripts/vllm_options.toml`, each with the reason why it touches neither.",
         "",
         "- runs: a test shows it; the named one runs on CPUs. On V100 and T4 the kernels were simulated,",
-        "  and executed as PTX on newer GPUs; on Ascend the code was checked against the genuine packages, without an NPU.",
+        "  and executed as PTX on newer GPUs; on Ascend the code was checked against genuine packages without an NPU.",
         "  Neither has run on its own hardware yet.",
         "- vLLM's own: the code of vLLM or vllm-ascend does it, as without this plugin.",
         "- refused: the start ends with a sentence.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fastattention_vllm.bench.cases import DTYPES, Case
-from fastattention_vllm.bench.contenders import Bound
+from fastattention_vllm.bench.contender import Bound
 from fastattention_vllm.bench.memory import random_tile
 
 ALLOWED = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 0.15, "fp8": 0.7}

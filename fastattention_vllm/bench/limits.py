@@ -10,7 +10,7 @@ import torch
 
 from fastattention_vllm.attention.cpu import roof
 from fastattention_vllm.bench.cases import DTYPES, Case
-from fastattention_vllm.bench.contenders import block_table
+from fastattention_vllm.bench.contender import block_table
 from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
 
 READ_METHODS = [roof.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048, 4096)]

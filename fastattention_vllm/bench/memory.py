@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
 
 from fastattention_vllm.bench import machine
 from fastattention_vllm.bench.cases import DTYPES, Case
+from fastattention_vllm.placement import host_memory
 
-HUGE_PAGE = 2 << 20
 COLD_BYTES = 4 << 30
 """A sweep that rotates over this much finds nothing of the last one in a cache, however large."""
 COLD_CACHES = 8
@@ -70,7 +69,7 @@ class Arena:
         total = stride * count
         if self._bytes.numel() < total:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # first the old memory goes
-            self._bytes = huge_pages(total)
+            self._bytes, _ = host_memory.commit(total)
             self._filled = ("", 0)
         if self._filled[0] != case.kv_dtype or self._filled[1] < total:
             fill(self._bytes[:total], DTYPES[case.kv_dtype])
@@ -80,15 +79,6 @@ class Arena:
     def available(self) -> int:
         """Bytes that could be used: what is free, and what this arena holds already."""
         return machine.available_memory() + self._bytes.numel()
-
-
-def huge_pages(size: int) -> torch.Tensor:
-    """``[size]`` uint8 in huge pages where Linux has them (madvise), zero."""
-    memory = mmap.mmap(-1, size + HUGE_PAGE)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    skip = -whole.data_ptr() % HUGE_PAGE
-    return whole[skip : skip + size]
 
 
 def random_tile(dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.bench import limits, machine
 from fastattention_vllm.bench.cases import Case
-from fastattention_vllm.bench.contenders import OURS, Contender
+from fastattention_vllm.bench.contender import Contender
+from fastattention_vllm.bench.contenders import OURS
 from fastattention_vllm.bench.correctness import Checker, Verdict, make_query
 from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
 from fastattention_vllm.bench.memory import Arena, plan_rotation

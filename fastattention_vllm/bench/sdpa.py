@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention_vllm.bench.cases import DTYPES, Case
-from fastattention_vllm.bench.contenders import Bound
+from fastattention_vllm.bench.contender import Bound
 
 
 class Sdpa:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastattention_vllm.bench.cases import DTYPES, Case
-from fastattention_vllm.bench.contenders import Bound, block_table, sequence_tensors
+from fastattention_vllm.bench.contender import Bound, block_table, sequence_tensors
 
 
 @functools.cache

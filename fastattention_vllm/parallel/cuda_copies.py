@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastattention_vllm.parallel import cuda_driver
+from fastattention_vllm import cuda_driver
+from fastattention_vllm.cuda_driver import Operations
 from fastattention_vllm.parallel.copy_collective import PHASES, Copies
-from fastattention_vllm.parallel.cuda_driver import Operations
 from fastattention_vllm.parallel.shared_segment import Exchange, share
 
 LINE = 64

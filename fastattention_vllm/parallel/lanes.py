@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fastattention_vllm.cuda_driver import DriverError
 from fastattention_vllm.parallel.collective import Collective, open_collective
 from fastattention_vllm.parallel.copy_collective import CopyCollective
-from fastattention_vllm.parallel.cuda_driver import DriverError
 from fastattention_vllm.parallel.shared_segment import Exchange
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
-from fastattention_vllm.placement.cooperative import HostAttention, Share
+from fastattention_vllm.placement.host_attention import HostAttention, Share
 from fastattention_vllm.placement.link import Link
 
 SAMPLE_BYTES = 2 << 30

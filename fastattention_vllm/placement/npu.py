@@ -4,7 +4,7 @@ An NPU's kernels do not reach host memory, so what GPUs' kernels do there is cop
 is not contiguous, torch_npu goes on computing there with what has not arrived yet. So everything is put into the order
 of the host's pages on the device first.
 
-This module is the ``Device`` of such layers (:mod:`~fastattention_vllm.placement.cooperative`).
+This module is the ``Device`` of such layers (:mod:`~fastattention_vllm.placement.host_attention`).
 """
 
 from __future__ import annotations

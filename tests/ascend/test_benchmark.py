@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastattention_vllm.attention import ascend
-from fastattention_vllm.placement import cooperative
+from fastattention_vllm.placement import host_attention
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import stand_in
 
@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "HOST_CACHE", 32 << 20)
     host_layer = module.host_layer
     monkeypatch.setattr(module, "host_layer", lambda device: host_layer(device, 400))
-    monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
     stand_in(monkeypatch)
     return module
 

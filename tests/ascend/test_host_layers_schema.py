@@ -16,8 +16,8 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattention_vllm.attention import ascend
-from fastattention_vllm.placement import cooperative, link, npu, pinning
-from fastattention_vllm.placement.cooperative import Lane, Share
+from fastattention_vllm.placement import host_attention, link, npu, pinning
+from fastattention_vllm.placement.host_attention import Lane, Share
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import stand_in
 from tests.ascend.test_schema import meta
@@ -69,7 +69,7 @@ def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
 
     stand_in(monkeypatch)
     monkeypatch.setattr(ascend, "operator", lambda: checked)
-    monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
     monkeypatch.setattr(World, "compare", lambda *_: None)
     model = Model(8, 2, head_size, 16, torch.bfloat16, window)
     world = World(model, 2, 100, Lane(npu.NpuLink(torch.device("cpu")), npu, share=Share(0.5)), 0)

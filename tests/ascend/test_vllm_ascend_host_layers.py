@@ -30,7 +30,7 @@ from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement import cooperative, npu
+from fastattention_vllm.placement import host_attention, npu
 from tests.ascend.genuine_worker import NPUModelRunner, NPUWorker
 from tests.ascend.streams import npu_streams  # noqa: F401  a fixture
 from tests.ascend.test_attention import bound  # noqa: F401  a fixture
@@ -105,7 +105,7 @@ def asked(
         AcceleratorSide.__init__(self, vllm_config, host_backend, npu, "stand-ins", NPU)
 
     monkeypatch.setattr(ascend_side.AscendSide, "__init__", at_home)
-    monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
     threads = cpu.num_threads()
     yield config
     cpu.set_num_threads(threads)

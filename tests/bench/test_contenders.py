@@ -7,7 +7,8 @@ import torch
 
 from fastattention_vllm.bench import vllm_native
 from fastattention_vllm.bench.cases import Case, parse_case
-from fastattention_vllm.bench.contenders import Bound, Contender, Ours, contenders
+from fastattention_vllm.bench.contender import Bound, Contender
+from fastattention_vllm.bench.contenders import Ours, contenders
 from fastattention_vllm.bench.correctness import Checker, make_query
 from fastattention_vllm.bench.memory import Arena
 from fastattention_vllm.bench.report import Row

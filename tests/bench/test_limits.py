@@ -7,7 +7,7 @@ import torch
 from fastattention_vllm.attention.cpu import roof
 from fastattention_vllm.bench import limits
 from fastattention_vllm.bench.cases import parse_case
-from fastattention_vllm.bench.contenders import block_table
+from fastattention_vllm.bench.contender import block_table
 from fastattention_vllm.bench.limits import Roof
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from vllm import LLM, SamplingParams
 
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.placement import cooperative, prefetch
+from fastattention_vllm.placement import host_attention, prefetch
 from tests.integration.drawn_models import Forced
 from tests.integration.drawn_problems import Asked, Problem, draw_problem
 from tests.integration.engine import LOGPROB_TOLERANCE, counter, engine
@@ -68,7 +68,7 @@ def answers(problem: Problem, path: Path, on_host: Sequence[int], seen: Counter[
             size = problem.model
             block = 2 * problem.settings["block_size"] * size.kv_heads * size.head_size * 4
             patch.setattr(prefetch, "STAGING_BYTES", problem.staging_blocks * block)
-            patch.setattr(cooperative, "LEAST_SHARE", 1)
+            patch.setattr(host_attention, "LEAST_SHARE", 1)
         with engine(path, **problem.settings, **more) as llm:
             house = host_layers.find(llm.llm_engine.vllm_config)
             if "tensor_parallel_size" not in problem.settings:  # otherwise they are in other processes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
-from fastattention_vllm.placement.cooperative import LEAST_DIVIDED, HostAttention, Lane, Share
+from fastattention_vllm.placement.host_attention import LEAST_DIVIDED, HostAttention, Lane, Share
 from fastattention_vllm.placement.link import LocalLink
 from tests.placement.world import Model
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.placement import cooperative
-from fastattention_vllm.placement.cooperative import Batch, HostAttention, Lane, Step, divide
+from fastattention_vllm.placement import step as steps
+from fastattention_vllm.placement.host_attention import HostAttention, Lane
 from fastattention_vllm.placement.prefetch import Visit
+from fastattention_vllm.placement.step import Batch, Step, divide
 from tests.attention import oracle
 
 F32 = torch.float32
@@ -155,7 +156,7 @@ class World:
 
     def divide(self, works: Sequence[Work]) -> Step:
         model = self.model
-        return divide(self.batch(works), model.page_size, cooperative.MAX_SHORT if model.merges() else EVERY_LENGTH)
+        return divide(self.batch(works), model.page_size, steps.MAX_SHORT if model.merges() else EVERY_LENGTH)
 
     def visit(
         self,

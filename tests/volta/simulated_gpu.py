@@ -19,7 +19,7 @@ from tests.volta.attention import cubin, execute_all
 
 @dataclass
 class SimulatedKernel:
-    """In the place of ``volta_driver.Kernel``."""
+    """In the place of ``cuda_driver.Kernel``."""
 
     variant: Variant
     grids: list[tuple[str, tuple[int, int, int]]]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastattention_vllm.attention.volta import driver as volta_driver
+from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
@@ -46,7 +46,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def launched(suffix: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What reaches the driver."""
     given: list[bytes] = []
-    monkeypatch.setattr(volta_driver, "load", lambda image, name, shared: given.append(image))
+    monkeypatch.setattr(cuda_driver, "load", lambda image, name, shared: given.append(image))
     volta._loaded.__wrapped__(VARIANT, suffix)
     return given
 
@@ -113,7 +113,7 @@ def test_images_of_other_code_are_not_loaded(
 ) -> None:
     spoil(images, how)
     given: list[Any] = []
-    monkeypatch.setattr(volta_driver, "load", lambda *image: given.append(image))
+    monkeypatch.setattr(cuda_driver, "load", lambda *image: given.append(image))
     with pytest.raises(ImageError, match=said + FIX) as refusal:
         volta._loaded.__wrapped__(VARIANT, "ptx")
     assert str(images) in str(refusal.value)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta import driver as volta_driver
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.driver import DriverError, Kernel
+from fastattention_vllm.cuda_driver import DriverError, Kernel
 from tests.attention.oracle import Case
 
 FP16 = torch.float16
@@ -172,7 +172,7 @@ class Driver:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
             self.calls.append((name, *arguments))
-            return self.statuses.get(name, volta_driver.SUCCESS)
+            return self.statuses.get(name, cuda_driver.SUCCESS)
 
         return call
 
@@ -180,12 +180,12 @@ class Driver:
         if status == 999:
             return 1
         text._obj.value = f"reason {status}".encode()
-        return volta_driver.SUCCESS
+        return cuda_driver.SUCCESS
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **statuses: int) -> Driver:
     driver = Driver(**statuses)
-    monkeypatch.setattr(volta_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
     return driver
 
 
@@ -194,9 +194,9 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    volta_driver._driver.cache_clear()
+    cuda_driver._driver.cache_clear()
     with pytest.raises(DriverError, match=r"there is no NVIDIA driver here \(libcuda\.so\.1: cannot open"):
-        volta_driver.load(b"", "kernel", 0)
+        cuda_driver.load(b"", "kernel", 0)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,14 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_module_that_does_not_load(statuses: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, **statuses)
     with pytest.raises(DriverError, match=said):
-        volta_driver.load(b"", "k", 90000)
+        cuda_driver.load(b"", "k", 90000)
 
 
 def test_only_much_shared_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch)
-    volta_driver.load(b"", "k", 48 << 10)
+    cuda_driver.load(b"", "k", 48 << 10)
     assert "cuFuncSetAttribute" not in [name for name, *_ in driver.calls]
-    volta_driver.load(b"", "k", (48 << 10) + 16)
+    cuda_driver.load(b"", "k", (48 << 10) + 16)
     assert driver.calls[-1][0] == "cuFuncSetAttribute"
     assert driver.calls[-1][2:] == (8, (48 << 10) + 16)  # 8: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 

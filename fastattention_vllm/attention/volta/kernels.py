@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta import driver as volta_driver
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import (
@@ -142,7 +142,7 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     ``query_start_loc`` and ``seq_lens`` on the host say how large the grids are; on the GPU, where a CUDA graph reads
     them, their copies say what is computed.
 
-    Raises ``ValueError`` for what :func:`can_run` names, :class:`~.volta_driver.DriverError` where the GPU refuses.
+    Raises ``ValueError`` for what :func:`can_run` names, ``cuda_driver.DriverError`` where the GPU refuses.
     """
     if problem.block_table is None:
         key, value = alike(problem.key, problem.value)
@@ -368,12 +368,12 @@ def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, **moved)
 
 
-def _kernel(variant: Variant) -> volta_driver.Kernel:
+def _kernel(variant: Variant) -> cuda_driver.Kernel:
     return _loaded(variant, target().suffix)
 
 
 @functools.cache
-def _loaded(variant: Variant, suffix: str) -> volta_driver.Kernel:
+def _loaded(variant: Variant, suffix: str) -> cuda_driver.Kernel:
     # Turing runs the V100's machine code too: kernels without matrix products have no other.
     image = volta_images.read(IMAGES, variant, suffix)
-    return volta_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)
+    return cuda_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)

@@ -15,9 +15,9 @@ from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSi
 from fastattention_vllm.integration.host_layers.metadata import HostMetadataBuilder
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import npu
-from fastattention_vllm.placement.cooperative import Batch
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.pinning import NpuPinning
+from fastattention_vllm.placement.step import Batch
 
 logger = init_logger("vllm.fastattention")
 

@@ -31,7 +31,7 @@ from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
-from fastattention_vllm.placement.cooperative import Device
+from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import Link, LocalLink
 
 logger = init_logger("vllm.fastattention")

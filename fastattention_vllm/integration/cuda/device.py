@@ -11,7 +11,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
 from fastattention_vllm.integration.options import options_of
-from fastattention_vllm.placement.cooperative import Device
+from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import CudaLink, Link
 from fastattention_vllm.placement.pinning import CudaPinning
 

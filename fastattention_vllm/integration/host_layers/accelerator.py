@@ -12,7 +12,7 @@ from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.host_layers.device import local_rank
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement.cooperative import Device
+from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.prefetch import NUM_BUFFERS, STAGING_BYTES
 
 logger = init_logger("vllm.fastattention")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.placement.cooperative import Device
+from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.pinning import Pinning
 

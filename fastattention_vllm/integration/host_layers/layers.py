@@ -31,11 +31,12 @@ from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
-from fastattention_vllm.placement.cooperative import MAX_SHORT, HostAttention, Lane, Share, Step
+from fastattention_vllm.placement.host_attention import HostAttention, Lane, Share
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
 from fastattention_vllm.placement.prefetch import Visit
+from fastattention_vllm.placement.step import MAX_SHORT, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

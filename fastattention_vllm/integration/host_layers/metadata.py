@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 
 from fastattention_vllm.integration.claims import BuilderClaims, HostLayerClaims
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
-from fastattention_vllm.placement.cooperative import Batch, Step, divide
+from fastattention_vllm.placement.step import Batch, Step, divide
 
 EVERY_LENGTH = 1 << 30
 """New tokens up to which the CPU attends, where partial results of a device could not be merged exactly."""

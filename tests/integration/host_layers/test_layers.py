@@ -26,9 +26,9 @@ from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers import plan as host_plan
 from fastattention_vllm.integration.host_layers.layers import HostLayers, describe
 from fastattention_vllm.integration.refusal import Refusal, sentence
-from fastattention_vllm.placement import cooperative, host_memory, prefetch
+from fastattention_vllm.placement import host_attention, host_memory, prefetch
 from fastattention_vllm.placement.calibrate import Rates
-from fastattention_vllm.placement.cooperative import Share
+from fastattention_vllm.placement.host_attention import Share
 from fastattention_vllm.placement.plan import indices_text
 from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
@@ -76,7 +76,7 @@ def num_blocks(llm: LLM) -> int:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts come up in many parts; a share of any size is worth it."""
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 3 * PAGE)
-    monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_every_kind_of_layer_equals_hugging_face(
     make, wanted = MODELS[name]
     model = save_random(make(), tmp_path)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 4 * PAGE)
-    monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
     answers = hugging_face_answers(model, prompts, MAX_TOKENS)
     with small_blocks(model, **host(wanted)) as llm:
         placement = house_of(llm).placement

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.placement import cooperative, prefetch
-from fastattention_vllm.placement.cooperative import Batch, Lane, Share, divide, merge
+from fastattention_vllm.placement import host_attention, prefetch
+from fastattention_vllm.placement import step as steps
+from fastattention_vllm.placement.host_attention import Lane, Share, merge
 from fastattention_vllm.placement.link import LocalLink
+from fastattention_vllm.placement.step import Batch, divide
 from tests.attention import oracle
 from tests.placement.world import Model, Request, Work, World
 
@@ -109,7 +111,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, int], None]
     def set_sizes(model: Model, blocks: int) -> None:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         monkeypatch.setattr(prefetch, "STAGING_BYTES", blocks * block + block // 2)
-        monkeypatch.setattr(cooperative, "LEAST_SHARE", 1)
+        monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
 
     return set_sizes
 
@@ -144,8 +146,8 @@ def test_steps_equal_attention_over_the_whole_history(
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block + block // 2)
-        patch.setattr(cooperative, "LEAST_SHARE", data.draw(st.sampled_from([1, 3 * block])))
-        patch.setattr(cooperative, "MAX_SHORT", most_short)
+        patch.setattr(host_attention, "LEAST_SHARE", data.draw(st.sampled_from([1, 3 * block])))
+        patch.setattr(steps, "MAX_SHORT", most_short)
         world = world_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), kind)
         requests: list[Request] = []
         for _ in range(data.draw(st.integers(1, 4))):
@@ -260,7 +262,7 @@ def test_the_share_of_the_device_is_what_was_asked_for(
         assert sum(asked) == expected
         assert max(asked, default=0) <= 3
         block = world.layers[0].cache[:1].nbytes
-        monkeypatch.setattr(cooperative, "LEAST_SHARE", 6 * block)
+        monkeypatch.setattr(host_attention, "LEAST_SHARE", 6 * block)
         asked.clear()
         world.attend([world.work(one, 2), world.work(other, 1)])
         assert sum(asked) == (expected and 80 // 2 // 4)

@@ -1,10 +1,11 @@
 """One step of a host layer: the device and the CPU share the attention over a KV cache that lies in host memory.
 
-Requests with at most ``MAX_SHORT`` new tokens (decoding, speculation) come down to the CPU, which reads their pages at
-the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests with more
-(prefill) stay on the device: their new keys and values are written through to the host beside the computation, and the
-context before them is brought up block by block, ahead of its use. Partial results are merged by their log-sum-exp, so
-that every answer is that of attention over all tokens (the paper's CPU-GPU cooperation, arXiv 2410.16663 section 4.4).
+Requests with at most ``step.MAX_SHORT`` new tokens (decoding, speculation) come down to the CPU, which reads their
+pages at the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests
+with more (prefill) stay on the device: their new keys and values are written through to the host beside the
+computation, and the context before them is brought up block by block, ahead of its use. Partial results are merged by
+their log-sum-exp, so that every answer is that of attention over all tokens (the paper's CPU-GPU cooperation, arXiv
+2410.16663 section 4.4).
 
 The same code runs where the "device" is the host itself (``LocalLink``); there nothing overlaps.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,9 +24,8 @@ from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit
+from fastattention_vllm.placement.step import Long, Short, Step
 
-MAX_SHORT = 8
-"""Most new tokens of a request that the CPU takes: they read its KV once."""
 LEAST_DIVIDED = 512 << 20
 """Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
 LEAST_SHARE = 1 << 20
@@ -63,61 +64,13 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One step's requests, as vLLM's metadata has them, on the host."""
+class Kind:
+    """Layers for which the contexts of a step are divided in the same way."""
 
-    query_start_loc: torch.Tensor
-    """``[num_seqs + 1]`` int32."""
-    seq_lens: torch.Tensor
-    """``[num_seqs]`` int32: KV tokens, this step's included."""
-    block_table: torch.Tensor
-    """``[num_seqs, max_blocks]`` int32."""
-    slot_mapping: torch.Tensor
-    """``[num_tokens]`` int64."""
-    device_slots: torch.Tensor
-    """The same, where the device's ``write_kv`` takes them: on the device, or for an NPU's copies on the host."""
-    causal: bool = True
-
-
-@dataclass(frozen=True)
-class Short:
-    """The requests that the CPU attends for, as one problem."""
-
-    rows: slice | torch.Tensor
-    """Their tokens in the batch: a run of them, or int64 indices on the host."""
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    contexts: tuple[int, ...]
-    """Tokens of each request before its new ones."""
-    causal: bool
-
-
-@dataclass(frozen=True)
-class Long:
-    """A request that the device attends for."""
-
-    rows: slice
-    context: int
-    """Tokens before the new ones."""
-    blocks: torch.Tensor
-    """int64, those of its context."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A batch, divided. The same for all layers of a block table."""
-
-    batch: Batch
-    short: Short | None
-    """Requests for the CPU."""
-    long: tuple[Long, ...]
-    """Requests for the device."""
-    independent: bool
-    """No request begins with blocks that another one, with that prefix too, is just computing."""
-    parts: dict[Any, Parts] = field(default_factory=dict, compare=False)
-    """By kind of layer, found by the first layer of the kind."""
+    window: int | None
+    share: Share
+    merges: bool
+    blocks_per_buffer: int
 
 
 @dataclass(frozen=True)
@@ -131,55 +84,6 @@ class Parts:
     seq_lens: torch.Tensor | None
     block_table: torch.Tensor | None
     """What is left to the CPU, as ``Short`` has them."""
-
-
-def divide(batch: Batch, block_size: int, most_short: int = MAX_SHORT) -> Step:
-    """Who attends for which request: the CPU for those with at most ``most_short`` new tokens."""
-    starts = batch.query_start_loc.tolist()
-    lengths = batch.seq_lens.tolist()
-    short, long = [], []
-    for index, length in enumerate(lengths):
-        new = starts[index + 1] - starts[index]
-        if 0 < new <= most_short:
-            short.append(index)
-        elif new:
-            context = length - new
-            blocks = batch.block_table[index, : -(-context // block_size)].long()
-            long.append(Long(slice(starts[index], starts[index + 1]), context, blocks))
-    return Step(batch, _short(batch, short, starts) if short else None, tuple(long), _independent(batch, block_size))
-
-
-def _independent(batch: Batch, block_size: int) -> bool:
-    """Requests share whole blocks only, and write their own behind those: what is written there is another one's."""
-    whole = (batch.seq_lens - torch.diff(batch.query_start_loc)) // block_size
-    width = int(whole.max()) if len(whole) else 0
-    if width == 0:
-        return True
-    table = batch.block_table[:, :width].long().masked_fill(torch.arange(width) >= whole[:, None], -1)
-    written = torch.zeros(int(table.max()) + 2, dtype=torch.bool)  # the last is what -1 stands for
-    blocks = batch.slot_mapping // block_size
-    written[blocks[(blocks >= 0) & (blocks < len(written) - 1)]] = True
-    return not bool(written[table].any())
-
-
-def _short(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> Short:
-    counts = [starts[index + 1] - starts[index] for index in requests]
-    first, last = requests[0], requests[-1]
-    neighbours = starts[last + 1] - starts[first] == sum(counts)
-    rows: slice | torch.Tensor = slice(starts[first], starts[last + 1])
-    if not neighbours:
-        rows = torch.cat([torch.arange(starts[index], starts[index + 1]) for index in requests])
-    chosen = torch.tensor(requests)
-    seq_lens = batch.seq_lens[chosen]
-    return Short(
-        rows=rows,
-        query_start_loc=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        seq_lens=seq_lens,
-        block_table=batch.block_table[chosen].contiguous(),
-        slot_mapping=batch.slot_mapping[rows],
-        contexts=tuple(length - count for length, count in zip(seq_lens.tolist(), counts, strict=True)),
-        causal=batch.causal,
-    )
 
 
 @dataclass(frozen=True)
@@ -208,6 +112,8 @@ class Lane:
     """In the model's order, whatever their block tables are."""
     share: Share = field(default_factory=lambda: Share(0.0))
     prefetcher: Prefetcher = field(init=False)
+    parts: WeakKeyDictionary[Step, dict[Kind, Parts]] = field(init=False, default_factory=WeakKeyDictionary)
+    """How each step that is still in use is divided, by kind of layer: found by the first layer of the kind."""
 
     def __post_init__(self) -> None:
         self.prefetcher = Prefetcher(self.link)
@@ -297,19 +203,24 @@ class HostAttention:
         return [part for ranges in (*parts.long, *parts.short) for part in ranges]
 
     def _parts(self, step: Step) -> Parts:
-        key = (self.window, self.lane.share, self.layer.merges(), self.lane.prefetcher.blocks_per_buffer(self.cache))
-        if key not in step.parts:
-            long = tuple(self._ranges(request.blocks, request.context) for request in step.long)
-            short, seq_lens, table = step.short, None, None
-            shared: tuple[tuple[Range, ...], ...] = ()
-            if short:
-                counts = self._shares(short)
-                blocks = [short.block_table[index, :count].long() for index, count in enumerate(counts)]
-                shared = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
-                seq_lens = short.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
-                table = _without_first(short.block_table, counts)
-            step.parts[key] = Parts(long, shared, seq_lens, table)
-        return step.parts[key]
+        blocks_per_buffer = self.lane.prefetcher.blocks_per_buffer(self.cache)
+        kind = Kind(self.window, self.lane.share, self.layer.merges(), blocks_per_buffer)
+        found = self.lane.parts.setdefault(step, {})
+        if kind not in found:
+            found[kind] = self._divide_contexts(step)
+        return found[kind]
+
+    def _divide_contexts(self, step: Step) -> Parts:
+        long = tuple(self._ranges(request.blocks, request.context) for request in step.long)
+        short = step.short
+        if short is None:
+            return Parts(long, (), None, None)
+        counts = self._shares(short)
+        blocks = [short.block_table[index, :count].long() for index, count in enumerate(counts)]
+        shared = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
+        seq_lens = short.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
+        table = _without_first(short.block_table, counts)
+        return Parts(long, shared, seq_lens, table)
 
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[Range, ...]:
         """The parts of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""

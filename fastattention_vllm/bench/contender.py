@@ -1,0 +1,47 @@
+"""What every contender is, and the batch that all of them are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fastattention_vllm.bench.cases import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A contender, ready to run one case."""
+
+    calls: list[Callable[[], torch.Tensor]]
+    """One per layer: computes the case over that layer's cache and returns ``[batch * q_len, heads, head_size]``."""
+    load: Callable[[int, int, torch.Tensor, torch.Tensor], None]
+    """``load(sequence, first_token, key, value)`` writes rows into layer 0; key and value are ``[tokens, KV heads,
+    head_size]`` in the cache's dtype. ``first_token`` is a multiple of the page."""
+
+
+class Contender(Protocol):
+    name: str
+    peer: str
+    """Whom it stands for in the report: of several with the same peer the fastest correct one counts."""
+
+    def why_not(self, case: Case) -> str | None:
+        """Why it cannot run ``case``, in one sentence."""
+
+    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+        """``query``: ``[batch * q_len, heads, head_size]``; ``layers``: uint8 of ``case.layer_bytes`` each."""
+
+
+def block_table(case: Case) -> torch.Tensor:
+    """``[batch, pages]`` int32: every page of a layer once, in an order that no prefetcher can guess."""
+    generator = torch.Generator().manual_seed(2)
+    pages = torch.randperm(case.batch * case.pages_per_seq, generator=generator)
+    return pages.to(torch.int32).view(case.batch, case.pages_per_seq)
+
+
+def sequence_tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """``query_start_loc`` ``[batch + 1]`` and ``seq_lens`` ``[batch]``, int32."""
+    starts = torch.arange(0, (case.batch + 1) * case.q_len, case.q_len, dtype=torch.int32)
+    return starts, torch.full((case.batch,), case.kv_len, dtype=torch.int32)
