@@ -56,8 +56,14 @@ mutate: setup-dev ## break the code in many places and demand that the tests not
 
 build: setup      ## build the CPU kernels into .venv
 
-volta: setup-dev  ## compile the V100 kernels into the package, which wheels built after that contain: no GPU, no CUDA toolkit
-	$(VENV)/python -m kernels.volta.build fastattention_vllm/lib/volta
+volta: build/nvrtc/ready ## compile the V100 kernels into the package, which wheels built after that contain: no GPU, no CUDA toolkit, no torch
+	build/nvrtc/bin/python -m kernels.volta.build fastattention_vllm/lib/volta
+
+# An environment with the compiler alone, in the version that pyproject.toml names.
+build/nvrtc/ready: pyproject.toml
+	$(PYTHON) -m venv --clear build/nvrtc
+	build/nvrtc/bin/pip install --quiet $$(sed -n 's/.*"\(nvidia-cuda-nvrtc-cu12==[0-9.]*\)".*/\1/p' pyproject.toml)
+	@touch $@
 
 setup:
 	@$(PYTHON) scripts/setup_env.py

@@ -268,7 +268,7 @@ def v100_seconds(
     volta_launches: Any, tokens: int, head_size: int, edits: Sequence[tuple[str, str]], one_panel: bool
 ) -> float:
     """Of a whole launch (volta_launches.py); what it computes is compared with float64."""
-    variant = volta_launches.volta_kernels.prefill(head_size)
+    variant = volta_launches.variants.prefill(head_size)
     if one_panel:
         variant = dataclasses.replace(variant, **ONE_PANEL)
     edit: Callable[[str], str] = volta_launches.everything

@@ -23,7 +23,6 @@ import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
-from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench import volta as bench
 
@@ -85,7 +84,7 @@ def decoding_layer(batch: int, tokens: int, device: torch.device) -> tuple[Calla
         block_table=table,
     )
     out = torch.empty_like(problem.query)
-    floats = volta_kernels.partial_floats(HEAD_SIZE, HEADS // KV_HEADS, KV_HEADS, batch, tokens)
+    floats = volta.partial_floats(HEAD_SIZE, HEADS // KV_HEADS, KV_HEADS, batch, tokens)
     workspace = torch.empty(floats, device=device)
     extent = volta.Extent(1, tokens)
 

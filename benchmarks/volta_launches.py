@@ -19,11 +19,13 @@ import volta_peer
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.launch import Divisor, Split, Variant
-from kernels.volta.build import SOURCES
+from fastattention_vllm.attention.volta.launch import Divisor, Split
+from kernels.volta import variants
+from kernels.volta.manifest import SOURCES
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
 from kernels.volta.sim.dispatch import dispatch
+from kernels.volta.variants import Variant
 
 BATCH, HEADS = 8, 32
 MOST_SIMULATED = 20 * 128 * 4096 * 64
@@ -158,7 +160,7 @@ def cubin(variant: Variant, edit: Callable[[str], str] = everything) -> Cubin:
         name=variant.source,
         defines=variant.defines,
         include=[SOURCES],
-        options=volta_kernels.COMPILER_OPTIONS,
+        options=variants.COMPILER_OPTIONS,
     )
     return Cubin(compiled.binary)
 
@@ -250,7 +252,7 @@ def our_prefill(
     variant: Variant | None = None,
 ) -> tuple[Launch, Callable[[], float]]:
     """The launch, and what the error of its traced CTAs is. ``variant``: another one than that which is shipped."""
-    variant = variant or volta_kernels.prefill(head_size)
+    variant = variant or variants.prefill(head_size)
     simulation = Simulation(cubin(variant, edit), variant.kernel)
     heads = 2 * variant.ctas_per_sm + 1
     problem = one_sequence(tokens, 1, heads, head_size, page, causal, tokens)

@@ -77,10 +77,12 @@ from volta_sim_report import (
 
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.launch import CHUNK, COMBINE, Divisor, Split, Variant
+from fastattention_vllm.attention.volta.launch import CHUNK, Divisor, Split
 from fastattention_vllm.bench.earlier import earlier_report
+from kernels.volta import variants
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
 from kernels.volta.sim.dispatch import dispatch
+from kernels.volta.variants import COMBINE, Variant
 
 NOTHING = 10.0
 """Keys in whose time a CTA sees that it has none."""
@@ -124,7 +126,7 @@ def prefill_row(name: str, made: tuple[Launch, Callable[[], float]], tokens: int
 def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -> Row:
     """One new token of each sequence; 32 query heads."""
     kv_heads, mapped_heads = HEADS // group, 2
-    variant = volta_kernels.decode(head_size)
+    variant = variants.decode(head_size)
     least = volta_kernels.least_parts(kv_heads)
     parts = volta_kernels.decode_parts(tokens, least)
     problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)

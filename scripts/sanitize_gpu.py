@@ -22,10 +22,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import kernels as volta
-from fastattention_vllm.attention.volta.launch import VARIANTS
 from fastattention_vllm.bench import gpu
+from kernels.volta import manifest
+from kernels.volta.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/gpu/test_volta.py"
@@ -126,7 +126,7 @@ def without_barriers(folder: Path) -> None:
             raise CannotRun(f"the PTX of {variant.name} has no barrier that could be taken out.")
         for suffix in ("ptx", "cubin"):
             (folder / variant.image(suffix)).write_text(text)
-    volta_images.write_manifest(folder, VARIANTS, compiler="none: barriers taken out of PTX")
+    manifest.write(folder, VARIANTS, compiler="none: barriers taken out of PTX")
 
 
 def run(sanitizer: str, tool: str, images: Path, tests: str) -> tuple[int, str]:

@@ -336,6 +336,18 @@ def pins_memory_without_a_gpu() -> bool:
     return bool(getattr(torch_utils, "PIN_MEMORY", False))
 
 
+def has_compiled_cpu_ops() -> bool:
+    """Whether this vLLM came with its own CPU kernels: one built for CPUs has them, the pure-Python one does not."""
+    import vllm._custom_ops  # noqa: F401  its import loads the kernels, through the platform's import_kernels
+
+    return compiled_cpu_ops_are_loaded()
+
+
+def compiled_cpu_ops_are_loaded() -> bool:
+    """One of them is looked for that this package never defines."""
+    return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+
+
 def has_cpu_expert_router() -> bool:
     """0.30 yes, 0.28 no: on CPUs, experts are chosen in torch and computed by two operators of ``_C``."""
     return importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None

@@ -16,7 +16,6 @@ import torch
 
 from fastattention_vllm.attention.cpu.kernels import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def _other_attention(config: VllmConfig) -> object:
 
 
 def _experts(config: VllmConfig) -> object:
-    if cpu_ops.has_compiled_vllm_ops() or not config.model_config.is_moe:
+    if compat.has_compiled_cpu_ops() or not config.model_config.is_moe:
         return False
     kind = _text_config(config).model_type
     return False if kind in EXPERT_MODELS else kind
@@ -337,7 +336,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "a mixture-of-experts model with this vLLM",
         "its experts need compiled CPU kernels, for which there are stand-ins from vLLM 0.30 on",
         "install vLLM 0.30 or newer, or serve a dense model",
-        lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.is_moe and not compat.has_cpu_expert_router(),
+        lambda c: not compat.has_compiled_cpu_ops() and c.model_config.is_moe and not compat.has_cpu_expert_router(),
     ),
     Unsupported(
         "this mixture-of-experts model",
@@ -367,7 +366,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "quantised weights",
         "they need vLLM's compiled CPU kernels, which a pure-Python vLLM does not have",
         "serve the unquantised model",
-        lambda c: not cpu_ops.has_compiled_vllm_ops() and c.model_config.quantization,
+        lambda c: not compat.has_compiled_cpu_ops() and c.model_config.quantization,
     ),
     Unsupported(
         "context parallelism",

@@ -4,7 +4,7 @@
 
 Prints registers, spills and shared memory of each; exits with 1 where a kernel spills more than it may, or has so many
 registers that fewer CTAs than wanted fit on an SM. The manifest, without which the launcher takes none of them, is
-written last, and only if there is nothing to complain of. Needs no torch.
+written last, and only if there is nothing to complain of. Needs Python's standard library and NVRTC, nothing else.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fastattention_vllm.attention.volta.images import MANIFEST, write_manifest
-from fastattention_vllm.attention.volta.launch import COMPILER_OPTIONS, HEAD_SIZES, VARIANTS, Variant
+from kernels.volta import manifest
+from kernels.volta.manifest import MANIFEST, SOURCES
 from kernels.volta.nvrtc import compile_cuda, version
+from kernels.volta.variants import COMPILER_OPTIONS, HEAD_SIZES, VARIANTS, Variant
 
-SOURCES = Path(__file__).resolve().parent / "src"
 MOST_SPILLED = {
     "prefill_d112_e4m3.sm_70": 8,
     "prefill_d112_e5m2.sm_70": 8,
@@ -95,7 +95,7 @@ def main() -> int:
         print(f"{name:<34} {registers:>3} registers{crowded} {spilled:>4} bytes spilled{note} "
               f"{variant.shared_bytes:>6} bytes shared")  # fmt: skip
     if not failed:
-        write_manifest(folder, VARIANTS, compiler="NVRTC {}.{}".format(*version()), sources=SOURCES)
+        manifest.write(folder, VARIANTS, compiler="NVRTC {}.{}".format(*version()), sources=SOURCES)
     return int(failed)
 
 

@@ -19,6 +19,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import HEAD_SIZES
+from kernels.volta import variants
 from tests.attention import oracle
 from tests.attention.oracle import Case
 from tests.volta.attention import LSE_TOLERANCE, TOLERANCE
@@ -120,7 +121,7 @@ def test_caches_of_8_bits_at_every_head_size(
 def test_a_chunk_behind_a_long_context_is_cut(changes: dict[str, Any], head_size: int) -> None:
     """Few CTAs, so that keys are cut into parts."""
     case = Case((100, 40), (3000, 40), 6, 2, head_size, dtype=FP16, **changes)
-    variant = volta_kernels.prefill(head_size)
+    variant = variants.prefill(head_size)
     assert volta_kernels.prefill_parts(variant, volta_kernels.prefill_grid(variant, 300, 2, 2), 3000) > 1
     check(case.build())
 
@@ -142,7 +143,7 @@ def test_a_graph_goes_on_with_its_workspace() -> None:
     """Captured with the largest extent, replayed with other keys and lengths; its parts lie in one workspace."""
     problem = on_gpu(Case((3, 2), (500, 900), 32, 2, 64, dtype=FP16).build())
     problem = volta._on(problem.query.device, problem)
-    workspace = torch.empty(volta_kernels.partial_floats(64, 16, 2, 2, 4096), device="cuda")
+    workspace = torch.empty(volta.partial_floats(64, 16, 2, 2, 4096), device="cuda")
     out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
     extent = volta.Extent(3, 4096)
     volta.load(64, adjusted=False)

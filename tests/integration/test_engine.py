@@ -115,7 +115,7 @@ def test_half_precision_stays_near_fp32(dtype: str, models: dict[str, Path], pro
 
 def test_attention_threads_follow_the_option(models: dict[str, Path]) -> None:
     from fastattention_vllm.attention.cpu import kernels as cpu
-    from fastattention_vllm.integration.cpu.resources import physical_cpus
+    from fastattention_vllm.placement.cpus import physical_cpus
 
     with engine(models["llama-gqa-64"], additional_config={"fastattention": {"cpu_threads": 1}}):
         assert cpu.num_threads() == 1

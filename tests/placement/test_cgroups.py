@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.placement import cgroups, host_memory
+from fastattention_vllm.placement import cpus as topology
 
 MIB = 1 << 20
 NONE_V1 = "9223372036854771712"
@@ -82,7 +82,7 @@ def test_all_who_ask_see_the_same(tree: Path) -> None:
     own(tree, "0::/a/b\n")
     files(tree, "a", memory__max=str(8 * MIB), memory__current=str(5 * MIB), cpu__max="100000 100000")
     assert host_memory.available_bytes() == machine.available_memory() == 3 * MIB
-    assert len(cpu_resources.physical_cpus()) == 1
+    assert len(topology.physical_cpus()) == 1
 
 
 def test_an_absent_file_has_its_default(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ import torch
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.launch import CHUNK, VOLTA, Divisor, Prefill, Split, Variant
+from fastattention_vllm.attention.volta.launch import CHUNK, VOLTA, Divisor, Prefill, Split
+from kernels.volta import variants
 from kernels.volta.emulator import Emulation
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
+from kernels.volta.variants import Variant
 from tests.attention import oracle
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "volta" / "src"
@@ -61,7 +63,7 @@ def cubin(variant: Variant) -> Cubin:
         name=variant.source,
         defines=variant.defines,
         include=[SOURCES],
-        options=volta_kernels.COMPILER_OPTIONS,
+        options=variants.COMPILER_OPTIONS,
     )
     return Cubin(compiled.binary)
 
@@ -91,7 +93,7 @@ class Outputs:
 
 def variant_of(problem: AttentionProblem, architecture: int = VOLTA) -> Variant:
     adjusted = problem.softcap > 0 or problem.alibi_slopes is not None
-    return volta_kernels.prefill(
+    return variants.prefill(
         problem.query.shape[2],
         adjusted=adjusted,
         cache=volta.CACHES[problem.key.dtype],
@@ -157,7 +159,7 @@ def launch_decode(
     on: Machines = simulated,
     architecture: int = VOLTA,
 ) -> Launch:
-    variant = volta_kernels.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype], architecture)
+    variant = variants.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype], architecture)
     outputs, parts = outputs or Outputs(problem), parts or decode_parts(problem)
     machine = on(variant)
     grid = (problem.key.shape[-2], len(problem.seq_lens), parts.count)
@@ -167,7 +169,7 @@ def launch_decode(
 
 
 def launch_combine(problem: AttentionProblem, outputs: Outputs, parts: Parts, on: Machines = simulated) -> Launch:
-    machine = on(volta_kernels.COMBINE)
+    machine = on(variants.COMBINE)
     grid = (parts.rows, problem.key.shape[-2], len(problem.seq_lens))
     machine.launch(grid, (problem.query.shape[2] // CHUNK, 1, 1), bytes(parts.parameters(outputs, machine)), 0)
     return machine, grid
@@ -191,7 +193,7 @@ def write_kv(
     scales: tuple[float, float] = (1.0, 1.0),
     on: Machines = simulated,
 ) -> None:
-    variant = volta_kernels.write_kv(volta.CACHES[key_cache.dtype])
+    variant = variants.write_kv(volta.CACHES[key_cache.dtype])
     machine = on(variant)
     mapped: dict[int, int] = {}
     parameters = volta.write_parameters(

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from fastattention_vllm.attention.volta import kernels as volta
-from fastattention_vllm.attention.volta.launch import VOLTA, Variant
+from fastattention_vllm.attention.volta.launch import VOLTA
 from kernels.volta.sim import Simulation
+from kernels.volta.variants import VARIANTS, Variant, describe
 from tests.volta.attention import cubin, execute_all
+
+COMPILED = {describe(variant)["name"]: variant for variant in VARIANTS}
 
 
 @dataclass
@@ -76,7 +79,7 @@ def mapping_of(address: int) -> tuple[int, int]:
 def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int]]]:
     """From now on launches are simulated; returns the list that their grids go to."""
     grids: list[tuple[str, tuple[int, int, int]]] = []
-    monkeypatch.setattr(volta, "_kernel", lambda variant: SimulatedKernel(variant, grids))
+    monkeypatch.setattr(volta, "_kernel", lambda variant: SimulatedKernel(COMPILED[variant.name], grids))
     monkeypatch.setattr(volta, "target", lambda: volta.Target(VOLTA, "cubin"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     return grids

@@ -20,10 +20,10 @@ from fastattention_vllm.attention.volta.launch import (
     least_parts,
     part_length,
     partial_floats,
-    prefill,
     prefill_grid,
     prefill_parts,
 )
+from kernels.volta.variants import prefill
 from tests.attention.oracle import Case
 from tests.volta import attention
 from tests.volta.machine import more
@@ -168,7 +168,7 @@ def test_prompts_are_cut_where_ctas_are_few(launch: tuple[int, int, int, int, in
         assert parts > 1
     if parts > 1:
         rows = 2 * seqs * parts * tokens * group
-        assert floats_of_parts(head_size, rows) <= partial_floats(head_size, group, 2, seqs, longest)
+        assert floats_of_parts(head_size, rows) <= partial_floats(prefill(head_size), group, 2, seqs, longest)
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.integers(1, 128))

@@ -14,12 +14,12 @@ from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
-from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.integration.cpu import backend
 from fastattention_vllm.integration.cuda import volta as backend_volta
 from fastattention_vllm.integration.cuda import xformers as backend_xformers
 from fastattention_vllm.integration.host_layers import metadata
 from fastattention_vllm.integration.refusal import Refusal
+from kernels.volta import variants
 from tests.attention import oracle
 from tests.attention.oracle import Case
 from tests.volta import simulated_gpu
@@ -167,7 +167,7 @@ def test_more_new_tokens_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> 
     grids = simulated_gpu.use(monkeypatch)
     problem = case((20,), (200,))
     out = torch.empty(20, HEADS, SIZE, dtype=torch.float16)
-    most = 65535 * volta_kernels.prefill(SIZE).rows * KV_HEADS // HEADS
+    most = 65535 * variants.prefill(SIZE).rows * KV_HEADS // HEADS
     with pytest.raises(ValueError, match=f"^a sequence has {most + 1} new tokens, .* take {most} at a time with 4 "):
         volta.attend(problem, volta.Extent(most + 1, most + 1), out)
     assert not grids
@@ -236,7 +236,7 @@ def test_builders_get_what_a_layer_has_reserved() -> None:
     """So that it counts in vLLM's profile, and layers of several builders have one; a larger head size wants more."""
     reserved = backend_volta.workspace(config(), SIZE, CPU)
     assert builder().workspace is builder().workspace is reserved
-    assert reserved.numel() == volta_kernels.partial_floats(SIZE, HEADS // KV_HEADS, KV_HEADS, 6, 600)
+    assert reserved.numel() == volta.partial_floats(SIZE, HEADS // KV_HEADS, KV_HEADS, 6, 600)
     assert backend_volta.workspace(config(), 4 * SIZE, CPU).numel() > reserved.numel()
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA
+from kernels.volta import variants
 from kernels.volta.emulator import Emulation, EmulationError
 from kernels.volta.sim import pack_parameters
 from tests.attention.oracle import Case
@@ -369,7 +370,7 @@ LONG = Case((2,), (8300,), 2, 1, dtype=FP16)
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("head_size", [64, more(128), more(256)])
 def test_decode_of_long_parts(head_size: int, architecture: int) -> None:
-    variant = volta_kernels.decode(head_size, architecture=architecture)
+    variant = variants.decode(head_size, architecture=architecture)
     least = volta_kernels.least_parts(LONG.num_kv_heads)
     assert volta_kernels.part_length(LONG.kv_lens[0], least) > variant.warps * variant.tile
     problem = replace(LONG, head_size=head_size).build()
@@ -429,7 +430,7 @@ def test_every_barrier_is_needed(source: str, number: int, architecture: int, tm
     del parts[2 * number + 1]
     (tmp_path / source).write_text("".join(parts))
 
-    def without_it(variant: volta_kernels.Variant) -> Emulation:
+    def without_it(variant: variants.Variant) -> Emulation:
         folder = tmp_path if variant.source == source else SOURCES
         name = f"sm_{variant.architecture}"
         return Emulation(folder / variant.source, variant.kernel, defines=variant.defines, architecture=name)

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +20,15 @@ from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.images import MANIFEST, ImageError
+from fastattention_vllm.attention.volta.launch import Variant
 from fastattention_vllm.integration.cuda import volta as backend_volta
 from fastattention_vllm.integration.refusal import Refusal
+from kernels.volta import manifest as build_manifest
+from kernels.volta import variants
 
-VARIANT = volta_kernels.decode(64)
+VARIANT = variants.decode(64)
 FILES = ("decode_d64.sm_70.cubin", "decode_d64.sm_70.ptx")
+OTHER = "were compiled for a launcher with other arguments or another workspace"
 FIX = r"; run `make volta`, or install the wheel again\.$"
 
 
@@ -39,7 +42,8 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(name)
     monkeypatch.setattr(volta_images, "SOURCES", sources)
     monkeypatch.setattr(volta, "IMAGES", folder)
-    volta_images.write_manifest(folder, [VARIANT], "NVRTC 12.9", sources)
+    build_manifest.write(folder, [VARIANT], "NVRTC 12.9", sources)
+    monkeypatch.setattr(volta, "_described", volta_images.variants)
     return folder
 
 
@@ -47,7 +51,7 @@ def launched(suffix: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What reaches the driver."""
     given: list[bytes] = []
     monkeypatch.setattr(cuda_driver, "load", lambda image, name, shared: given.append(image))
-    volta._loaded.__wrapped__(VARIANT, suffix)
+    volta._loaded.__wrapped__(volta._variant("decode", 64), suffix)
     return given
 
 
@@ -77,11 +81,24 @@ def spoil(images: Path, how: str) -> None:
     elif how == "cut off":
         manifest.write_text(manifest.read_text()[:100])
     elif how == "another format":
-        manifest.write_text(json.dumps(content | {"format": 2}))
+        manifest.write_text(json.dumps(content | {"format": 1}))
     elif how == "no manifest at all":
         manifest.write_text("[]")
-    elif how == "another ABI":
-        manifest.write_text(json.dumps(content | {"abi": "0" * 64}))
+    elif how == "another structure":
+        content["structures"]["Split"]["rows"] = [200, 4]
+        manifest.write_text(json.dumps(content))
+    elif how == "a structure more":
+        content["structures"]["More"] = {"": [0, 4], "one": [0, 4]}
+        manifest.write_text(json.dumps(content))
+    elif how == "no structures":
+        del content["structures"]
+        manifest.write_text(json.dumps(content))
+    elif how == "longer parts":
+        content["constants"]["longest_part"] = 2048
+        manifest.write_text(json.dumps(content))
+    elif how == "a kernel without its tile":
+        del content["variants"][0]["tile"]
+        manifest.write_text(json.dumps(content))
     elif how == "changed":
         (images / FILES[1]).write_text("something else")
     elif how == "not listed":
@@ -99,9 +116,13 @@ def spoil(images: Path, how: str) -> None:
     [
         ("no manifest", r"have no manifest\.json that says to which code they belong"),
         ("cut off", r"manifest\.json is not JSON \(.*\)"),
-        ("another format", r"manifest\.json is not a manifest of format 1"),
-        ("no manifest at all", r"manifest\.json is not a manifest of format 1"),
-        ("another ABI", "were compiled for a launcher with other arguments or another workspace"),
+        ("another format", r"manifest\.json is not a manifest of format 2"),
+        ("no manifest at all", r"manifest\.json is not a manifest of format 2"),
+        ("another structure", rf"{OTHER} \(Split\)"),
+        ("a structure more", rf"{OTHER} \(More\)"),
+        ("no structures", rf"{OTHER} \(structures\)"),
+        ("longer parts", rf"{OTHER} \(longest_part\)"),
+        ("a kernel without its tile", r"manifest\.json does not describe kernels as expected \(.*'tile'\)"),
         ("changed", r"decode_d64\.sm_70\.ptx is not the file that manifest\.json beside it describes"),
         ("not listed", r"decode_d64\.sm_70\.ptx is not the file that manifest\.json beside it describes"),
         ("a source edited", r"were compiled from other sources than .*/src has now \(decode\.cu\)"),
@@ -115,7 +136,7 @@ def test_images_of_other_code_are_not_loaded(
     given: list[Any] = []
     monkeypatch.setattr(cuda_driver, "load", lambda *image: given.append(image))
     with pytest.raises(ImageError, match=said + FIX) as refusal:
-        volta._loaded.__wrapped__(VARIANT, "ptx")
+        volta._loaded.__wrapped__(volta._variant("decode", 64), "ptx")
     assert str(images) in str(refusal.value)
     assert not given
 
@@ -126,21 +147,34 @@ def test_a_wheel_has_no_sources_to_compare(images: Path, monkeypatch: pytest.Mon
 
 
 def test_the_start_ends_in_a_sentence(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(images, "another ABI")
+    spoil(images, "another structure")
     config = SimpleNamespace(additional_config={})
     monkeypatch.setattr(backend_volta, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     volta.target.cache_clear()
     try:
-        for variant in (volta_kernels.write_kv(), volta_kernels.COMBINE):
-            (images / variant.image("ptx")).touch()
-        with pytest.raises(Refusal, match="another workspace" + FIX):
+        with pytest.raises(Refusal, match=r"another workspace \(Split\)" + FIX):
             backend_volta.FastAttentionVoltaImpl(8, 64, 0.125, 2).process_weights_after_loading(torch.float16)
     finally:
         volta.target.cache_clear()
 
 
-# --- what the ABI is derived from ------------------------------------------------------------------------------------
+def test_nothing_is_built(images: Path) -> None:
+    for path in images.iterdir():
+        path.unlink()
+    with pytest.raises(ImageError, match=rf"not built: there is no {images}/manifest\.json{FIX}"):
+        volta._variant("decode", 64)
+
+
+def test_the_launcher_reads_what_was_built(images: Path) -> None:
+    read = volta._variant("decode", 64)
+    assert read == Variant(**variants.describe(VARIANT))
+    assert (read.threads, read.rows, read.shared_bytes) == (VARIANT.threads, VARIANT.rows, VARIANT.shared_bytes)
+    assert [read.image(suffix) for suffix in ("cubin", "ptx")] == list(FILES)
+    assert {VARIANT.image(suffix) for suffix in ("cubin", "ptx")} == set(FILES)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 class Wider(ctypes.Structure):
@@ -149,23 +183,39 @@ class Wider(ctypes.Structure):
     _fields_ = [*volta_kernels.Split._fields_, ("more", ctypes.c_int64)]  # type: ignore[misc]
 
 
-CHANGES: dict[str, tuple[str, Any]] = {
-    "a field more": ("STRUCTURES", (volta_kernels.Prefill, Wider)),
-    "means of parts in fp32": ("bytes_of_means", lambda head_size, rows: 4 * rows * head_size),
-    "a larger workspace": ("floats_of_parts", lambda head_size, rows: rows * (head_size + 1)),
-    "longer parts": ("part_length", lambda kv_len, least: 256),
-    "other tiles": ("VARIANTS", (replace(VARIANT, warps=4),)),
-}
+def test_a_launcher_with_another_structure_takes_no_images(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Wider.__name__ = "Split"
+    others = [one for one in volta_kernels.STRUCTURES if one is not volta_kernels.Split]
+    monkeypatch.setattr(volta_kernels, "STRUCTURES", (*others, Wider))
+    with pytest.raises(ImageError, match=rf"{OTHER} \(Split\){FIX}"):
+        volta._variant("decode", 64)
 
 
-@pytest.mark.parametrize(("name", "value"), CHANGES.values(), ids=CHANGES)
-def test_the_abi_changes_with_what_is_launched(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "VARIANTS":
-        monkeypatch.setattr(volta_kernels, name, (VARIANT,))
-    before = volta_kernels.abi()
-    assert before == volta_kernels.abi()
-    monkeypatch.setattr(volta_kernels, name, value)
-    assert volta_kernels.abi() != before
+@pytest.mark.parametrize("name", volta_kernels.CONSTANTS)
+def test_a_launcher_with_another_workspace_takes_no_images(
+    name: str, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(volta_kernels.CONSTANTS, name, 2 * volta_kernels.CONSTANTS[name])
+    with pytest.raises(ImageError, match=rf"{OTHER} \({name}\){FIX}"):
+        volta._variant("decode", 64)
+
+
+def test_the_constants_are_what_the_functions_go_by() -> None:
+    constants = volta_kernels.CONSTANTS
+    assert volta_kernels.part_length(1, 1) == constants["shortest_part"]
+    assert volta_kernels.part_length(constants["max_parts"] * constants["longest_part"], 1) == constants["longest_part"]
+    assert (
+        volta_kernels.part_length(constants["max_parts"] * constants["longest_part"] + 1, 1) > constants["longest_part"]
+    )
+    assert volta_kernels.bytes_of_means(64, 3) == constants["bytes_of_mean"] * 3 * 64
+    floats = volta_kernels.floats_of_parts(64, 3)
+    assert 4 * floats == 3 * (64 * constants["bytes_of_mean"] + constants["bytes_of_lse"])
+
+
+@pytest.mark.parametrize("field", ["short one;", "Other one;", "int one[4];", "double one;"])
+def test_a_header_that_is_not_understood_ends_the_build(field: str) -> None:
+    with pytest.raises(ValueError, match=r"^One has a field .*: '(short|Other|int|double) one"):
+        build_manifest.structures(f"struct One {{\n  {field}\n}};")
 
 
 def fields_of(header: str) -> dict[str, list[str]]:
@@ -203,3 +253,4 @@ def test_the_launchers_structures_are_the_headers(tmp_path: Path) -> None:
         name, field, offset, size = line.split(" ")
         compiled[name][field] = int(offset), int(size)
     assert compiled == ours
+    assert build_manifest.structures(header.read_text()) == compiled

@@ -17,6 +17,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.cuda_driver import DriverError, Kernel
+from kernels.volta import variants
 from tests.attention.oracle import Case
 
 FP16 = torch.float16
@@ -137,7 +138,7 @@ def test_kernels_that_are_not_built(
     """Each GPU has its own, and newer ones the PTX of either."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(volta, "IMAGES", tmp_path)
-    variant = volta_kernels.decode(64, architecture=volta.choose(kernels).architecture)
+    variant = variants.decode(64, architecture=volta.choose(kernels).architecture)
     said = rf"not built: there is no {tmp_path}/decode_d64\.{re.escape(image)}; run `make volta`"
     with pytest.raises(RuntimeError, match=said):
         volta._kernel(variant)
@@ -153,7 +154,7 @@ def test_kernels_of_a_newer_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_turings_kernels_fit_turing() -> None:
     """64 KiB of shared memory and 1024 threads for all CTAs of an SM."""
-    for variant in volta_kernels.VARIANTS:
+    for variant in variants.VARIANTS:
         if variant.architecture == volta_kernels.TURING:
             assert variant.shared_bytes * variant.ctas_per_sm <= 64 << 10, variant
             assert variant.threads * variant.ctas_per_sm <= 1024

@@ -193,7 +193,7 @@ def attend(
             of the block table.
         out: ``[num_tokens, num_heads, head_size]`` fp16, the last dimension contiguous.
         lse: ``[num_tokens, num_heads]`` fp32.
-        workspace: fp32, :func:`~.launch.partial_floats` of them, for parts of sequences until they are summed;
+        workspace: fp32, :func:`partial_floats` of them, for parts of sequences until they are summed;
             by default one of its own. A captured graph goes on using it.
     """
     kv_heads, seqs = problem.num_kv_heads, problem.num_seqs
@@ -204,13 +204,13 @@ def attend(
     decoding, least = most_rows <= DECODE_ROWS, 0
     cache, architecture = CACHES[problem.key.dtype], target().architecture
     if decoding:
-        variant = volta_kernels.decode(head_size, cache, architecture)
+        variant = _variant("decode", head_size, cache=cache, architecture=architecture)
         least = volta_kernels.least_parts(kv_heads)
         parts = volta_kernels.decode_parts(extent.longest, least)
         grid = (kv_heads, seqs, parts)
     else:
         adjusted = _is_adjusted(problem)
-        variant = volta_kernels.prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
+        variant = _variant("prefill", head_size, adjusted=adjusted, cache=cache, architecture=architecture)
         blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         if blocks[1] > MOST_BLOCKS:
             raise ValueError(
@@ -231,7 +231,7 @@ def attend(
         split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows)
     _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
     if split.partial_out:
-        _kernel(volta_kernels.COMBINE).launch((most_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
+        _kernel(_variant("combine")).launch((most_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
 
 
 def write_kv(
@@ -261,7 +261,7 @@ def write_kv(
     assert key_cache.stride() == value_cache.stride()
     if not len(slot_mapping):
         return
-    variant = volta_kernels.write_kv(CACHES[key_cache.dtype])
+    variant = _variant("write_kv", cache=CACHES[key_cache.dtype])
     stream = torch.cuda.current_stream(key.device).cuda_stream
     argument = write_parameters(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     _kernel(variant).launch((len(slot_mapping), 1, 1), (variant.threads, 1, 1), 0, argument, stream)
@@ -277,13 +277,22 @@ def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) 
     """
     name, architecture = CACHES[cache], target().architecture
     variants = (
-        volta_kernels.write_kv(name),
-        volta_kernels.COMBINE,
-        volta_kernels.decode(head_size, name, architecture),
-        volta_kernels.prefill(head_size, adjusted=adjusted, cache=name, architecture=architecture),
+        _variant("write_kv", cache=name),
+        _variant("combine"),
+        _variant("decode", head_size, cache=name, architecture=architecture),
+        _variant("prefill", head_size, adjusted=adjusted, cache=name, architecture=architecture),
     )
     for variant in variants:
         _kernel(variant)
+
+
+def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
+    """fp32 numbers of a workspace that is enough for any launch: as :func:`~.launch.partial_floats`.
+
+    Raises:
+        ImageError: the kernels are not built, or were built for other code.
+    """
+    return volta_kernels.partial_floats(_variant("prefill", head_size), group, num_kv_heads, most_seqs, longest)
 
 
 def _is_adjusted(problem: AttentionProblem) -> bool:
@@ -366,6 +375,17 @@ def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
         if (tensor := getattr(problem, name)) is not None
     }
     return replace(problem, **moved)
+
+
+def _variant(
+    kind: str, head_size: int = 0, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA
+) -> Variant:
+    return _described(IMAGES)[kind, head_size, adjusted, cache, architecture]
+
+
+@functools.cache
+def _described(folder: Path) -> dict[tuple[str, int, bool, str, int], Variant]:
+    return volta_images.variants(folder)
 
 
 def _kernel(variant: Variant) -> cuda_driver.Kernel:

@@ -1,24 +1,20 @@
-"""The Volta kernels as they are compiled and launched: variants, parameter blocks, grids. Needs no GPU and no torch.
+"""What a launch of the Volta kernels takes: parameter blocks, grids, workspaces. Needs no GPU and no torch.
 
-The sources are ``kernels/volta/src``; ``problem.h`` there has the structures that are mirrored here.
+The sources are ``kernels/volta/src``; ``problem.h`` there has the structures that are mirrored here. What is mirrored
+is compared with the manifest of the compiled images before any of them is loaded (:func:`disagreement`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import math
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass
+from typing import Any
 
-CACHES = ("", "e5m2", "e4m3", "int8")
-"""How keys and values are stored, by the number that ``cache.cuh`` has for it; the first is fp16."""
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
 """Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
-COMPILER_OPTIONS = ("--device-as-default-execution-space",)
-"""For NVRTC: generic lambdas count as host code otherwise."""
 VOLTA, TURING = 70, 75
 """Architectures: 10 times the compute capability."""
 DECODE_PARTS = 64
@@ -39,114 +35,31 @@ CHUNK = 8
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One cubin."""
+    """One compiled kernel, as the manifest beside its image describes it (``kernels/volta/variants.py``)."""
 
-    source: str
+    name: str
+    kind: str
+    """``prefill``, ``decode``, ``combine`` or ``write_kv``."""
     kernel: str
     head_size: int
-    warps: int
+    """0: of every one."""
+    adjusted: bool
+    """Prefill with soft cap or ALiBi."""
+    cache: str
+    """How keys and values are stored: empty for fp16, else ``e5m2``, ``e4m3`` or ``int8``."""
+    architecture: int
+    threads: int
+    """Of a CTA."""
+    rows: int
+    """Packed query rows of a CTA."""
     tile: int
     """Keys that are in shared memory at a time: of a CTA, in the decode kernel of each warp."""
     ctas_per_sm: int
-    adjusted: bool = False
-    """With soft cap or ALiBi. The decode kernel always can."""
-    cache: str = ""
-    """One of ``CACHES``."""
-    architecture: int = VOLTA
-
-    @property
-    def name(self) -> str:
-        stem = self.source.removesuffix(".cu")
-        parts = (f"d{self.head_size}" * bool(self.head_size), "adjusted" * self.adjusted, self.cache)
-        return "_".join([stem, *filter(None, parts)])
+    shared_bytes: int
 
     def image(self, suffix: str) -> str:
         """Its file: ``suffix`` is ``cubin`` or ``ptx``."""
-        return f"{self.name}.sm_{self.architecture}.{suffix}"
-
-    @property
-    def defines(self) -> dict[str, str | int]:
-        cache: dict[str, str | int] = {"KV_CACHE": CACHES.index(self.cache)}
-        if not self.head_size:
-            return cache
-        shape = {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
-        if self.source == "decode.cu":
-            return cache | shape
-        return cache | shape | {"TILE": self.tile, "ADJUSTED": int(self.adjusted)}
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def rows(self) -> int:
-        """Packed query rows of a CTA."""
-        if self.source == "decode.cu":
-            return DECODE_ROWS
-        return (32 if self.head_size <= 128 else 16) * self.warps
-
-    @property
-    def shared_bytes(self) -> int:
-        if not self.head_size:
-            return 0
-        row = 16 * self.pitch
-        if self.source == "decode.cu":
-            return (DECODE_ROWS + self.warps * self.tile) * row
-        return (self.rows + 2 * self.tile) * row
-
-    @property
-    def pitch(self) -> int:
-        """Chunks from row to row in shared memory: a power of two."""
-        return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
-
-
-def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """Tiles of the V100 were chosen on the simulated one (benchmarks/NOTES.md); Turing's are the largest that fit into
-    its 64 KiB of shared memory, and have been timed nowhere."""
-    if head_size <= 64:
-        shape = (4, 64, 2)
-    elif architecture == TURING:
-        shape = (4, 32, 1)
-    elif head_size <= 96:
-        shape = (4, 32, 2)
-    else:
-        shape = (8, 32, 1)
-    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, cache, architecture)
-
-
-def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """Of the V100 small CTAs, as many as its registers and memory hold: while one begins or ends, the others read."""
-    warps, ctas = 2, {64: 8, 128: 5}.get(head_size, 4 if head_size < 128 else 2)
-    if architecture == TURING:
-        warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
-    return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)
-
-
-def write_kv(cache: str = "") -> Variant:
-    """Of every head size."""
-    return Variant("write_kv.cu", "fa_volta_write_kv", 0, 4, 0, 8, cache=cache)
-
-
-COMBINE = Variant("combine.cu", "fa_volta_combine", 0, 0, 0, 8)
-"""Of every head size; a thread for each ``CHUNK`` of its numbers."""
-
-VARIANTS = (
-    COMBINE,
-    *map(write_kv, CACHES),
-    *(
-        prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
-        for architecture in (VOLTA, TURING)
-        for cache in CACHES
-        for head_size in HEAD_SIZES
-        for adjusted in (False, True)
-    ),
-    *(
-        decode(head_size, cache, architecture)
-        for architecture in (VOLTA, TURING)
-        for cache in CACHES
-        for head_size in HEAD_SIZES
-    ),
-)
+        return f"{self.name}.{suffix}"
 
 
 class Divisor(ctypes.Structure):
@@ -277,14 +190,14 @@ def bytes_of_means(head_size: int, rows: int) -> int:
     return 2 * rows * head_size
 
 
-def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
-    """fp32 numbers that any launch needs at most for its parts. ``group``: query heads per KV head; ``longest``: keys
-    of any of up to ``most_seqs`` sequences."""
+def partial_floats(prefill: Variant, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
+    """fp32 numbers that any launch needs at most for its parts. ``prefill``: the V100's, of this head size; ``group``:
+    query heads per KV head; ``longest``: keys of any of up to ``most_seqs`` sequences."""
     tokens = max(1, DECODE_ROWS // group)
     parts = decode_parts(longest, least_parts(num_kv_heads))
     decoding = most_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
-    variant = prefill(head_size)
-    return floats_of_parts(head_size, max(decoding, PREFILL_WAVES * SMS * variant.ctas_per_sm * variant.rows))
+    cut = PREFILL_WAVES * SMS * prefill.ctas_per_sm * prefill.rows
+    return floats_of_parts(prefill.head_size, max(decoding, cut))
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, Prefill, Split, WriteKv)
@@ -297,22 +210,32 @@ def layout(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
     return {"": (0, ctypes.sizeof(structure))} | {name: (at.offset, at.size) for name, at in fields.items()}
 
 
-def abi() -> str:
-    """A hash of all that the launcher takes for granted about the kernels: arguments, workspace, shapes of variants.
+CONSTANTS = {
+    "chunk": CHUNK,
+    "decode_rows": DECODE_ROWS,
+    "shortest_part": 128,
+    "longest_part": LONGEST_PART,
+    "max_parts": DECODE_PARTS,
+    "bytes_of_mean": 2,
+    "bytes_of_lse": 4,
+}
+"""What :func:`part_length`, :func:`floats_of_parts` and :func:`bytes_of_means` go by."""
 
-    It is derived from what is launched, so it changes by itself: images that were compiled beside another one are not
-    launched (``volta_images``).
+
+def disagreement(constants: object, structures: object) -> str:
+    """What a manifest's ``constants`` and ``structures`` say otherwise than this launcher; empty if nothing.
+
+    Images that were compiled for other arguments or another workspace would read and write elsewhere.
     """
-    lengths = (1, 128, 129, 1000, 4096, 8192, 8193, 65536, 65537, 1 << 20)
-    rows = (1, 8, 1000)
-    agreed = {
-        "structures": {structure.__name__: layout(structure) for structure in STRUCTURES},
-        "variants": {
-            variant.image("sm"): (variant.kernel, variant.defines, variant.threads, variant.rows, variant.shared_bytes)
-            for variant in VARIANTS
-        },
-        "parts": [part_length(length, least) for length in lengths for least in (1, 8, 64)],
-        "workspace": [(floats_of_parts(size, n), bytes_of_means(size, n)) for size in HEAD_SIZES for n in rows],
-        "packed": (CHUNK, DECODE_ROWS, DECODE_PARTS),
-    }
-    return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+    ours = {structure.__name__: {name: [*at] for name, at in layout(structure).items()} for structure in STRUCTURES}
+    pairs: tuple[tuple[str, dict[str, Any], object], ...] = (
+        ("constants", CONSTANTS, constants),
+        ("structures", ours, structures),
+    )
+    for kind, here, there in pairs:
+        if not isinstance(there, dict):
+            return kind
+        for name in sorted({*here, *there}):
+            if here.get(name) != there.get(name):
+                return str(name)
+    return ""

@@ -20,10 +20,9 @@ from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu import layer as cpu_layer
 from fastattention_vllm.attention.cpu.layer import LayerAttention, LayerWriter
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import compat, support
+from fastattention_vllm.integration import binding, compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
-from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.device import local_rank
@@ -31,6 +30,7 @@ from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
+from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import Link, LocalLink
 
@@ -126,7 +126,7 @@ class CpuSide:
         self.vllm_config = vllm_config
 
     def cpus(self) -> list[int]:
-        return cpu_resources.cpus_in_reach(local_rank())
+        return binding.cpus_in_reach(local_rank())
 
     def settle_block_size(self) -> None:
         """The platform has done that."""
@@ -149,22 +149,22 @@ def start_cpu_threads(vllm_config: Any) -> None:
     from vllm.distributed.parallel_state import get_world_group
 
     rank = get_world_group().local_rank
-    cpus = [] if cpu_resources.floats() else cpu_resources.cpus_of_rank(rank)
-    share = len(cpus) or cpu_resources.share_of_rank(rank, vllm_config.parallel_config.local_world_size)
+    cpus = [] if binding.floats() else binding.cpus_of_rank(rank)
+    share = len(cpus) or topology.share_of_rank(rank, vllm_config.parallel_config.local_world_size)
     threads = options_of(vllm_config).cpu_threads or share
-    if cpu_resources.quota_is_smaller() and not cpus:
+    if topology.quota_is_smaller() and not cpus:
         # vLLM does this where it binds; torch itself counts CPUs, and more threads than the quota pays for would stall.
         cpu_ops.set_num_threads(share)
     try:
         cpu_kernels.set_num_threads(threads, cpus)
     except ValueError as error:  # a CPU of the user's list: the platform chooses from those it may use
-        raise Refusal(f"{error} Name other CPUs in {cpu_resources.THREADS_BIND}, or unset it.") from error
+        raise Refusal(f"{error} Name other CPUs in {binding.THREADS_BIND}, or unset it.") from error
     logger.info_once(
         "Attention kernel: fastattention CPU, instruction set %s (usable here: %s), %s; "
         "chosen because no accelerator was found.",
         cpu_kernels.isa(),
         ", ".join(cpu_kernels.usable_isas()),
-        cpu_resources.describe_pinning(threads, cpus, os.sched_getaffinity(0)),
+        topology.describe_pinning(threads, cpus, os.sched_getaffinity(0)),
     )
 
 

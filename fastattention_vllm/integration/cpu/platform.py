@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import binding, compat
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
@@ -21,6 +21,7 @@ from fastattention_vllm.integration.host_layers import plan as host_plan
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import check_supported
+from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_memory import GIB
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @classmethod
     def device_count(cls) -> int:
-        return len(cpu_resources.physical_cpus())
+        return len(topology.physical_cpus())
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -82,7 +83,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        if cpu_ops.has_compiled_vllm_ops():
+        if compat.has_compiled_cpu_ops():
             super().register_triton_kernel_overrides()
         else:
             cpu_ops.register_kernel_overrides()
@@ -122,7 +123,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         """
         if backend is not None and backend.name == compat.BACKEND_NAME:
             return True
-        if cpu_ops.has_compiled_vllm_ops():
+        if compat.has_compiled_cpu_ops():
             return False
         if backend is not None:
             raise Refusal(
@@ -167,15 +168,15 @@ class FastAttentionCpuPlatform(CpuPlatform):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         ranks = vllm_config.parallel_config.local_world_size
         # What an earlier engine of this process, or of its parent, was given is ours to replace; the user's is not.
-        asked = os.environ.get(cpu_resources.THREADS_BIND, "auto") or "auto"
+        asked = os.environ.get(binding.THREADS_BIND, "auto") or "auto"
         if asked not in ("auto", os.environ.get(OWN_BIND)):
-            cpu_resources.check_bind(asked, ranks)
+            binding.check_bind(asked, ranks)
             return
-        if cpu_resources.quota_is_smaller():
-            os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.NOBIND
+        if topology.quota_is_smaller():
+            os.environ[OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.NOBIND
             return
-        groups = cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)
-        os.environ[OWN_BIND] = os.environ[cpu_resources.THREADS_BIND] = cpu_resources.format_bind(groups)
+        groups = topology.split_cpus(topology.physical_cpus(), ranks)
+        os.environ[OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.format_bind(groups)
 
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:

@@ -10,10 +10,11 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention.cpu import memory as cpu_memory
-from fastattention_vllm.integration.cpu import resources as cpu_resources
+from fastattention_vllm.integration import binding
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.tiling import row_parallel
+from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_memory import GIB
 
 logger = init_logger("vllm.fastattention")
@@ -51,7 +52,7 @@ class FastAttentionCpuWorker(CPUWorker):
             house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     def _cpus(self) -> list[int]:
-        return cpu_resources.cpus_in_reach(self.local_rank)
+        return binding.cpus_in_reach(self.local_rank)
 
 
 def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> None:
@@ -63,7 +64,7 @@ def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> Non
     buffers = {address: size for address, size in _buffers(tensors) if size >= _least(discard)}
     if not buffers:
         return
-    nodes = cpu_resources.numa_nodes(cpus)
+    nodes = topology.numa_nodes(cpus)
     placements = [cpu_memory.place(address, size, nodes, discard=discard) for address, size in buffers.items()]
     logger.info("%s", describe(what, sum(buffers.values()), nodes, placements))
 

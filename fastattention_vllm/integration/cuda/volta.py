@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta.images import ImageError
-from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, partial_floats
+from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
@@ -119,7 +119,7 @@ def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.T
     """
     kv_heads, group = heads_of(vllm_config)
     seqs, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
-    floats = partial_floats(head_size, group, kv_heads, seqs, longest)
+    floats = volta.partial_floats(head_size, group, kv_heads, seqs, longest)
     found = _workspaces.get(device)
     if found is None or found.numel() < floats:
         found = _workspaces[device] = torch.empty(floats, dtype=torch.float32, device=device)

@@ -8,10 +8,11 @@ import torch
 from vllm.logger import init_logger
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration.cpu import resources as cpu_resources
+from fastattention_vllm.integration import binding
 from fastattention_vllm.integration.host_layers.device import local_rank
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.prefetch import NUM_BUFFERS, STAGING_BYTES
 
@@ -41,14 +42,14 @@ class AcceleratorSide:
 
     def cpus(self) -> list[int]:
         ranks = self.vllm_config.parallel_config.local_world_size
-        return cpu_resources.split_cpus(cpu_resources.physical_cpus(), ranks)[local_rank()]
+        return topology.split_cpus(topology.physical_cpus(), ranks)[local_rank()]
 
     def prepare(self) -> None:
         """Start the CPU's threads, leaving one core to the engine and the API server; hook into vLLM's worker."""
         cpus = self.cpus()
         own = cpus[1:] if len(cpus) > 1 else cpus
         threads = options_of(self.vllm_config).cpu_threads or len(own)
-        if cpu_resources.floats() or cpu_resources.quota_is_smaller():
+        if binding.floats() or topology.quota_is_smaller():
             own = []
         try:
             cpu_kernels.set_num_threads(threads, own)
@@ -58,7 +59,7 @@ class AcceleratorSide:
         logger.info_once(
             "Host layers: instruction set %s, %s; the %s's part by %s.",
             cpu_kernels.isa(),
-            cpu_resources.describe_pinning(threads, own, cpus),
+            topology.describe_pinning(threads, own, cpus),
             self.called,
             self.named,
         )

@@ -23,7 +23,6 @@ from vllm.v1.attention.backend import AttentionImpl
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import ImplClaims
-from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceSide
 from fastattention_vllm.integration.host_layers.metadata import EVERY_LENGTH, HostMetadata
 from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
@@ -31,6 +30,7 @@ from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
+from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_attention import HostAttention, Lane, Share
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
@@ -265,7 +265,7 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
         return
     check(vllm_config)
     targets = {names[host]: names[target] for host, target in sorted(_targets(layers, placement).items())}
-    nodes = cpu_resources.numa_nodes(side.cpus())
+    nodes = topology.numa_nodes(side.cpus())
     for name in targets:
         why_not = context[name].impl.why_not_on_host()
         if why_not:

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
-from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import calibration as tiling_times
@@ -268,7 +268,7 @@ def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMet
         return "they split their input themselves"
     if type(layer.quant_method) is not unquantised:
         return f"quantised ({type(layer.quant_method).__name__})"
-    packed = layer.weight.device.type == "cpu" and cpu_ops.has_compiled_vllm_ops()
+    packed = layer.weight.device.type == "cpu" and compat.has_compiled_cpu_ops()
     if packed or tuple(layer.weight.shape) != (layer.output_size, layer.input_size_per_partition):
         return "their weights are packed for this processor"
     return ""

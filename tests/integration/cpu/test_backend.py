@@ -9,9 +9,8 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
-from fastattention_vllm.integration import support
+from fastattention_vllm.integration import binding, support
 from fastattention_vllm.integration.compat import keys_before_values
-from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.backend import (
     FastAttentionImpl,
     FastAttentionMetadata,
@@ -19,6 +18,7 @@ from fastattention_vllm.integration.cpu.backend import (
     start_cpu_threads,
 )
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import cpus as topology
 from tests.integration import kv_caches
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 2, 64, 16
@@ -177,7 +177,7 @@ def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, object], named: 
 
 
 def test_a_cpu_that_cannot_be_used_stops_the_start_with_the_variable_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cpu_resources.THREADS_BIND, "0,100000")
+    monkeypatch.setenv(binding.THREADS_BIND, "0,100000")
     monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: SimpleNamespace(local_rank=0))
     with pytest.raises(Refusal, match=r"CPU 100000 is offline .* VLLM_CPU_OMP_THREADS_BIND, or unset it\."):
         start_cpu_threads(SimpleNamespace(additional_config={}))
@@ -188,8 +188,8 @@ def test_threads_that_float_are_pinned_nowhere(
     rank: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setenv(cpu_resources.THREADS_BIND, "nobind")
-    monkeypatch.setattr(cpu_resources, "physical_cpus", lambda: list(range(5)))
+    monkeypatch.setenv(binding.THREADS_BIND, "nobind")
+    monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(5)))
     monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: SimpleNamespace(local_rank=rank))
     monkeypatch.setattr("fastattention_vllm.attention.cpu.kernels.set_num_threads", lambda *given: asked.append(given))
     parallel = SimpleNamespace(local_world_size=ranks)

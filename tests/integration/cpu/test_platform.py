@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.binding import THREADS_BIND
 from fastattention_vllm.integration.cpu.platform import OWN_BIND
 from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform as Platform
-from fastattention_vllm.integration.cpu.resources import THREADS_BIND, physical_cpus
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import host_memory
+from fastattention_vllm.placement.cpus import physical_cpus
 
 
 def with_ranks(ranks: int) -> Any:
@@ -95,7 +96,7 @@ def test_another_backend_is_refused_rather_than_replaced() -> None:
 
 
 def test_a_vllm_with_kernels_of_its_own_keeps_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops, "_compiled_vllm", True)
+    monkeypatch.setattr(compat, "has_compiled_cpu_ops", lambda: True)
     assert not Platform._uses_fastattention(None)
     assert Platform._uses_fastattention(compat.ensure_backend_member())
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
+from fastattention_vllm.integration import compat
 
 ROWS = 512
 """The number of tokens that oneDNN is told to lay weights out for. For few tokens that is as fast as the layout for 1
@@ -31,7 +31,7 @@ def pack_weights_once_loaded() -> None:
 
     A replaced function, for want of a hook. Serves all versions: each looks the function up when a layer is loaded.
     """
-    if cpu_ops.has_compiled_vllm_ops():
+    if compat.has_compiled_cpu_ops():
         return
     from vllm.model_executor.layers import utils
 

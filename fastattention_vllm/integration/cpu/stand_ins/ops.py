@@ -20,28 +20,19 @@ from torch import (
 )
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.cpu.resources import parse_cpu_list
 from fastattention_vllm.integration.cpu.stand_ins import moe as cpu_moe
 from fastattention_vllm.integration.cpu.stand_ins import speculation as cpu_speculation
+from fastattention_vllm.placement.cpus import parse_cpu_list
 
 _library: Any = None  # a torch.library.Library; its methods are untyped
-_compiled_vllm: bool | None = None
 _kernels_replaced = False
-
-
-def has_compiled_vllm_ops() -> bool:
-    """Whether this vLLM came with its own CPU kernels."""
-    if _compiled_vllm is None:
-        import vllm._custom_ops  # noqa: F401  its import loads the kernels, through the platform's import_kernels
-    return bool(_compiled_vllm)
 
 
 def define_missing_ops() -> None:
     """Define each op below in namespace ``_C`` unless the installed vLLM has it. Idempotent."""
-    global _library, _compiled_vllm
+    global _library
     if _library is not None:
         return
-    _compiled_vllm = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
     _library = torch.library.Library("_C", "FRAGMENT")
     _define("init_cpu_threads_env(str cpu_ids) -> str", _bind_threads)  # 0.19
     _define("init_cpu_memory_env(int[] node_ids) -> ()", lambda node_ids: None)  # from 0.20
@@ -73,7 +64,7 @@ def define_missing_ops() -> None:
         "Tensor topk_weights, Tensor topk_ids, bool skip_weighted, str act, str isa) -> ()",
         cpu_moe.cpu_fused_moe,
     )
-    if not _compiled_vllm and not compat.has_kernel_dispatcher():
+    if not compat.compiled_cpu_ops_are_loaded() and not compat.has_kernel_dispatcher():
         compat.replace_triton_kernels(cpu_speculation.KERNELS)
 
 
@@ -84,7 +75,7 @@ def register_kernel_overrides() -> None:
     ``define_missing_ops`` does this too.
     """
     global _kernels_replaced
-    if has_compiled_vllm_ops() or _kernels_replaced:
+    if compat.has_compiled_cpu_ops() or _kernels_replaced:
         return
     _kernels_replaced = True
     compat.replace_triton_kernels(
@@ -97,7 +88,7 @@ def keep_linears_off_compiled_kernels() -> None:
 
     A replaced function, for want of a hook. Serves all versions (up to 0.26 only VLLM_CPU_SGL_KERNEL=1 gets there).
     """
-    if has_compiled_vllm_ops():
+    if compat.has_compiled_cpu_ops():
         return
     from vllm.model_executor.layers import utils as linear_dispatch
 

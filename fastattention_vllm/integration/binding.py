@@ -1,0 +1,57 @@
+"""The CPUs that each rank's threads are bound to: ``VLLM_CPU_OMP_THREADS_BIND``, set by our platform or the user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement.cpus import parse_cpu_list, physical_cpus
+
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+NOBIND = "nobind"
+"""Value of THREADS_BIND with which no thread is kept on a CPU."""
+
+
+def cpus_in_reach(local_rank: int) -> list[int]:
+    """Where ``local_rank``'s threads may run: on the CPUs bound to it, or on all of this process where it floats."""
+    return sorted(os.sched_getaffinity(0)) if floats() else cpus_of_rank(local_rank)
+
+
+def floats() -> bool:
+    """Whether threads are left to Linux's scheduler, as the platform (or the user) put it into the environment."""
+    return os.environ.get(THREADS_BIND) == NOBIND
+
+
+def cpus_of_rank(local_rank: int) -> list[int]:
+    """The CPUs bound to ``local_rank``, as the platform (or the user) put them into the environment."""
+    groups = os.environ.get(THREADS_BIND, "").split("|")
+    if local_rank < len(groups) and groups[local_rank] not in ("", "auto", NOBIND):
+        return parse_cpu_list(groups[local_rank])
+    return physical_cpus()
+
+
+def format_bind(groups: Iterable[Sequence[int]]) -> str:
+    """vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` syntax: ``0,1|2,3``."""
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
+def check_bind(text: str, ranks: int) -> None:
+    """Refuse a ``VLLM_CPU_OMP_THREADS_BIND`` of the user's that vLLM would trip over in a worker.
+
+    Raises:
+        Refusal: not the syntax of :func:`format_bind`, or not one group per rank.
+    """
+    if text == NOBIND:
+        return
+    groups = text.split("|")
+    try:
+        for group in groups:
+            parse_cpu_list(group)
+    except ValueError:
+        groups = []
+    if len(groups) != ranks:
+        raise Refusal(
+            f"{THREADS_BIND}={text} does not name the CPUs of {ranks} rank(s); write them as in "
+            f"{format_bind([[2 * rank, 2 * rank + 1] for rank in range(ranks)])!r}, or unset it."
+        )

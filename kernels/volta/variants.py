@@ -1,0 +1,155 @@
+"""Which kernels there are: a source, the macros that it is compiled with, and what a launch of it takes.
+
+Standard library only: ``make volta`` needs no torch, and nothing of the package that launches them. The launcher reads
+what :func:`describe` says from the manifest beside the images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CACHES = ("", "e5m2", "e4m3", "int8")
+"""How keys and values are stored, by the number that ``cache.cuh`` has for it; the first is fp16."""
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+DECODE_ROWS = 8
+"""Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
+COMPILER_OPTIONS = ("--device-as-default-execution-space",)
+"""For NVRTC: generic lambdas count as host code otherwise."""
+VOLTA, TURING = 70, 75
+"""Architectures: 10 times the compute capability."""
+CHUNK = 8
+"""Numbers in 16 bytes: strides are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One cubin."""
+
+    source: str
+    kernel: str
+    head_size: int
+    warps: int
+    tile: int
+    """Keys that are in shared memory at a time: of a CTA, in the decode kernel of each warp."""
+    ctas_per_sm: int
+    adjusted: bool = False
+    """With soft cap or ALiBi. The decode kernel always can."""
+    cache: str = ""
+    """One of ``CACHES``."""
+    architecture: int = VOLTA
+
+    @property
+    def kind(self) -> str:
+        """``prefill``, ``decode``, ``combine`` or ``write_kv``."""
+        return self.source.removesuffix(".cu")
+
+    @property
+    def name(self) -> str:
+        parts = (f"d{self.head_size}" * bool(self.head_size), "adjusted" * self.adjusted, self.cache)
+        return "_".join([self.kind, *filter(None, parts)])
+
+    def image(self, suffix: str) -> str:
+        """Its file: ``suffix`` is ``cubin`` or ``ptx``."""
+        return f"{self.name}.sm_{self.architecture}.{suffix}"
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        cache: dict[str, str | int] = {"KV_CACHE": CACHES.index(self.cache)}
+        if not self.head_size:
+            return cache
+        shape = {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
+        if self.source == "decode.cu":
+            return cache | shape
+        return cache | shape | {"TILE": self.tile, "ADJUSTED": int(self.adjusted)}
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows of a CTA."""
+        if self.source == "decode.cu":
+            return DECODE_ROWS
+        return (32 if self.head_size <= 128 else 16) * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        if not self.head_size:
+            return 0
+        row = 16 * self.pitch
+        if self.source == "decode.cu":
+            return (DECODE_ROWS + self.warps * self.tile) * row
+        return (self.rows + 2 * self.tile) * row
+
+    @property
+    def pitch(self) -> int:
+        """Chunks from row to row in shared memory: a power of two."""
+        return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
+
+
+def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA) -> Variant:
+    """Tiles of the V100 were chosen on the simulated one (benchmarks/NOTES.md); Turing's are the largest that fit into
+    its 64 KiB of shared memory, and have been timed nowhere."""
+    if head_size <= 64:
+        shape = (4, 64, 2)
+    elif architecture == TURING:
+        shape = (4, 32, 1)
+    elif head_size <= 96:
+        shape = (4, 32, 2)
+    else:
+        shape = (8, 32, 1)
+    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, cache, architecture)
+
+
+def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
+    """Of the V100 small CTAs, as many as its registers and memory hold: while one begins or ends, the others read."""
+    warps, ctas = 2, {64: 8, 128: 5}.get(head_size, 4 if head_size < 128 else 2)
+    if architecture == TURING:
+        warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
+    return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)
+
+
+def write_kv(cache: str = "") -> Variant:
+    """Of every head size."""
+    return Variant("write_kv.cu", "fa_volta_write_kv", 0, 4, 0, 8, cache=cache)
+
+
+COMBINE = Variant("combine.cu", "fa_volta_combine", 0, 0, 0, 8)
+"""Of every head size; a thread for each ``CHUNK`` of its numbers."""
+
+VARIANTS = (
+    COMBINE,
+    *map(write_kv, CACHES),
+    *(
+        prefill(head_size, adjusted=adjusted, cache=cache, architecture=architecture)
+        for architecture in (VOLTA, TURING)
+        for cache in CACHES
+        for head_size in HEAD_SIZES
+        for adjusted in (False, True)
+    ),
+    *(
+        decode(head_size, cache, architecture)
+        for architecture in (VOLTA, TURING)
+        for cache in CACHES
+        for head_size in HEAD_SIZES
+    ),
+)
+
+
+def describe(variant: Variant) -> dict[str, str | int]:
+    """What the launcher is told of a variant, in the manifest."""
+    return {
+        "name": f"{variant.name}.sm_{variant.architecture}",
+        "kind": variant.kind,
+        "kernel": variant.kernel,
+        "head_size": variant.head_size,
+        "adjusted": variant.adjusted,
+        "cache": variant.cache,
+        "architecture": variant.architecture,
+        "threads": variant.threads,
+        "rows": variant.rows,
+        "tile": variant.tile,
+        "ctas_per_sm": variant.ctas_per_sm,
+        "shared_bytes": variant.shared_bytes,
+    }

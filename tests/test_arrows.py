@@ -1,0 +1,218 @@
+"""Which room may import which: every import of the package and of the kernels, inside functions too.
+
+A room is a folder, or a file on the package's floor. Imports for type checking alone do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "fastattention_vllm"
+MAY_IMPORT = {
+    PACKAGE: {"attention"},  # fast_attn_func, imported when it is first asked for
+    "cuda_driver": set(),
+    "attention": {"cuda_driver"},
+    "placement": {"attention"},
+    "parallel": {"cuda_driver"},
+    "integration": {PACKAGE, "attention", "placement", "parallel"},
+    "bench": {"attention", "placement", "parallel"},
+    "doctor": {"attention", "placement", "parallel", "bench"},
+    "demo": set(),
+    "cli": {"bench", "doctor"},
+}
+LEVELS = (
+    {"refusal", "patches"},
+    {"compat", "options", "claims", "binding"},
+    {"support", "kv_size", "base"},
+    {"tiling", "serving"},
+    {"host_layers"},
+    {"cpu", "cuda", "ascend"},
+    {"plugin"},
+)
+"""The levels of integration/: each imports from lower ones only. Devices do not know each other."""
+MAX_FLOOR = 14
+KNOW_VLLM = {"attention/flash.py", "bench/vllm_native.py", "bench/serving.py"}
+"""Outside of integration/: flash.py borrows vLLM's kernels, bench/ runs vLLM as a peer."""
+OTHERS = ("vllm", "vllm_ascend")
+
+
+def imports(source: str, package: str) -> Iterator[str]:
+    """Dotted names of what a file in ``package`` imports; ``from a import b`` as ``a.b``."""
+    tree = ast.parse(source)
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
+            yield from (one.value for one in node.args[:1] if isinstance(one, ast.Constant))
+
+
+def modules(room: str) -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / room).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    assert len(found) > 5
+    return found
+
+
+def package_of(name: str, path: Path) -> str:
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+MODULES = modules(PACKAGE)
+IMPORTED = {name: set(imports(path.read_text(), package_of(name, path))) for name, path in MODULES.items()}
+
+
+def own(name: str) -> str | None:
+    """The module of the package that an imported name is, or is in."""
+    while name:
+        if name in MODULES:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+ARROWS = {
+    name: {found for one in found_here if (found := own(one)) and found != name}
+    for name, found_here in IMPORTED.items()
+}
+
+
+def room_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else PACKAGE
+
+
+def circle(arrows: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty if there are none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for following in sorted(arrows.get(name, ())):
+            found = visit(following, [*path, name])
+            if found:
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(arrows) if (found := visit(name, []))), [])
+
+
+def upward(arrows: Mapping[str, set[str]]) -> list[str]:
+    """Arrows between rooms that are not in ``MAY_IMPORT``."""
+    return [
+        f"{name} -> {other}"
+        for name, others in arrows.items()
+        for other in others
+        if room_of(name) != room_of(other) and room_of(other) not in MAY_IMPORT.get(room_of(name), ())
+    ]
+
+
+def wrong_levels(arrows: Mapping[str, set[str]]) -> list[str]:
+    """Arrows within integration/ that go up, or from one device or feature to another of its level."""
+    level = {part: number for number, parts in enumerate(LEVELS) for part in parts}
+    folders = {path.name for path in (ROOT / PACKAGE / "integration").iterdir() if path.is_dir()}
+    found = []
+    for name, others in arrows.items():
+        for other in others:
+            here, there = name.split(".")[2:3], other.split(".")[2:3]
+            if room_of(name) != "integration" or room_of(other) != "integration" or here == there or not there:
+                continue
+            same = level[here[0]] == level[there[0]] and not folders & {here[0], there[0]}
+            if level[there[0]] > level[here[0]] or (level[there[0]] == level[here[0]] and not same):
+                found.append(f"{name} -> {other}")
+    return found
+
+
+def test_every_room_is_known() -> None:
+    assert {room_of(name) for name in MODULES} == set(MAY_IMPORT)
+    parts = {path.stem for path in (ROOT / PACKAGE / "integration").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert parts - {"__init__", "__pycache__"} == set().union(*LEVELS)
+
+
+def test_arrows_between_rooms_go_one_way() -> None:
+    assert not upward(ARROWS)
+
+
+def test_arrows_within_integration_go_one_way() -> None:
+    assert not wrong_levels(ARROWS)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not circle(ARROWS)
+
+
+def test_only_integration_knows_vllm() -> None:
+    knowing = {
+        MODULES[name].relative_to(ROOT / PACKAGE).as_posix()
+        for name, found in IMPORTED.items()
+        if room_of(name) != "integration" and any(one.split(".")[0] in OTHERS for one in found)
+    }
+    assert knowing <= KNOW_VLLM
+    assert "attention/flash.py" in knowing
+
+
+def test_the_floor_of_integration_is_small() -> None:
+    files = [path for path in (ROOT / PACKAGE / "integration").iterdir() if path.suffix == ".py"]
+    assert 5 < len(files) <= MAX_FLOOR
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_kernels_know_nothing_above_them(path: Path) -> None:
+    """Neither the package nor torch nor vLLM; the instruments beside the kernels take numpy arrays."""
+    found = imports(path.read_text(), ".".join(path.relative_to(ROOT).parent.parts))
+    assert not [one for one in found if one.split(".")[0] in (PACKAGE, "torch", *OTHERS)]
+
+
+def test_a_wrong_arrow_is_noticed() -> None:
+    a, b = f"{PACKAGE}.attention.flash", f"{PACKAGE}.integration.compat"
+    assert upward({a: {b}})
+    assert upward({f"{PACKAGE}.parallel.plan": {f"{PACKAGE}.placement.plan"}})
+    assert not upward({b: {a}})
+    cpu, cuda = f"{PACKAGE}.integration.cpu.backend", f"{PACKAGE}.integration.cuda.volta"
+    assert wrong_levels({cuda: {cpu}})
+    assert wrong_levels({b: {cpu}})
+    assert not wrong_levels({cpu: {b}})
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not circle({"a": {"b", "c"}, "b": {"c"}})
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import vllm.config", "vllm.config"),
+        ("from vllm import config", "vllm.config"),
+        ("def f():\n    from vllm import config", "vllm.config"),
+        ("from . import compat", "a.b.compat"),
+        ("from ..c import d", "a.c.d"),
+        ("import importlib\nimportlib.import_module('vllm')", "vllm"),
+    ],
+)
+def test_imports_are_found(line: str, found: str) -> None:
+    assert found in set(imports(line, "a.b"))
+
+
+def test_imports_for_types_do_not_count() -> None:
+    assert not set(imports("if TYPE_CHECKING:\n    import vllm", "a")) - {"typing.TYPE_CHECKING"}
