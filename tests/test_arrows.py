@@ -34,7 +34,7 @@ LEVELS = (
     {"cpu", "cuda", "ascend"},
     {"plugin"},
 )
-"""Of integration/: each imports from lower ones, and files from others of their level. No device knows another."""
+"""The levels of integration/: each imports from lower ones only. Devices do not know each other."""
 MAX_FLOOR = 14
 KNOW_VLLM = {"attention/flash.py", "bench/vllm_native.py", "bench/serving.py"}
 """Outside of integration/: flash.py borrows vLLM's kernels, bench/ runs vLLM as a peer."""

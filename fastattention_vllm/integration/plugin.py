@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+from importlib.metadata import entry_points
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.ascend import platform as ascend
@@ -15,6 +16,7 @@ from fastattention_vllm.integration.refusal import Refusal, install_excepthook
 from fastattention_vllm.integration.serving import server_end
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
+PLATFORM_GROUP = "vllm.platform_plugins"
 CPU_PLATFORM = "fastattention_vllm.integration.cpu.platform.FastAttentionCpuPlatform"
 
 
@@ -45,18 +47,27 @@ def platform() -> str | None:
 
 
 def has_accelerator() -> bool:
-    """An NPU device, or an accelerator that vLLM itself recognises (NVIDIA, AMD, Intel GPUs, TPUs).
+    """True for an NPU device, or an accelerator that vLLM or another platform plugin recognises.
 
-    vLLM is asked because a platform plugin beats its built-in ones, and because a device node says little: WSL has
-    none for its GPU, and many a laptop has one for a GPU that vLLM cannot use.
+    vLLM ends the start if two platform plugins answer, so ours leaves the machine to the other one. vLLM is asked
+    because a platform plugin beats its built-in ones, and because a device node says little: WSL has none for its GPU,
+    and many a laptop has one for a GPU that vLLM cannot use.
     """
     if any(glob.glob(pattern) for pattern in NPU_DEVICES):
         return True
+    from vllm import envs
     from vllm.platforms import builtin_platform_plugins
 
     for name, detect in builtin_platform_plugins.items():
         # A probe that fails (no driver, no library) has found nothing; vLLM takes it the same way.
         with contextlib.suppress(Exception):
             if name != "cpu" and detect() is not None:
+                return True
+    allowed = envs.VLLM_PLUGINS  # None allows all
+    for entry in entry_points(group=PLATFORM_GROUP):
+        if entry.value.partition(":")[0] == __name__ or (allowed is not None and entry.name not in allowed):
+            continue
+        with contextlib.suppress(Exception):
+            if entry.load()() is not None:
                 return True
     return False

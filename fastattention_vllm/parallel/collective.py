@@ -40,7 +40,9 @@ class Collective(ABC):
         """Let the computation go on only once the sum is there.
 
         Raises:
-            CollectiveError: a rank is gone, or has not taken part within the timeout.
+            CollectiveError: a rank is gone, or has not taken part within the timeout. Only gloo reports it here. NCCL's
+                watchdog ends the process. Sums by copies wait on the GPU without a limit: vLLM's executor ends all
+                workers as soon as one is gone, or after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS.
         """
 
     def totals(self, numbers: Sequence[float], device: torch.device) -> list[float]:

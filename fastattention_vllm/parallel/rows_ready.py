@@ -20,7 +20,8 @@ class RowsReady:
         """``outputs``: of the layer that comes next; its output is made before the first block is computed, so that
         nobody still works on that memory when the first of its rows are there."""
         self._outputs = outputs
-        self._address = 0
+        self._tensor: torch.Tensor | None = None
+        """Kept until it is taken: as long as it lives, no other tensor can lie at its address."""
         self._marks: list[tuple[int, torch.cuda.Event | None]] = []
         self._out: torch.Tensor | None = None
         self._begun: torch.cuda.Event | None = None
@@ -28,7 +29,7 @@ class RowsReady:
 
     def begin(self, tensor: torch.Tensor) -> None:
         """The blocks of ``tensor`` ([rows, ...]) are about to be computed."""
-        self._address = tensor.data_ptr()
+        self._tensor = tensor
         self._out = tensor.new_empty(tensor.shape[0], self._outputs)
         self._begun = _event(tensor)
         self._marks = []
@@ -40,8 +41,9 @@ class RowsReady:
     def take(self, x: torch.Tensor) -> Taken | None:
         """What has been marked of ``x``, once; None if it was not computed in blocks."""
         marks, out, begun = self._marks, self._out, self._begun
-        same = bool(marks) and x.data_ptr() == self._address
-        self._address, self._marks, self._out, self._begun = 0, [], None, None
+        tensor = self._tensor
+        same = bool(marks) and tensor is not None and x.data_ptr() == tensor.data_ptr() and x.dtype == tensor.dtype
+        self._tensor, self._marks, self._out, self._begun = None, [], None, None
         if not same or out is None or out.shape[0] != x.shape[0]:
             return None
         if x.is_cuda and self._stream is None:

@@ -88,17 +88,18 @@ def draw_problem(seed: int) -> Problem:
     ours: dict[str, Any] = {"stream_fraction": numbers.choice(["auto", 0.0, 0.3, 0.6, 1.0]), "cpu_threads": 1}
     if ranks == 2:
         settings |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-        ours |= draw_tiling(numbers)
+        ours |= draw_tiling(numbers, full_form=len(set(model.heads)) == 1)
     else:
         ours["cpu_threads"] = numbers.choice([1, 2])
     crowded = cache == "auto" and numbers.random() < 0.2
     if crowded:
+        settings["block_size"] = numbers.choice([8, 16])  # requests soon want another one
         settings["num_gpu_blocks_override"] = fewest_blocks(model, settings) + numbers.randint(0, 3)
         settings["max_num_seqs"] = 8 if settings["max_num_batched_tokens"] > 16 else 4
     fast = model.kind == "gemma3n" and not host_layers and cache == "auto" and numbers.random() < 0.5
     if fast:
         settings["kv_sharing_fast_prefill"] = True
-    requests = draw_requests(numbers, longer_answers=crowded or speculates, of_prompts=not fast)
+    requests = draw_requests(numbers, crowded=crowded, longer_answers=speculates, of_prompts=not fast)
     staging = numbers.choice([1, 3, 6, None]) if ranks == 1 else None
     return Problem(model, host_layers, settings, ours, staging, requests)
 
@@ -114,13 +115,14 @@ def draw_host_layers(numbers: random.Random, model: Model, some: bool) -> tuple[
     return numbers.choice(possible)
 
 
-def draw_tiling(numbers: random.Random) -> dict[str, Any]:
+def draw_tiling(numbers: random.Random, *, full_form: bool) -> dict[str, Any]:
+    """``full_form``: the model has what it asks for, output projections of one shape."""
     if numbers.random() < 0.3:
         return {"tiling_all_reduce": "off"}
     return {
         "tiling_all_reduce": numbers.randint(2, 5),
         "tiling_min_tokens": numbers.choice([2, 8, 40]),
-        "tiling_full_form": numbers.random() < 0.5,
+        "tiling_full_form": numbers.random() < 0.5 and full_form,
     }
 
 
@@ -130,16 +132,19 @@ def fewest_blocks(model: Model, settings: dict[str, Any]) -> int:
     return -(-size.of_request(settings["max_model_len"]) // size.layers_per_group())
 
 
-def draw_requests(numbers: random.Random, *, longer_answers: bool, of_prompts: bool) -> tuple[Asked, ...]:
+def draw_requests(
+    numbers: random.Random, *, crowded: bool, longer_answers: bool, of_prompts: bool
+) -> tuple[Asked, ...]:
+    """``crowded``: many that begin together with room for all, and by their answers have too little."""
     requests: list[Asked] = []
     lengths: list[int] = []
-    for number in range(numbers.randint(2, 7)):
+    for number in range(numbers.randint(6, 8) if crowded else numbers.randint(2, 7)):
         like, shared = 0, 0
         if requests and numbers.random() < 0.5:
             like = numbers.randrange(number)
             shared = min(numbers.choice([lengths[like], 16, 48, 130, 200]), lengths[like])
         times = numbers.choice([1, 1, 4])
-        new = numbers.choice([1, 3, 15, 16, 17, 40, 65, 130, 300])
+        new = numbers.choice([1, 3, 15] if crowded else [1, 3, 15, 16, 17, 40, 65, 130, 300])
         new = min(new, (300 - shared) // times)
         lengths.append(shared + new * times)
         requests.append(
@@ -149,10 +154,10 @@ def draw_requests(numbers: random.Random, *, longer_answers: bool, of_prompts: b
                 times=times,
                 like=like,
                 shared=shared,
-                answer=numbers.randint(20, 50) if longer_answers else numbers.randint(1, 12),
+                answer=numbers.randint(*((60, 90) if crowded else (20, 50) if longer_answers else (1, 12))),
                 logprobs=numbers.choice([3, 5]),
                 prompt_logprobs=numbers.choice([0, 2]) if of_prompts and numbers.random() < 0.2 else None,
-                at_step=numbers.choice([0, 0, 0, 1, 3, 9]),
+                at_step=numbers.choice([0, 0, 0, 1] if crowded else [0, 0, 0, 1, 3, 9]),
                 dropped_after=numbers.choice([1, 2, 5]) if number and numbers.random() < 0.1 else None,
                 priority=numbers.randint(0, 2),
             )

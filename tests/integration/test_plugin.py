@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,8 +12,6 @@ from fastattention_vllm.integration.refusal import Refusal
 
 
 def test_the_entry_points_are_installed() -> None:
-    from importlib.metadata import entry_points
-
     for group, function in (("vllm.general_plugins", plugin.register), ("vllm.platform_plugins", plugin.platform)):
         (entry,) = entry_points(group=group, name="fastattention")
         assert entry.load() is function
@@ -54,6 +55,32 @@ def test_a_probe_that_fails_has_found_nothing(devices: Path, monkeypatch: pytest
 
     monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", {"cuda": fail})
     assert plugin.platform() == plugin.CPU_PLATFORM
+
+
+@pytest.mark.parametrize(
+    ("answer", "allowed", "stepped_back"),
+    [
+        (lambda: "theirs.Platform", None, True),
+        (lambda: "theirs.Platform", "theirs", True),
+        (lambda: "theirs.Platform", "fastattention", False),
+        (lambda: None, None, False),
+        (lambda: 1 / 0, None, False),
+    ],
+    ids=["finds its device", "is allowed", "is not allowed", "finds none", "fails"],
+)
+def test_the_platform_steps_back_for_another_platform_plugin(
+    answer: Any, allowed: str | None, stepped_back: bool, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends the start where two platform plugins answer."""
+    found_by_vllm(monkeypatch, cuda=None)
+    if allowed is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    (own,) = entry_points(group=plugin.PLATFORM_GROUP, name="fastattention")
+    theirs = SimpleNamespace(name="theirs", value="theirs:platform", load=lambda: answer)
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [own, theirs])
+    assert (plugin.platform() is None) == stepped_back
 
 
 def test_vllm_resolves_its_platform_to_ours() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -39,3 +41,15 @@ def test_what_was_begun_but_not_marked_is_not_taken() -> None:
     ready, x = RowsReady(8), torch.zeros(10, 4)
     ready.begin(x)
     assert ready.take(x) is None
+
+
+def test_a_marked_tensor_lives_until_it_is_taken() -> None:
+    """Otherwise another tensor could lie at its address, and be taken for it."""
+    ready, x = RowsReady(8), torch.zeros(10, 4)
+    ready.begin(x)
+    ready.mark(x, 10)
+    alive = weakref.ref(x)
+    del x
+    assert alive() is not None
+    assert ready.take(torch.zeros(10, 4)) is None
+    assert alive() is None

@@ -94,14 +94,16 @@ class BesideDevice(LateDevice):
 LINKS = ("local", "late", "beside")
 
 
-def world_of(model: Model, num_layers: int, num_blocks: int, share: float, seed: int, kind: str = "local") -> World:
+def world_of(
+    model: Model, num_layers: int, num_blocks: int, share: float, seed: int, kind: str = "local", **more: Any
+) -> World:
     """``kind``: of :data:`LINKS`."""
     if kind == "local":
         lane = Lane(LocalLink(), cpu, share=Share(share))
     else:
         link, device = (LateLink(), LateDevice) if kind == "late" else (BesideLink(), BesideDevice)
         lane = Lane(link, device(link), share=Share(share))
-    return World(model, num_layers, num_blocks, lane, seed)
+    return World(model, num_layers, num_blocks, lane, seed, **more)
 
 
 @pytest.fixture

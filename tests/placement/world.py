@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import step as steps
 from fastattention_vllm.placement.host_attention import HostAttention, Lane
+from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import Batch, Step, divide
 from tests.attention import oracle
 
@@ -79,7 +80,8 @@ class World:
     """Some layers of one block table, their caches and requests.
 
     ``unwritten``: what the caches, and everything that may be overwritten, is filled with, so that it shows when read.
-    ``new_cache``: makes the host memory for a cache from its shape and dtype.
+    ``new_cache``: makes the host memory for a cache from its shape and dtype. ``num_heads``: of each layer's queries;
+    None for the model's.
     """
 
     def __init__(
@@ -93,15 +95,20 @@ class World:
         device: str = "cpu",
         unwritten: float = math.nan,
         new_cache: Callable[..., torch.Tensor] = torch.empty,
+        num_heads: Sequence[int] | None = None,
     ) -> None:
         self.model = model
+        self.models = [replace(model, num_heads=heads) for heads in num_heads or [model.num_heads] * num_layers]
         self.random = torch.Generator().manual_seed(seed)
         self.lane = lane
         self.device = torch.device(device)
         self.unwritten = unwritten
         shape = (num_blocks, model.num_kv_heads, model.page_size, 2 * model.head_size)
         caches = [new_cache(shape, dtype=model.dtype).fill_(unwritten) for _ in range(num_layers)]
-        self.layers = [HostAttention(self.lane, model, cache, model.window) for cache in caches]
+        self.layers = [
+            HostAttention(self.lane, layer, cache, layer.window)
+            for layer, cache in zip(self.models, caches, strict=True)
+        ]
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()
 
     def rows(self, count: int, heads: int) -> torch.Tensor:
@@ -141,34 +148,52 @@ class World:
 
     def attend(self, works: Sequence[Work], padding: int = 2) -> Step:
         """One step through all layers, compared with the oracle."""
+        step = self.divide(works)
+        for index in range(len(self.layers)):
+            self.visit(index, step, works, padding)
+        self.assert_at_rest()
+        return step
+
+    def divide(self, works: Sequence[Work]) -> Step:
         model = self.model
-        step = divide(self.batch(works), model.page_size, steps.MAX_SHORT if model.merges() else EVERY_LENGTH)
-        for index, layer in enumerate(self.layers):
-            total = sum(work.new for work in works)
-            query = self.rows(total + padding, model.num_heads).to(self.device)
-            key, value = (
-                torch.cat(
-                    [getattr(work.request, part)[index][work.context : work.context + work.new] for work in works]
-                    + [torch.full((padding, model.num_kv_heads, model.head_size), math.nan, dtype=model.dtype)]
-                ).to(self.device)
-                for part in ("keys", "values")
-            )
-            output = torch.full_like(query, 7.0)
-            layer.attend(step, query, key, value, output)
-            assert (output[total:] == 7.0).all(), "rows of padding were touched"
-            for rows in (key, value):  # the next layer's lie in the same memory
-                rows.fill_(self.unwritten)
-            self.compare(index, works, query[:total].cpu(), output[:total].cpu())
+        return divide(self.batch(works), model.page_size, steps.MAX_SHORT if model.merges() else EVERY_LENGTH)
+
+    def visit(
+        self,
+        index: int,
+        step: Step,
+        works: Sequence[Work],
+        padding: int = 2,
+        upcoming: Callable[[], Iterable[Visit]] | None = None,
+    ) -> None:
+        """One layer's turn with ``step``, which divides ``works``, compared with the oracle."""
+        model = self.models[index]
+        total = sum(work.new for work in works)
+        query = self.rows(total + padding, model.num_heads).to(self.device)
+        key, value = (
+            torch.cat(
+                [getattr(work.request, part)[index][work.context : work.context + work.new] for work in works]
+                + [torch.full((padding, model.num_kv_heads, model.head_size), math.nan, dtype=model.dtype)]
+            ).to(self.device)
+            for part in ("keys", "values")
+        )
+        output = torch.full_like(query, 7.0)
+        self.layers[index].attend(step, query, key, value, output, upcoming)
+        assert (output[total:] == 7.0).all(), "rows of padding were touched"
+        for rows in (key, value):  # the next layer's lie in the same memory
+            rows.fill_(self.unwritten)
+        self.compare(index, works, query[:total].cpu(), output[:total].cpu())
+
+    def assert_at_rest(self) -> None:
         prefetcher = self.lane.prefetcher
         assert not prefetcher.waiting
         assert not prefetcher.coming
         assert not prefetcher.expected
         assert len(prefetcher.free) == len(prefetcher.buffers) == 2
-        return step
 
     def compare(self, index: int, works: Sequence[Work], query: torch.Tensor, output: torch.Tensor) -> None:
         lengths = [work.context + work.new for work in works]
-        problem = self.model.problem(
+        problem = self.models[index].problem(
             query=query,
             key=torch.cat([w.request.keys[index][:length] for w, length in zip(works, lengths, strict=True)]),
             value=torch.cat([w.request.values[index][:length] for w, length in zip(works, lengths, strict=True)]),

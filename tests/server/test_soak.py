@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scripts import soak
@@ -58,3 +60,33 @@ def test_a_wrong_answer_is_a_failure() -> None:
     assert result.failures == []
     load.check("1235", "1234")
     assert result.failures == ["the answer is '1235', but 1234 was in the text"]
+
+
+def test_a_server_that_dies_is_the_only_failure() -> None:
+    result = soak.Result(60.0, failures=["an earlier one"])
+
+    async def ask_for_ever() -> None:
+        while True:
+            result.failures.append("connection refused")
+            await asyncio.sleep(0.01)
+
+    process = psutil.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    assert not asyncio.run(soak.unless_it_dies(process, ask_for_ever(), result))
+    assert result.failures == ["an earlier one", "the server died with exit code 3"]
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "serve.log"
+    done = run("--seconds", "1", "--log", str(log), "--server-arguments=--no-such-option")
+    assert done.returncode == 1
+    assert "WRONG: the server died with exit code 2" in done.stdout
+    assert "--no-such-option" in log.read_text()
+    assert "--no-such-option" in done.stdout
+
+
+def test_the_first_traceback_and_the_end_of_a_log_are_shown() -> None:
+    first, second = (f"Traceback (most recent call last):\n{name}\n" for name in ("OneError", "OtherError"))
+    shown = soak.excerpt("begin\n" + first + "x" * 20_000 + second + "y" * 20_000 + "the end")
+    assert shown.startswith(first)
+    assert "OtherError" not in shown
+    assert shown.endswith("the end")
