@@ -3,7 +3,7 @@
 No version number is compared here, except to refuse what was never tested. What differs in ways that need no code:
 ``use_cascade_attention`` (asked up to 0.31) has a default in vLLM's own base class; on CPUs ``seq_lens`` is on the CPU
 everywhere; arguments that newer versions add are taken by ``**kwargs`` or a default where they arrive. The compiled CPU
-ops that each version calls are listed in ``cpu_ops``.
+ops that each version calls are listed in ``cpu/stand_ins/ops.py``.
 """
 
 from __future__ import annotations

@@ -39,11 +39,6 @@ class Times:
             lifted.append((rows, max(seconds, lifted[-1][1]) if lifted else seconds))
         return cls(tuple(lifted))
 
-    @classmethod
-    def affine(cls, start: float, per_row: float, granule: int = 1, rows: int = 1 << 20) -> Times:
-        """``start + per_row * rows`` seconds, from ``granule`` rows on."""
-        return cls(((granule, start + per_row * granule), (granule + rows, start + per_row * (granule + rows))))
-
     def __call__(self, rows: int) -> float:
         if rows <= 0:
             return 0.0

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu
+from tests.attention.isa import set_isa
 
 
 @pytest.fixture(params=cpu.usable_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set of this machine, one after the other."""
     before = cpu.isa()
-    cpu.set_isa(request.param)
+    set_isa(request.param)
     yield request.param
-    cpu.set_isa(before)
+    set_isa(before)
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from fastattention_vllm.parallel.calibrate import MOST_SLOWDOWN, row_counts, slo
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import CollectiveError
 from fastattention_vllm.parallel.layer_timer import Timed
-from fastattention_vllm.parallel.pipeline import Pipeline, Times
+from fastattention_vllm.parallel.pipeline import Pipeline
 from fastattention_vllm.parallel.plan import GRANULE, cut, even, plan
 from tests.parallel import tasks
-from tests.parallel.models import AFFINE
+from tests.parallel.models import AFFINE, affine
 from tests.parallel.ranks import Ranks
 
 
@@ -97,7 +97,7 @@ class Slowly:
         return [one.seconds for one in self.timed(works)]
 
 
-MILLISECOND = Times.affine(0, 1e-3 / 4096)
+MILLISECOND = affine(0, 1e-3 / 4096)
 
 
 @pytest.mark.parametrize(

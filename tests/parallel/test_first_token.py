@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention_vllm.parallel.pipeline import Times
-from tests.parallel.models import AFFINE_TIMES, TIMES
+from tests.parallel.models import AFFINE_TIMES, TIMES, affine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TOKENS = 8192
@@ -66,7 +66,7 @@ def test_tiling_is_never_predicted_to_lose_or_to_hide_more_than_there_is(
 
 def test_what_two_gpus_have_not_divided_more_do_not_divide(first_token: Any) -> None:
     """0.1 s on every rank, 0.4 s of all of them together."""
-    matmul, sums = Times.affine(0, 1e-7), Times.affine(0, 2e-7)
+    matmul, sums = affine(0, 1e-7), affine(0, 2e-7)
     layers = {ranks: 8 * 2 * (matmul(TOKENS) + first_token.over(ranks, sums)(TOKENS)) for ranks in (2, 8)}
     measured = {1: 8 * 2 * matmul(TOKENS) + 0.5, 2: layers[2] + 0.3}
     for ranks, rest in ((2, 0.3), (8, 0.15)):
@@ -93,7 +93,7 @@ def test_rows_compare_with_the_same_gpus_without_tiling(first_token: Any) -> Non
 
 
 def test_predicted_rows_say_so(first_token: Any) -> None:
-    linear = Times.affine(0, 1e-7)
+    linear = affine(0, 1e-7)
     rows = first_token.predicted_rows("host", {(1, "off"): [0.2]}, parts(first_token, linear, linear), OPTIONS)
     assert len(rows) == 9
     assert rows[2]["ratio"] > rows[1]["ratio"] > 1

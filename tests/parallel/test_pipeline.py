@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
-from tests.parallel.models import BLOCKS, PIPELINES, SLOWDOWNS, TIMES
+from tests.parallel.models import BLOCKS, PIPELINES, SLOWDOWNS, TIMES, affine
 
 
 @given(TIMES, st.integers(1, 1 << 16), st.integers(0, 1 << 16))
@@ -32,8 +32,8 @@ def test_beyond_the_points_time_is_neither_saved_nor_invented() -> None:
     assert times(1) == 1.0, "less than was measured is not believed to be faster"
     assert times(600) == pytest.approx(5.5), "on at the last rate"
     assert Times(((100, 2.0),))(300) == pytest.approx(6.0)
-    affine = Times.affine(2.0, 0.5, granule=10)
-    assert [affine(rows) for rows in (1, 10, 50, 1 << 30)] == pytest.approx([7.0, 7.0, 27.0, 2 + 0.5 * (1 << 30)])
+    line = affine(2.0, 0.5, granule=10)
+    assert [line(rows) for rows in (1, 10, 50, 1 << 30)] == pytest.approx([7.0, 7.0, 27.0, 2 + 0.5 * (1 << 30)])
 
 
 def test_noise_is_lifted() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
 from fastattention_vllm.parallel.plan import COUNTS, GRANULE, LEAST_GAIN, Plan, cut, even, plan
-from tests.parallel.models import AFFINE, MEASURED, PIPELINES, SLOWED_PIPELINES
+from tests.parallel.models import AFFINE, MEASURED, PIPELINES, SLOWED_PIPELINES, affine
 
 ROWS = st.integers(1, 40_000)
 GRANULES = st.sampled_from([1, 64, 128])
@@ -92,8 +92,8 @@ def test_blocks_are_in_johnsons_order(granules: int, pipeline: Pipeline) -> None
 
 # By arithmetic: inputs of 4096 per rank, 8192 outputs, fp16, 2 ranks. A V100's matmul at 100 TFLOPS; an all-reduce
 # sends each row's 16 KiB at 10 GB/s of PCIe or 125 GB/s of NVLink.
-V100_PCIE = Pipeline(Times.affine(2e-5, 0.67e-6, GRANULE), Times.affine(5e-5, 1.64e-6, GRANULE))
-V100_NVLINK = Pipeline(Times.affine(2e-5, 0.67e-6, GRANULE), Times.affine(3e-5, 0.13e-6, GRANULE))
+V100_PCIE = Pipeline(affine(2e-5, 0.67e-6, GRANULE), affine(5e-5, 1.64e-6, GRANULE))
+V100_NVLINK = Pipeline(affine(2e-5, 0.67e-6, GRANULE), affine(3e-5, 0.13e-6, GRANULE))
 
 
 def test_a_slow_link_gets_a_small_first_block_and_hides_most_of_the_matmul() -> None:
@@ -111,7 +111,7 @@ def test_a_fast_link_gets_a_small_last_block_and_hides_most_of_the_all_reduce() 
 
 
 def test_what_is_too_short_to_gain_stays_whole() -> None:
-    slow_start = Pipeline(Times.affine(1e-3, 1e-8, GRANULE), Times.affine(1e-3, 1e-8, GRANULE))
+    slow_start = Pipeline(affine(1e-3, 1e-8, GRANULE), affine(1e-3, 1e-8, GRANULE))
     for rows in (1, 127, 128, 129, 256, 2048):
         assert plan(rows, slow_start).blocks == (rows,)
     assert len(plan(1 << 20, slow_start).blocks) > 1

@@ -7,12 +7,13 @@ import pytest
 from fastattention_vllm.attention.cpu import kernels as cpu
 from tests.attention import oracle
 from tests.attention.conftest import restore_threads, single_threaded_oracle  # noqa: F401
+from tests.attention.isa import set_isa
 
 
 @pytest.fixture
 def exact_weights() -> Iterator[None]:
     """Kernels that round the weights to bf16 have tests of their own; here they would hide a missing token."""
     before = cpu.isa()
-    cpu.set_isa(next(isa for isa in cpu.usable_isas() if isa not in oracle.BF16_ISAS))
+    set_isa(next(isa for isa in cpu.usable_isas() if isa not in oracle.BF16_ISAS))
     yield
-    cpu.set_isa(before)
+    set_isa(before)

@@ -118,4 +118,4 @@ def test_attention(num_queries: int, num_keys: int) -> None:
     assert products == 4 * (HEAD_SIZE // 4) * pages
     time = done.simulation.time(done.traces)
     assert time.cycles > max(static_bound(done.simulation, done.traces[0]).values())
-    assert 0 < time.tensor_utilization < 1
+    assert 0 < time.pipe_busy["TENSOR"] < time.cycles

@@ -287,9 +287,3 @@ class TestGpu:
 
     def test_l1_is_what_shared_memory_leaves(self) -> None:
         assert [V100.l1_kib(kib * 1024) for kib in (0, 1, 8, 33, 64, 96)] == [128, 120, 120, 64, 64, 32]
-
-    def test_a_launch_takes_as_long_as_its_busiest_sm(self, stream: Run) -> None:
-        simulation = stream.simulation
-        two = simulation.time([stream.traces[0], stream.traces[1]]).cycles / V100.clock_hz
-        assert simulation.launch_seconds(stream.traces, 81) == pytest.approx(two)
-        assert simulation.launch_seconds(stream.traces, 160) == pytest.approx(two)

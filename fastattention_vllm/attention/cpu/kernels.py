@@ -38,11 +38,6 @@ def usable_isas() -> list[str]:
     return names.decode().split(",")
 
 
-def set_isa(name: str) -> None:
-    """Force an instruction set; ``ValueError`` if it is not among :func:`usable_isas`."""
-    check(library().fa_cpu_set_isa(name.encode()))
-
-
 def num_threads() -> int:
     """Threads that compute, the calling one included; at first one per CPU of the affinity mask."""
     count: int = library().fa_cpu_num_threads()

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from collections.abc import Sequence
 from ctypes import c_char, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-
-import torch
 
 from fastattention_vllm.attention.cpu.library import check, library
 
@@ -51,30 +48,11 @@ def place(address: int, size: int, nodes: Sequence[int] = (), *, discard: bool =
     return _read(achieved)
 
 
-def allocate(size: int, nodes: Sequence[int] = ()) -> tuple[torch.Tensor, Placement]:
-    """``[size]`` uint8 zeros, placed like that; freed with the last tensor that views them.
-
-    All of it is touched, so the caller must know that ``size`` bytes are free.
-
-    Raises ``ValueError`` for a size below 1, ``MemoryError`` where there is no such address space.
-    """
-    achieved, address = _Placement(), c_void_p()
-    check(_functions().fa_cpu_alloc(size, *_nodes(nodes), address, achieved))
-    assert address.value is not None
-    memory = (c_char * size).from_address(address.value)
-    # Not at exit: threads that still read would crash, and the process gives everything back anyway.
-    weakref.finalize(memory, _functions().fa_cpu_free, address.value, size).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8), _read(achieved)
-
-
 @functools.cache
 def _functions() -> ctypes.CDLL:
     loaded, numbers = library(), ctypes.POINTER(c_int32)
     achieved = ctypes.POINTER(_Placement)
     loaded.fa_cpu_place_memory.argtypes = [c_void_p, c_int64, numbers, c_int32, c_int32, achieved]
-    loaded.fa_cpu_alloc.argtypes = [c_int64, numbers, c_int32, ctypes.POINTER(c_void_p), achieved]
-    loaded.fa_cpu_free.argtypes = [c_void_p, c_int64]
-    loaded.fa_cpu_free.restype = None
     return loaded
 
 

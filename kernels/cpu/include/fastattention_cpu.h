@@ -166,12 +166,6 @@ typedef struct fa_cpu_placement {
 int32_t fa_cpu_place_memory(void* address, int64_t bytes, const int32_t* nodes, int32_t num_nodes, int32_t discard,
                             fa_cpu_placement* achieved);
 
-/* Zeroed memory placed like that. All of it is touched: whoever asks for more than there is meets the kernel's
- * out-of-memory killer. fa_cpu_free takes the same number of bytes. */
-int32_t fa_cpu_alloc(int64_t bytes, const int32_t* nodes, int32_t num_nodes, void** address,
-                     fa_cpu_placement* achieved);
-void fa_cpu_free(void* address, int64_t bytes);
-
 /* Measuring instruments: what any attention kernel on this machine is bound by. Both run on the pool's threads.
  *
  * Reads every byte of num_pages pages once and does nothing else with them. prefetch_bytes: how far ahead of itself a

@@ -24,7 +24,6 @@ namespace {
 constexpr int kMaxThreads = 4096;
 constexpr int kMaxSpin = 1000000;
 constexpr int kMaxCpus = 1 << 18;
-constexpr int64_t kMaxBytes = int64_t{1} << 52;  // so that rounding up cannot overflow
 constexpr int kMaxPrefetchBytes = 1 << 20;
 constexpr int64_t kMaxPeakIterations = int64_t{1} << 40;
 
@@ -196,9 +195,7 @@ std::vector<int> list(const int32_t* numbers, int32_t count) {
   return numbers == nullptr ? std::vector<int>() : std::vector<int>(numbers, numbers + std::max(0, count));
 }
 
-Zero zero_by_pool(bool fresh) {
-  return [fresh](void* address, int64_t bytes) { Engine::get().zero(address, bytes, fresh); };
-}
+void zero_by_pool(void* address, int64_t bytes) { Engine::get().zero(address, bytes); }
 
 }  // namespace
 }  // namespace fastattention
@@ -292,31 +289,9 @@ FA_EXPORT int32_t fa_cpu_place_memory(void* address, int64_t bytes, const int32_
       return fail(FA_BAD_ARGUMENT, "address and achieved must not be null pointers.");
     }
     if (bytes < 0) return fail(FA_BAD_ARGUMENT, "bytes must not be negative, but is %lld.", (long long)bytes);
-    *achieved = place_memory(address, bytes, list(nodes, num_nodes), discard != 0 ? zero_by_pool(false) : Zero());
+    *achieved = place_memory(address, bytes, list(nodes, num_nodes), discard != 0 ? Zero(zero_by_pool) : Zero());
     return FA_OK;
   });
-}
-
-FA_EXPORT int32_t fa_cpu_alloc(int64_t bytes, const int32_t* nodes, int32_t num_nodes, void** address,
-                               fa_cpu_placement* achieved) {
-  return guarded([&]() -> int32_t {
-    if (address == nullptr || achieved == nullptr) {
-      return fail(FA_BAD_ARGUMENT, "address and achieved must not be null pointers.");
-    }
-    if (bytes <= 0) return fail(FA_BAD_ARGUMENT, "bytes must be positive, not %lld.", (long long)bytes);
-    if (bytes > kMaxBytes) return fail(FA_OUT_OF_MEMORY, "%lld bytes are more than there can be.", (long long)bytes);
-    const int64_t whole = whole_huge_pages(bytes);
-    *address = map_memory(whole);
-    if (*address == nullptr) {
-      return fail(FA_OUT_OF_MEMORY, "%lld bytes of address space cannot be had.", (long long)bytes);
-    }
-    *achieved = place_memory(*address, whole, list(nodes, num_nodes), zero_by_pool(true));
-    return FA_OK;
-  });
-}
-
-FA_EXPORT void fa_cpu_free(void* address, int64_t bytes) {
-  if (address != nullptr) unmap_memory(address, whole_huge_pages(bytes));
 }
 
 FA_EXPORT int32_t fa_cpu_read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages,

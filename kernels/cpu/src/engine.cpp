@@ -215,17 +215,12 @@ void Engine::write_kv(const fa_kv_write& write) {
   });
 }
 
-void Engine::zero(void* address, int64_t bytes, bool fresh) {
-  constexpr int64_t kSmallestPage = 4096;
+void Engine::zero(void* address, int64_t bytes) {
   const std::unique_lock<std::mutex> lock = turn();
   for_each((bytes + kTouchBytes - 1) / kTouchBytes, [&](int64_t index) {
     char* const begin = static_cast<char*>(address) + index * kTouchBytes;
     const int64_t length = std::min(kTouchBytes, bytes - index * kTouchBytes);
-    if (!fresh) {
-      std::memset(begin, 0, static_cast<size_t>(length));
-      return;
-    }
-    for (int64_t i = 0; i < length; i += kSmallestPage) static_cast<volatile char*>(begin)[i] = 0;
+    std::memset(begin, 0, static_cast<size_t>(length));
   });
 }
 

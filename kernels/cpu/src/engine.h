@@ -27,9 +27,8 @@ class Engine {
   void start_attention(const fa_attention_problem& problem);
   void finish_attention();
   void write_kv(const fa_kv_write& write);
-  // By all threads, so that pages not yet touched come fast and from where the readers are. Fresh memory is zero by
-  // itself: one byte of each page is enough.
-  void zero(void* address, int64_t bytes, bool fresh);
+  // By all threads, so that pages not yet touched come fast and from where the readers are.
+  void zero(void* address, int64_t bytes);
 
   int64_t measure_wake();  // nanoseconds until every participant of a job runs; -1: not within a second
   uint64_t read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, ReadMethod method);

@@ -145,24 +145,4 @@ fa_cpu_placement place_memory(void* address, int64_t bytes, const std::vector<in
   return report(huge, nodes_set, reason);
 }
 
-int64_t whole_huge_pages(int64_t bytes) {
-  constexpr int64_t page = kHugePage;
-  return (bytes + page - 1) / page * page;
-}
-
-void* map_memory(int64_t huge_page_bytes) {
-  const size_t wanted = static_cast<size_t>(huge_page_bytes);
-  void* const mapped =
-      mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) return nullptr;
-  const uintptr_t from = reinterpret_cast<uintptr_t>(mapped);
-  const uintptr_t begin = (from + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t after = from + kHugePage - begin;
-  if (begin > from) munmap(mapped, begin - from);
-  if (after > 0) munmap(reinterpret_cast<void*>(begin + wanted), after);
-  return reinterpret_cast<void*>(begin);
-}
-
-void unmap_memory(void* address, int64_t huge_page_bytes) { munmap(address, static_cast<size_t>(huge_page_bytes)); }
-
 }  // namespace fastattention

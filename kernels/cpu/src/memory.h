@@ -10,16 +10,12 @@
 
 namespace fastattention {
 
-// From the threads that will read: writes zeros, or, where pages are new and so zero anyway, touches each of them.
+// From the threads that will read: writes zeros.
 using Zero = std::function<void(void* address, int64_t bytes)>;
 
 // Places [address, address + bytes) as fa_cpu_place_memory() says. With zero, contents are given up: pages go back to
 // the kernel and are touched again by zero; without, they are moved.
 fa_cpu_placement place_memory(void* address, int64_t bytes, const std::vector<int>& nodes, const Zero& zero);
-
-int64_t whole_huge_pages(int64_t bytes);    // rounded up
-void* map_memory(int64_t huge_page_bytes);  // of address space, beginning at a huge page; nullptr: there is none
-void unmap_memory(void* address, int64_t huge_page_bytes);
 
 }  // namespace fastattention
 

@@ -32,9 +32,6 @@ class Gpu:
         carve_out = next((kib for kib in self.carve_outs_kib if kib * 1024 >= shared_bytes), self.carve_outs_kib[-1])
         return self.data_kib - carve_out
 
-    def ctas_of_busiest_sm(self, total_ctas: int) -> int:
-        return -(-total_ctas // self.sms)
-
     def seconds(self, cycles: float) -> float:
         return cycles / self.clock_hz
 

@@ -176,11 +176,6 @@ class Simulation:
         """L1 beside the shared memory of so many CTAs of the latest launch."""
         return self.gpu.l1_kib(resident * self._shared_bytes)
 
-    def launch_seconds(self, traces: Sequence[Trace], total_ctas: int, timing: Timing | None = None) -> float:
-        """Simulated time of a whole launch: that of the busiest SM, which works through CTAs like ``traces``."""
-        count = self.gpu.ctas_of_busiest_sm(total_ctas)
-        return self.gpu.seconds(self.time([traces[i % len(traces)] for i in range(count)], timing=timing).cycles)
-
     # ---------------------------------------------------------------------------------------------------------------
 
     def _call(self, function: str, *arguments: object) -> None:

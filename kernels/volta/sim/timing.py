@@ -55,11 +55,6 @@ class SmTime:
     hot_spots: tuple[HotSpot, ...]
     """All executed instructions, those that were waited at the most first."""
 
-    @property
-    def tensor_utilization(self) -> float:
-        """Share of the cycles that the tensor cores were busy, 0 to 1."""
-        return self.pipe_busy["TENSOR"] / self.cycles
-
     @classmethod
     def of(cls, fields: SmTimeFields, hot_spots: tuple[HotSpot, ...]) -> SmTime:
         names = pipe_names()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.attention.cpu import kernels as cpu
 from tests.attention import oracle
+from tests.attention.isa import set_isa
 from tests.attention.oracle import Case
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -43,10 +44,10 @@ def each_isa() -> Iterator[str]:
     before = cpu.isa()
     try:
         for name in cpu.usable_isas():
-            cpu.set_isa(name)
+            set_isa(name)
             yield name
     finally:
-        cpu.set_isa(before)
+        set_isa(before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

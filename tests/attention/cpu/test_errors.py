@@ -18,6 +18,7 @@ import torch
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.cpu import library as cpu_library
 from fastattention_vllm.attention.problem import AttentionProblem
+from tests.attention.isa import set_isa
 from tests.attention.oracle import Case
 
 PAGED = Case((2, 3), (20, 30)).build()
@@ -233,7 +234,7 @@ class TestAbi:
 def test_unknown_instruction_sets_are_refused() -> None:
     before = cpu.isa()
     with pytest.raises(ValueError, match=r"instruction set sse9 is not usable here; usable: .*scalar"):
-        cpu.set_isa("sse9")
+        set_isa("sse9")
     assert cpu.isa() == before
 
 

@@ -1,6 +1,6 @@
 """Torch stand-ins for vLLM's compiled mixture-of-experts kernels, for unquantised experts.
 
-Why and until when: as ``cpu_ops``, which defines them. Written for exactness and clarity; a model whose experts matter
+Why and until when: as ``ops.py``, which defines them. Written for exactness and clarity; a model whose experts matter
 for speed wants a vLLM with compiled CPU kernels.
 Reference: ``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``.
 """
