@@ -55,7 +55,7 @@ def test_what_grows_is_a_failure(after: soak.Quiet, grown: list[str]) -> None:
 
 def test_a_wrong_answer_is_a_failure() -> None:
     result = soak.Result(60.0)
-    load = soak.Load("http://127.0.0.1:1", argparse.Namespace(tokens=64, clients=1), result, seed=0)
+    load = soak.Load("http://127.0.0.1:1", argparse.Namespace(tokens=64, clients=1), result, seed=0, bad=[])
     load.check(" 1234", "1234")
     assert result.failures == []
     load.check("1235", "1234")
