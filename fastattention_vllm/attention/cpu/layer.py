@@ -79,7 +79,8 @@ class LayerAttention:
         arguments.causal = batch.causal
         arguments.query_start_loc = batch.query_start_loc.data_ptr()
         arguments.seq_lens = batch.seq_lens.data_ptr()
-        arguments.block_table = batch.block_table.data_ptr() or self._problem.key.data_ptr()  # not null, as in kernels.py
+        # Not null, as in kernels.py.
+        arguments.block_table = batch.block_table.data_ptr() or self._problem.key.data_ptr()
         arguments.block_table_width = batch.block_table.shape[1]
         arguments.block_table_stride = batch.block_table.stride(0)
         arguments.sinks = None if sinks is None else sinks.data_ptr()
