@@ -107,6 +107,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         # In every version a worker asks this while it builds the model, before it lays out the weights.
+        cpu_linear.keep_few_primitives()
         cpu_ops.keep_linears_off_compiled_kernels()
         cpu_linear.pack_weights_once_loaded()
         cpu_sampling.spare_generators_of_unfinished_prompts()

@@ -12,6 +12,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.binding import THREADS_BIND
 from fastattention_vllm.integration.cpu.platform import OWN_BIND
 from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform as Platform
+from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import host_memory
@@ -80,6 +81,23 @@ class TestBinding:
         monkeypatch.setenv(THREADS_BIND, "0|0")
         with pytest.raises(Refusal, match=r"0\|0"):
             self.bound(1)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(None, str(cpu_linear.PRIMITIVES)), ("7", "7")])
+@pytest.mark.parametrize("name", cpu_linear.PRIMITIVE_CACHES)
+def test_a_worker_bounds_what_onednn_remembers(
+    name: str, asked: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first linear layer; what the user set stays."""
+    import os
+
+    for each in cpu_linear.PRIMITIVE_CACHES:
+        monkeypatch.setenv(each, "")  # so that it is put back
+    monkeypatch.delenv(name)
+    if asked:
+        monkeypatch.setenv(name, asked)
+    Platform.get_attn_backend_cls(None, None)
+    assert os.environ[name] == kept
 
 
 def test_our_backend_is_the_default_where_vllm_has_no_kernels() -> None:
