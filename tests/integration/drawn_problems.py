@@ -88,7 +88,7 @@ def draw_problem(seed: int) -> Problem:
     ours: dict[str, Any] = {"stream_fraction": numbers.choice(["auto", 0.0, 0.3, 0.6, 1.0]), "cpu_threads": 1}
     if ranks == 2:
         settings |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-        ours |= draw_tiling(numbers, full_form=len(set(model.heads)) == 1)
+        ours |= draw_tiling(numbers, full_form=model.kind != "bloom" and len(set(model.heads)) == 1)
     else:
         ours["cpu_threads"] = numbers.choice([1, 2])
     crowded = cache == "auto" and numbers.random() < 0.2
@@ -116,7 +116,7 @@ def draw_host_layers(numbers: random.Random, model: Model, some: bool) -> tuple[
 
 
 def draw_tiling(numbers: random.Random, *, full_form: bool) -> dict[str, Any]:
-    """``full_form``: the model has what it asks for, output projections of one shape."""
+    """``full_form``: the model has what it asks for, output projections of one shape, called o_proj."""
     if numbers.random() < 0.3:
         return {"tiling_all_reduce": "off"}
     return {
