@@ -1,6 +1,6 @@
 """What the attention backend runs and what it refuses at start, as data.
 
-The start-up check and the table in ``docs/supported.md`` both read ``FEATURES``, so neither can promise what the other
+The start-up check and the page ``docs/supported.md`` read the same tables, so neither can promise what the other
 denies.
 """
 
