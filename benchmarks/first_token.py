@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--model", choices=list(MODELS), default="8B")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--least-tokens", type=int, default=2048, help="tiling_min_tokens")
+    parser.add_argument("--min-tokens", type=int, default=2048, help="tiling_min_tokens")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs, else eager")
     parser.add_argument("--no-prediction", action="store_true")
@@ -331,7 +331,7 @@ def save_config(folder: Path, options: argparse.Namespace) -> Path:
 
 def settings_of(model: Path, ranks: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
     room = options.tokens + 64
-    section = {"host_kv_layers": 0, "tiling_min_tokens": options.least_tokens} | WAYS[way]
+    section = {"host_kv_layers": 0, "tiling_min_tokens": options.min_tokens} | WAYS[way]
     if section["host_kv_layers"] == "half":
         section |= {"host_kv_layers": options.layers // 2, "host_kv_gib": 8.0}
     return {

@@ -47,7 +47,7 @@ NEEDLES = {"alpha": "7319", "beta": "2046", "gamma": "90", "delta": "5", "omega"
 DEPTHS = [0.0, 0.1, 0.5, 0.9, 1.0]
 SHAPES = {
     "8b": {"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_size": 128}
-    | {"least_hidden_size": 4096, "least_intermediate_size": 14336},
+    | {"min_hidden_size": 4096, "min_intermediate_size": 14336},
     "small": {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_size": 128},
 }
 GIB = 1 << 30

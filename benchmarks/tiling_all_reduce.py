@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--least-tokens", type=int, default=2048, help="auto cuts none below")
+    parser.add_argument("--min-tokens", type=int, default=2048, help="auto cuts none below")
     parser.add_argument("--lanes", nargs="+", help="for auto to choose from")
     parser.add_argument("--sweep", nargs="+", metavar="LANE", help="time cuts by each of these lanes instead")
     parser.add_argument("--tiny", action="store_true", help="one small layer in fp32, to try the benchmark itself")
@@ -217,7 +217,7 @@ def table(
         lanes,
         plain_layer,
         weight,
-        min(options.least_tokens, most),
+        min(options.min_tokens, most),
         most,
         say=lambda line: tell({"note": f"{line}, {time.perf_counter() - began:.1f} s"}),
     )
@@ -226,7 +226,7 @@ def table(
     timer = LayerTimer(lanes, plain_layer, weight, most)
     first = next(iter(lanes))
     for tokens in options.tokens:
-        name, blocks = choice.of(tokens) if tokens >= options.least_tokens else ("", (tokens,))
+        name, blocks = choice.of(tokens) if tokens >= options.min_tokens else ("", (tokens,))
         ways: dict[str, tuple[str, Sequence[int]]] = {"auto": (name, blocks)}
         ways |= {str(count): (first, even(tokens, count)) for count in FIXED if len(even(tokens, count)) > 1}
         plain = plain_layer(timer.x[:tokens], weight, None)

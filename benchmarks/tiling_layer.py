@@ -33,7 +33,7 @@ from tiling_all_reduce import LINKS, difference, join, lanes_of, result, run_all
 from fastattention_vllm.bench.ranks import World, leave, plain_layer
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
-from fastattention_vllm.parallel.plan import LEAST_GAIN, cut
+from fastattention_vllm.parallel.plan import MIN_GAIN, cut
 from fastattention_vllm.parallel.tiled_linear import compute_and_sum
 
 
@@ -231,7 +231,7 @@ def fastest(
     best = [how for _, how in sorted(zip(first, tried, strict=True), key=lambda pair: pair[0])[:4]]
     plain, *again = timer.seconds([lambda how=how: unit(how) for how in (whole, *best)])
     seconds, how = min(zip(again, best, strict=True), key=lambda pair: pair[0])
-    return how if seconds < (1 - LEAST_GAIN) * plain else whole
+    return how if seconds < (1 - MIN_GAIN) * plain else whole
 
 
 def report(

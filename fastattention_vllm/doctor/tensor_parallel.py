@@ -59,8 +59,8 @@ class Order:
     kinds: list[LayerKind]
     ranks: int
     device: str
-    least_tokens: int
-    most_tokens: int
+    min_tokens: int
+    max_tokens: int
 
 
 def examine(order: Order, limit: float, say: Callable[[str], object]) -> bool:
@@ -86,7 +86,7 @@ def _rank(rank: int, folder: str, order: Order) -> None:
     for kind in order.kinds:
         weight = torch.empty(kind.outputs, kind.inputs // order.ranks, dtype=dtype, device=order.device)
         choice = calibrate.measure(
-            here.lanes, world.plain_layer, weight.uniform_(-1, 1), order.least_tokens, order.most_tokens
+            here.lanes, world.plain_layer, weight.uniform_(-1, 1), order.min_tokens, order.max_tokens
         )
         for trial in choice.trials:
             here.tell({"line": line(kind, trial)})

@@ -270,7 +270,7 @@ def set_kv_bytes(vllm_config: VllmConfig, count: int) -> None:
         cache.cpu_kvcache_space_bytes = count
 
 
-def most_tokens_in_flight(vllm_config: VllmConfig) -> int:
+def max_tokens_in_flight(vllm_config: VllmConfig) -> int:
     """Tokens of one request that are computed but not yet settled: 0.26 counts the steps ahead, 0.23 one."""
     count: int = getattr(vllm_config, "max_in_flight_tokens", vllm_config.scheduler_config.max_num_batched_tokens)
     return count

@@ -26,9 +26,9 @@ from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit
 from fastattention_vllm.placement.step import Long, Short, Step
 
-LEAST_DIVIDED = 512 << 20
+MIN_DIVIDED = 512 << 20
 """Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
-LEAST_SHARE = 1 << 20
+MIN_SHARE = 1 << 20
 """Bytes. Less than that is not worth a transfer beside the CPU's work."""
 
 
@@ -97,7 +97,7 @@ class Share:
 
     def of(self, size: int) -> float:
         """The part of ``size`` bytes, all contexts of one layer."""
-        if size < LEAST_DIVIDED and self.head_start:
+        if size < MIN_DIVIDED and self.head_start:
             return 0.0
         return min(1.0, self.part + (1.0 - self.part) * self.head_start / max(size, 1))
 
@@ -385,7 +385,7 @@ class HostAttention:
         if share == 0 or self.window is not None or not self.layer.merges():
             return [0] * len(short.contexts)
         counts = [int(share * context) // self.block_size for context in short.contexts]
-        return [count if count * block >= LEAST_SHARE else 0 for count in counts]
+        return [count if count * block >= MIN_SHARE else 0 for count in counts]
 
 
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -67,14 +67,14 @@ class Placement:
     slabs: int
     """Most host layers of one block table; layers of different ones never use the same block and share memory."""
 
-    def most_blocks(self, device_bytes: int, host_bytes: int) -> int:
+    def max_blocks(self, device_bytes: int, host_bytes: int) -> int:
         """Blocks that both sides have memory for. vLLM allots them to all kinds of layers from one pool."""
         blocks = device_bytes // (self.device_size.layers_per_group() * self.bytes_per_block)
         return min(blocks, host_bytes // (self.slabs * self.bytes_per_block)) if self.slabs else blocks
 
     def usable(self, device_bytes: int, host_bytes: int) -> int:
         """The part of ``device_bytes`` that makes whole blocks for which the host has memory, too."""
-        return self.most_blocks(device_bytes, host_bytes) * self.device_size.null_block()
+        return self.max_blocks(device_bytes, host_bytes) * self.device_size.null_block()
 
     def host_bytes(self, blocks: int) -> int:
         return blocks * self.slabs * self.bytes_per_block

@@ -70,14 +70,14 @@ class Step:
     """No request begins with blocks that another one, with that prefix too, is just computing."""
 
 
-def divide(batch: Batch, block_size: int, most_short: int = MAX_SHORT) -> Step:
-    """Who attends for which request: the CPU for those with at most ``most_short`` new tokens."""
+def divide(batch: Batch, block_size: int, max_short: int = MAX_SHORT) -> Step:
+    """Who attends for which request: the CPU for those with at most ``max_short`` new tokens."""
     starts = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()
     short, long = [], []
     for index, length in enumerate(lengths):
         new = starts[index + 1] - starts[index]
-        if 0 < new <= most_short:
+        if 0 < new <= max_short:
             short.append(index)
         elif new:
             context = length - new

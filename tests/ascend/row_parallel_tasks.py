@@ -31,7 +31,7 @@ from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.parallel import mm_all_reduce as mm_all_reduce_layer
 from tests.ascend import mm_all_reduce
 
-LEAST = 128
+MIN_TOKENS = 128
 """Tokens: longer steps are cut."""
 LIBRARIES: list[torch.library.Library] = []
 
@@ -60,7 +60,7 @@ def ascend_settings(**changes: Any) -> SimpleNamespace:
 
 
 def vllm_settings(ranks: int, blocks: Any, **more: Any) -> SimpleNamespace:
-    options = {"tiling_all_reduce": blocks, "tiling_min_tokens": LEAST, **more}
+    options = {"tiling_all_reduce": blocks, "tiling_min_tokens": MIN_TOKENS, **more}
     return SimpleNamespace(
         additional_config={"fastattention": options, "refresh": True},
         parallel_config=ParallelConfig(
@@ -270,7 +270,7 @@ def chosen(
     ):
         layer = shape.make(rank)
         adopted(rank, layer, config)
-        inputs = [shape.input(rank, rows) for rows in (LEAST - 1, 300, 512)]
+        inputs = [shape.input(rank, rows) for rows in (MIN_TOKENS - 1, 300, 512)]
         mm_all_reduce.calls.clear()
         results = [layer(x) for x in inputs]
         calls = list(mm_all_reduce.calls)

@@ -57,7 +57,7 @@ def test_steps_equal_attention_over_the_whole_history(
         stand_in(patch)
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block)
-        patch.setattr(host_attention, "LEAST_SHARE", 1)
+        patch.setattr(host_attention, "MIN_SHARE", 1)
         some_steps(world_of(model, share, seed), random.Random(seed), rounds=4, chunk=40, firsts=(3, 20, 80))
 
 

@@ -69,7 +69,7 @@ def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
 
     stand_in(monkeypatch)
     monkeypatch.setattr(ascend, "operator", lambda: checked)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_SHARE", 1)
     monkeypatch.setattr(World, "compare", lambda *_: None)
     model = Model(8, 2, head_size, 16, torch.bfloat16, window)
     world = World(model, 2, 100, Lane(npu.NpuLink(torch.device("cpu")), npu, share=Share(0.5)), 0)

@@ -60,7 +60,7 @@ def test_steps_equal_attention_over_the_whole_history(
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block)
-        patch.setattr(host_attention, "LEAST_SHARE", 1)
+        patch.setattr(host_attention, "MIN_SHARE", 1)
         patch.setattr(link, "FEW_RUNS", few_runs)
         some_steps(world_of(model, share, seed, kernels), random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400))
 

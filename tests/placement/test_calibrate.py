@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
-from fastattention_vllm.placement.host_attention import LEAST_DIVIDED, HostAttention, Lane, Share
+from fastattention_vllm.placement.host_attention import MIN_DIVIDED, HostAttention, Lane, Share
 from fastattention_vllm.placement.link import LocalLink
 from tests.placement.world import Model
 
@@ -28,7 +28,7 @@ def test_both_are_done_at_the_same_time(
         assert share == Share(0.0)
         return
     by_link = share.of(size) * size
-    if size < LEAST_DIVIDED:
+    if size < MIN_DIVIDED:
         assert by_link == 0, "not worth it"
     elif size <= share.head_start:
         assert by_link == size, "it is there before the CPU begins"
@@ -39,7 +39,7 @@ def test_both_are_done_at_the_same_time(
 
 
 def test_a_share_that_was_asked_for_is_of_every_size() -> None:
-    for size in (0, 1, LEAST_DIVIDED - 1, 1 << 40):
+    for size in (0, 1, MIN_DIVIDED - 1, 1 << 40):
         assert Share(0.3).of(size) == pytest.approx(0.3)
 
 

@@ -92,7 +92,7 @@ def blocks_needed(placement: Placement, limits: Limits) -> int:
 
 
 def fits(placement: Placement, limits: Limits) -> bool:
-    return placement.most_blocks(limits.device_bytes, limits.host_bytes) >= blocks_needed(placement, limits)
+    return placement.max_blocks(limits.device_bytes, limits.host_bytes) >= blocks_needed(placement, limits)
 
 
 def every_split(layers: Layers, size: KvSize) -> Iterator[Placement]:
@@ -286,7 +286,7 @@ def test_blocks_are_as_many_as_both_sides_hold(
     model: tuple[Layers, KvSize], device_bytes: int, host_bytes: int, data: st.DataObject
 ) -> None:
     placement = data.draw(st.sampled_from(list(every_split(*model))))
-    blocks = placement.most_blocks(device_bytes, host_bytes)
+    blocks = placement.max_blocks(device_bytes, host_bytes)
     page = placement.device_size.layers_per_group() * placement.bytes_per_block
     assert blocks * page <= device_bytes
     assert placement.host_bytes(blocks) <= host_bytes

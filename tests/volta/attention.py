@@ -148,7 +148,7 @@ def prefill(
 
 
 def decode_parts(problem: AttentionProblem) -> Parts:
-    least = volta_kernels.least_parts(problem.key.shape[-2])
+    least = volta_kernels.min_parts(problem.key.shape[-2])
     return Parts(problem, volta_kernels.decode_parts(int(problem.seq_lens.max()), least), least)
 
 

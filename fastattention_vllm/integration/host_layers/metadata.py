@@ -25,11 +25,11 @@ class HostMetadata:
     """Called once, where ``batch`` is None: waits for it."""
     _step: Step | None = None
 
-    def divided(self, block_size: int, most_short: int) -> Step:
+    def divided(self, block_size: int, max_short: int) -> Step:
         if self._step is None:
             if self.batch is None:
                 self.batch = self.arrive()
-            self._step = divide(self.batch, block_size, most_short if self.batch.causal else EVERY_LENGTH)
+            self._step = divide(self.batch, block_size, max_short if self.batch.causal else EVERY_LENGTH)
         return self._step
 
 

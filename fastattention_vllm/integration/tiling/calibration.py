@@ -27,8 +27,8 @@ def of(
     weight: torch.Tensor,
     lanes: Mapping[str, Collective],
     plain: Linear,
-    least_rows: int,
-    most_rows: int,
+    min_rows: int,
+    max_rows: int,
     one_calls: Mapping[str, Linear],
 ) -> Choice:
     """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
@@ -37,11 +37,11 @@ def of(
         weight: [outputs, inputs of this rank].
         lanes: collectives to choose from, by name.
         plain: the layer without a cut.
-        most_rows: tokens of the longest step.
+        max_rows: tokens of the longest step.
         one_calls: what does the whole layer in one call, by name.
     """
     first = next(iter(lanes.values()))
-    path, key = file(), key_of(weight, lanes, least_rows, most_rows, one_calls)
+    path, key = file(), key_of(weight, lanes, min_rows, max_rows, one_calls)
     try:
         known = calibration_file.read(path, key)
     except ValueError as error:
@@ -56,7 +56,7 @@ def of(
     def say(line: str) -> None:
         logger.info_once("Tiling-AllReduce: %s, %.1f s.", line, time.perf_counter() - began)
 
-    measured = calibrate.measure(lanes, plain, weight, least_rows, most_rows, say=say)
+    measured = calibrate.measure(lanes, plain, weight, min_rows, max_rows, say=say)
     for name, layer in one_calls.items() if measured.trials else []:
         timer = LayerTimer(lanes, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
         measured = one_call.contest(measured, timer, name, layer)
@@ -76,8 +76,8 @@ def file() -> Path:
 def key_of(
     weight: torch.Tensor,
     lanes: Mapping[str, Collective],
-    least_rows: int,
-    most_rows: int,
+    min_rows: int,
+    max_rows: int,
     one_calls: Mapping[str, Linear],
 ) -> str:
     """All that times and what is timed depend on, in words."""
@@ -92,11 +92,11 @@ def key_of(
         device += "".join(f", {one}" for one in told)
     outputs, inputs = weight.shape
     dtype = str(weight.dtype).removeprefix("torch.")
-    calibrated = calibrate.row_counts(most_rows)[-1]
+    calibrated = calibrate.row_counts(max_rows)[-1]
     ranks = next(iter(lanes.values())).size
     return (
         f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*lanes, *one_calls])}, "
-        f"{least_rows} to {calibrated} tokens, "
+        f"{min_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
         f"torch {torch.__version__}, fastattention {__version__}"
     )

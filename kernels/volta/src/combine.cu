@@ -13,8 +13,8 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
   if (row >= q_len * group) return;
   const int token = divide(row, p.group), head = kv_head * group + row - token * group;
   int parts = s.parts.divisor;
-  if (s.least_parts > 0) {
-    const int length = part_length(kv_len, s.least_parts);
+  if (s.min_parts > 0) {
+    const int length = part_length(kv_len, s.min_parts);
     parts = (kv_len + length - 1) / length;
   }
   const size_t first = (static_cast<size_t>(seq) * gridDim.y + kv_head) * s.parts.divisor * s.rows + row;

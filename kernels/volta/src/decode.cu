@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   const Prefill& p = s.problem;
   // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last of all.
   const int seq = blockIdx.y, part = blockIdx.z, kv_head = blockIdx.x;
-  const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.least_parts);
+  const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.min_parts);
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, num_rows = q_len * group, offset = kv_len - q_len;
   const auto begin_of = [&](int position) { return p.window_left < 0 ? 0 : max(0, position - p.window_left); };
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
         adjusted[e] = key < from || key >= to ? -infinity() : score;
         most = fmaxf(most, adjusted[e]);
       }
-      most = lane.most_of_row(most);
+      most = lane.max_of_row(most);
       const float shift = most == -infinity() ? 0.0f : most, rescale = exp2(reference[r] - shift);
       reference[r] = most;
       FA_UNROLL

@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
           const float (&s)[8] = scores[i][j];
           most = fmaxf(most, fmaxf(fmaxf(s[2 * r], s[2 * r + 1]), fmaxf(s[4 + 2 * r], s[5 + 2 * r])));
         }
-        most = most_of_row(most);
+        most = max_of_row(most);
         // A row that has seen nothing so far must not subtract infinity from infinity.
         const float shift = kMasked && most == -infinity() ? 0.0f : most * factor;
         const float rescale = exp2(reference[i][r] * factor - shift);

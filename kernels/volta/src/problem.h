@@ -47,7 +47,7 @@ struct Split {
   float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
   Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
   int rows;            // room for so many of each sequence
-  int least_parts;     // decoding: of a sequence, unless it is short, see part_length; 0: prefill
+  int min_parts;       // decoding: of a sequence, unless it is short, see part_length; 0: prefill
 };
 
 // New keys and values, in fp16, on their way into pages. Strides as above, those of key and value alike.
@@ -64,14 +64,14 @@ struct WriteKv {
 };
 
 // Keys of one part of a sequence that is decoded: 128 times a power of two. Long parts are read faster, more of them
-// keep more SMs busy: they grow up to 1024 keys while there are least_parts of them, and beyond that, so that there are
+// keep more SMs busy: they grow up to 1024 keys while there are min_parts of them, and beyond that, so that there are
 // 64 at most. It depends on the sequence and the model alone, and so do results, whatever the batch.
 #ifdef __CUDACC__
 __device__
 #endif
-    inline int part_length(int kv_len, int least_parts) {
+    inline int part_length(int kv_len, int min_parts) {
   int length = 128;
-  while (64 * length < kv_len || (length < 1024 && kv_len / (2 * length) >= least_parts)) length *= 2;
+  while (64 * length < kv_len || (length < 1024 && kv_len / (2 * length) >= min_parts)) length *= 2;
   return length;
 }
 

@@ -21,7 +21,7 @@ struct Lane {
   FA_DEVICE int output_column(int) const { return 2 * (index & 3); }
 };
 
-FA_DEVICE float most_of_row(float x) {
+FA_DEVICE float max_of_row(float x) {
   x = fmaxf(x, of_lane_xor(x, 1));
   return fmaxf(x, of_lane_xor(x, 2));
 }
@@ -129,7 +129,7 @@ struct DecodeLane : Lane {
     }
   }
 
-  FA_DEVICE float most_of_row(float x) const {
+  FA_DEVICE float max_of_row(float x) const {
     FA_UNROLL
     for (int mask = 4; mask < 32; mask *= 2) x = fmaxf(x, of_lane_xor(x, mask));
     return x;

@@ -37,7 +37,7 @@ struct Lane {
 };
 
 // Over the lanes that share a row.
-FA_DEVICE float most_of_row(float x) {
+FA_DEVICE float max_of_row(float x) {
   x = fmaxf(x, of_lane_xor(x, 2));
   return fmaxf(x, of_lane_xor(x, 8));
 }
@@ -165,7 +165,7 @@ struct DecodeLane : Lane {
   }
 
   // Over the lanes whose keys share a softmax.
-  FA_DEVICE float most_of_row(float x) const {
+  FA_DEVICE float max_of_row(float x) const {
     x = fmaxf(x, of_lane_xor(x, 2));
     if (kDivided) {
       x = fmaxf(x, of_lane_xor(x, 4));

@@ -76,7 +76,7 @@ def num_blocks(llm: LLM) -> int:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts come up in many parts; a share of any size is worth it."""
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 3 * PAGE)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_SHARE", 1)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_every_kind_of_layer_equals_hugging_face(
     make, wanted = MODELS[name]
     model = save_random(make(), tmp_path)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 4 * PAGE)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_SHARE", 1)
     answers = hugging_face_answers(model, prompts, MAX_TOKENS)
     with small_blocks(model, **host(wanted)) as llm:
         placement = house_of(llm).placement
