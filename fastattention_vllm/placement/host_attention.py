@@ -1,6 +1,6 @@
 """One step of a host layer: the device and the CPU share the attention over a KV cache that lies in host memory.
 
-Requests with at most ``step.MAX_SHORT`` new tokens (decoding, speculation) come down to the CPU, which reads their
+Requests with at most ``step.MAX_CPU_TOKENS`` new tokens (decoding, speculation) come down to the CPU, which reads their
 pages at the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests
 with more (prefill) stay on the device: their new keys and values are written through to the host beside the
 computation, and the context before them is brought up block by block, ahead of its use. Partial results are merged by
@@ -24,7 +24,7 @@ from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit
-from fastattention_vllm.placement.step import Long, Short, Step
+from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
 
 MIN_DIVIDED = 512 << 20
 """Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
@@ -77,13 +77,13 @@ class Kind:
 class Parts:
     """How the contexts of one step are divided for layers with the same window."""
 
-    long: tuple[tuple[Range, ...], ...]
-    """For each request of ``Step.long``, all of its context that is in the window."""
-    short: tuple[tuple[Range, ...], ...]
-    """For each request of ``Step.short``, the device's share."""
+    fetched: tuple[tuple[Range, ...], ...]
+    """For each request of ``Step.device_requests``, all of its context that is in the window."""
+    streamed: tuple[tuple[Range, ...], ...]
+    """For each request of ``Step.cpu_requests``, the device's share."""
     seq_lens: torch.Tensor | None
     block_table: torch.Tensor | None
-    """What is left to the CPU, as ``Short`` has them."""
+    """What is left to the CPU, as ``CpuRequests`` has them."""
 
 
 @dataclass(frozen=True)
@@ -168,18 +168,18 @@ class HostAttention:
         link, prefetcher = self.lane.link, self.lane.prefetcher
         prefetcher.begin(self, step, upcoming or (lambda: self.lane.upcoming(self, step)))
         written_before = self.written
-        if step.long:
+        if step.device_requests:
             self._write_through(step, key, value)
         if not step.independent:
-            if step.short:  # the device may be to read that, too
-                rows = self._on_device(step.short)
-                self._store(step.short, *link.arrive(link.start_to_host(key[rows], value[rows])))
+            if step.cpu_requests:  # the device may be to read that, too
+                rows = self._on_device(step.cpu_requests)
+                self._store(step.cpu_requests, *link.arrive(link.start_to_host(key[rows], value[rows])))
             prefetcher.fetch_now([self.written])
         parts = self._parts(step)
-        for request, ranges in zip(step.long, parts.long, strict=True):
+        for request, ranges in zip(step.device_requests, parts.fetched, strict=True):
             staged = prefetcher.staged(self, step, ranges)
             self._attend_on_device(request, staged, query, key, value, output)
-        if step.short:
+        if step.cpu_requests:
             # A request may begin with blocks that another one writes in this very step.
             link.wait_on_host(written_before if step.independent else self.written)
             self._attend_together(step, parts, query, key, value, output, store=step.independent)
@@ -193,14 +193,14 @@ class HostAttention:
         """
         tokens = self.lane.prefetcher.blocks_per_buffer(self.cache) * self.block_size
         blocks = torch.empty(0, dtype=torch.int64)
-        request = Long(slice(0, len(query)), tokens, blocks)
+        request = DeviceRequest(slice(0, len(query)), tokens, blocks)
         staged = self.lane.prefetcher.view(0, self.cache)
         self._attend_on_device(request, [(Range(0, tokens, blocks), staged)], query, key, value, output)
 
     def ranges(self, step: Step) -> list[Range]:
         """The ranges that the device reads in ``step``, in the order of their use."""
         parts = self._parts(step)
-        return [part for ranges in (*parts.long, *parts.short) for part in ranges]
+        return [part for ranges in (*parts.fetched, *parts.streamed) for part in ranges]
 
     def _parts(self, step: Step) -> Parts:
         blocks_per_buffer = self.lane.prefetcher.blocks_per_buffer(self.cache)
@@ -211,16 +211,16 @@ class HostAttention:
         return found[kind]
 
     def _divide_contexts(self, step: Step) -> Parts:
-        long = tuple(self._ranges(request.blocks, request.context) for request in step.long)
-        short = step.short
-        if short is None:
-            return Parts(long, (), None, None)
-        counts = self._shares(short)
-        blocks = [short.block_table[index, :count].long() for index, count in enumerate(counts)]
-        shared = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
-        seq_lens = short.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
-        table = _without_first(short.block_table, counts)
-        return Parts(long, shared, seq_lens, table)
+        fetched = tuple(self._ranges(request.blocks, request.context) for request in step.device_requests)
+        requests = step.cpu_requests
+        if requests is None:
+            return Parts(fetched, (), None, None)
+        counts = self._shares(requests)
+        blocks = [requests.block_table[index, :count].long() for index, count in enumerate(counts)]
+        streamed = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
+        seq_lens = requests.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
+        table = _without_first(requests.block_table, counts)
+        return Parts(fetched, streamed, seq_lens, table)
 
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[Range, ...]:
         """The parts of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
@@ -237,7 +237,7 @@ class HostAttention:
         key_cache, value_cache = _split(self.device_cache)
         scales = self.layer.scales()
         with self.lane.link.writing():
-            for request in step.long:
+            for request in step.device_requests:
                 slots = step.batch.device_slots[request.rows]
                 self.lane.device.write_kv(
                     key[request.rows], value[request.rows], key_cache, value_cache, slots, *scales
@@ -246,7 +246,7 @@ class HostAttention:
 
     def _attend_on_device(
         self,
-        request: Long,
+        request: DeviceRequest,
         context: Iterable[tuple[Range, torch.Tensor]],
         query: torch.Tensor,
         key: torch.Tensor,
@@ -300,11 +300,11 @@ class HostAttention:
         )
         return _with_lse(self.lane.device.run(problem, return_lse=True))
 
-    def _on_device(self, short: Short) -> slice | torch.Tensor:
-        return short.rows if isinstance(short.rows, slice) else self.lane.link.to_device(short.rows)
+    def _on_device(self, requests: CpuRequests) -> slice | torch.Tensor:
+        return requests.rows if isinstance(requests.rows, slice) else self.lane.link.to_device(requests.rows)
 
-    def _store(self, short: Short, key: torch.Tensor, value: torch.Tensor) -> None:
-        cpu_kernels.write_kv(key, value, self.key_cache, self.value_cache, short.slot_mapping, *self.layer.scales())
+    def _store(self, requests: CpuRequests, key: torch.Tensor, value: torch.Tensor) -> None:
+        cpu_kernels.write_kv(key, value, self.key_cache, self.value_cache, requests.slot_mapping, *self.layer.scales())
 
     def _attend_together(
         self,
@@ -321,24 +321,24 @@ class HostAttention:
 
         ``store``: keys and values are not in the cache yet.
         """
-        short = step.short
-        assert short is not None
-        link, rows = self.lane.link, self._on_device(short)
+        requests = step.cpu_requests
+        assert requests is not None
+        link, rows = self.lane.link, self._on_device(requests)
         query = query[rows]
         query_there, key_there, value_there = link.arrive(link.start_to_host(query, key[rows], value[rows]))
         if store:
-            self._store(short, key_there, value_there)
+            self._store(requests, key_there, value_there)
         problem = self.layer.problem(
             query=query_there,
             key=self.key_cache,
             value=self.value_cache,
-            query_start_loc=short.query_start_loc,
+            query_start_loc=requests.query_start_loc,
             seq_lens=parts.seq_lens,
             block_table=parts.block_table,
-            causal=short.causal,
+            causal=requests.causal,
         )
         out = link.host_buffer("out", query.shape, query.dtype)
-        if not any(parts.short):
+        if not any(parts.streamed):
             cpu_kernels.run(problem, out=out)
             output[rows] = link.to_device(out)
             return
@@ -363,12 +363,12 @@ class HostAttention:
             running.finish()
 
     def _attend_to_shares(self, step: Step, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 ``out`` and ``lse`` of all short rows over the device's part; 0 and -inf where there is none."""
-        assert step.short is not None
+        """fp32 ``out`` and ``lse`` of the CPU's requests over the device's part; 0 and -inf where there is none."""
+        assert step.cpu_requests is not None
         total = torch.zeros_like(query, dtype=torch.float32)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-        starts = step.short.query_start_loc.tolist()
-        for index, ranges in enumerate(parts.short):
+        starts = step.cpu_requests.query_start_loc.tolist()
+        for index, ranges in enumerate(parts.streamed):
             own = slice(starts[index], starts[index + 1])
             for span, blocks in self.lane.prefetcher.staged(self, step, ranges):
                 part, part_lse = self._attend_to_range(query[own], span, blocks)
@@ -378,13 +378,13 @@ class HostAttention:
                     merge(total[own], lse[own], part, part_lse)
         return total, lse
 
-    def _shares(self, short: Short) -> list[int]:
+    def _shares(self, requests: CpuRequests) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
         block = self.cache[:1].nbytes
-        share = self.lane.share.of(sum(short.contexts) * block // self.block_size)
+        share = self.lane.share.of(sum(requests.contexts) * block // self.block_size)
         if share == 0 or self.window is not None or not self.layer.merges():
-            return [0] * len(short.contexts)
-        counts = [int(share * context) // self.block_size for context in short.contexts]
+            return [0] * len(requests.contexts)
+        counts = [int(share * context) // self.block_size for context in requests.contexts]
         return [count if count * block >= MIN_SHARE else 0 for count in counts]
 
 

@@ -18,7 +18,7 @@ from fastattention_vllm.placement.step import Batch, Step, divide
 from tests.attention import oracle
 
 F32 = torch.float32
-EVERY_LENGTH = 1 << 30
+NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class World:
 
     def divide(self, works: Sequence[Work]) -> Step:
         model = self.model
-        return divide(self.batch(works), model.page_size, steps.MAX_SHORT if model.merges() else EVERY_LENGTH)
+        return divide(self.batch(works), model.page_size, steps.MAX_CPU_TOKENS if model.merges() else NO_LIMIT)
 
     def visit(
         self,

@@ -24,7 +24,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import ImplClaims
 from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceSide
-from fastattention_vllm.integration.host_layers.metadata import EVERY_LENGTH, HostMetadata
+from fastattention_vllm.integration.host_layers.metadata import NO_LIMIT, HostMetadata
 from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
@@ -36,7 +36,7 @@ from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
 from fastattention_vllm.placement.prefetch import Visit
-from fastattention_vllm.placement.step import MAX_SHORT, Step
+from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -218,7 +218,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         return output
 
     def step(self, metadata: HostMetadata, attention: HostAttention) -> Step:
-        return metadata.divided(attention.block_size, MAX_SHORT if self.merges() else EVERY_LENGTH)
+        return metadata.divided(attention.block_size, MAX_CPU_TOKENS if self.merges() else NO_LIMIT)
 
 
 def rehearse(
