@@ -23,7 +23,7 @@ import torch
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement.link import Link
-from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit
+from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
 
 MIN_DIVIDED = 512 << 20
@@ -77,9 +77,9 @@ class Kind:
 class Parts:
     """How the contexts of one step are divided for layers with the same window."""
 
-    fetched: tuple[tuple[Range, ...], ...]
+    fetched: tuple[tuple[KvRange, ...], ...]
     """For each request of ``Step.device_requests``, all of its context that is in the window."""
-    streamed: tuple[tuple[Range, ...], ...]
+    streamed: tuple[tuple[KvRange, ...], ...]
     """For each request of ``Step.cpu_requests``, the device's share."""
     seq_lens: torch.Tensor | None
     block_table: torch.Tensor | None
@@ -195,12 +195,12 @@ class HostAttention:
         blocks = torch.empty(0, dtype=torch.int64)
         request = DeviceRequest(slice(0, len(query)), tokens, blocks)
         staged = self.lane.prefetcher.view(0, self.cache)
-        self._attend_on_device(request, [(Range(0, tokens, blocks), staged)], query, key, value, output)
+        self._attend_on_device(request, [(KvRange(0, tokens, blocks), staged)], query, key, value, output)
 
-    def ranges(self, step: Step) -> list[Range]:
+    def ranges(self, step: Step) -> list[KvRange]:
         """The ranges that the device reads in ``step``, in the order of their use."""
         parts = self._parts(step)
-        return [part for ranges in (*parts.fetched, *parts.streamed) for part in ranges]
+        return [kv_range for ranges in (*parts.fetched, *parts.streamed) for kv_range in ranges]
 
     def _parts(self, step: Step) -> Parts:
         blocks_per_buffer = self.lane.prefetcher.blocks_per_buffer(self.cache)
@@ -222,14 +222,14 @@ class HostAttention:
         table = _without_first(requests.block_table, counts)
         return Parts(fetched, streamed, seq_lens, table)
 
-    def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[Range, ...]:
+    def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
         """The parts of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
         most = self.lane.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
         size = self.block_size
         return tuple(
-            Range(begin * size, min((begin + most) * size, tokens), blocks[begin : begin + most])
+            KvRange(begin * size, min((begin + most) * size, tokens), blocks[begin : begin + most])
             for begin in range(first, last, most)
         )
 
@@ -247,7 +247,7 @@ class HostAttention:
     def _attend_on_device(
         self,
         request: DeviceRequest,
-        context: Iterable[tuple[Range, torch.Tensor]],
+        context: Iterable[tuple[KvRange, torch.Tensor]],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -268,24 +268,24 @@ class HostAttention:
         )
         partial, lse = _with_lse(device.run(problem, return_lse=True))
         total: torch.Tensor | None = None
-        for span, blocks in context:
+        for kv_range, blocks in context:
             if total is None:
                 total = partial.float()
             seeing, reach = new, -1
             if self.window is not None:
                 # The last row that sees any of these keys still sees the last of them.
-                seeing = min(new, self.window + span.end - request.context)
-                reach = self.window + span.end - request.context - seeing
-            part, part_lse = self._attend_to_range(rows[:seeing], span, blocks, (reach, -1))
+                seeing = min(new, self.window + kv_range.end - request.context)
+                reach = self.window + kv_range.end - request.context - seeing
+            part, part_lse = self._attend_to_range(rows[:seeing], kv_range, blocks, (reach, -1))
             merge(total[:seeing], lse[:seeing], part, part_lse)
         output[request.rows] = partial if total is None else total
 
     def _attend_to_range(
-        self, query: torch.Tensor, span: Range, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
+        self, query: torch.Tensor, kv_range: KvRange, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention without a causal mask over the tokens of ``span``, whose blocks are ``staged`` on the device."""
+        """Attention without a causal mask over ``kv_range``, whose blocks are ``staged`` on the device."""
         key, value = _split(staged)
-        tokens = span.end - span.begin
+        tokens = kv_range.end - kv_range.begin
         blocks = -(-tokens // self.block_size)
         problem = self.layer.problem(
             query=query,
@@ -370,9 +370,9 @@ class HostAttention:
         starts = step.cpu_requests.query_start_loc.tolist()
         for index, ranges in enumerate(parts.streamed):
             own = slice(starts[index], starts[index + 1])
-            for span, blocks in self.lane.prefetcher.staged(self, step, ranges):
-                part, part_lse = self._attend_to_range(query[own], span, blocks)
-                if span is ranges[0]:
+            for kv_range, blocks in self.lane.prefetcher.staged(self, step, ranges):
+                part, part_lse = self._attend_to_range(query[own], kv_range, blocks)
+                if kv_range is ranges[0]:
                     total[own], lse[own] = part, part_lse
                 else:
                     merge(total[own], lse[own], part, part_lse)
