@@ -64,8 +64,8 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Layers for which the contexts of a step are divided in the same way."""
+class SplitKey:
+    """What the split of a step depends on: the same for all layers with these properties."""
 
     window: int | None
     share: Share
@@ -74,8 +74,8 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """How the contexts of one step are divided for layers with the same window."""
+class StepSplit:
+    """How the contexts of one step are split for layers with the same key."""
 
     fetched: tuple[tuple[KvRange, ...], ...]
     """For each request of ``Step.device_requests``, all of its context that is in the window."""
@@ -112,8 +112,8 @@ class Lane:
     """In the model's order, whatever their block tables are."""
     share: Share = field(default_factory=lambda: Share(0.0))
     prefetcher: Prefetcher = field(init=False)
-    parts: WeakKeyDictionary[Step, dict[Kind, Parts]] = field(init=False, default_factory=WeakKeyDictionary)
-    """How each step that is still in use is divided, by kind of layer: found by the first layer of the kind."""
+    splits: WeakKeyDictionary[Step, dict[SplitKey, StepSplit]] = field(init=False, default_factory=WeakKeyDictionary)
+    """How each step that is still in use is split, by what the split depends on: found by the first such layer."""
 
     def __post_init__(self) -> None:
         self.prefetcher = Prefetcher(self.link)
@@ -138,7 +138,7 @@ class HostAttention:
         self.layer = layer
         self.cache = cache
         self.window = window
-        self.key_cache, self.value_cache = _split(cache)
+        self.key_cache, self.value_cache = _key_and_value(cache)
         self.device_cache = lane.link.visible(cache)
         self.written: Any = lane.link.mark()
         """The point at which all writes to the cache from the device are done."""
@@ -175,14 +175,14 @@ class HostAttention:
                 rows = self._on_device(step.cpu_requests)
                 self._store(step.cpu_requests, *link.arrive(link.start_to_host(key[rows], value[rows])))
             prefetcher.fetch_now([self.written])
-        parts = self._parts(step)
-        for request, ranges in zip(step.device_requests, parts.fetched, strict=True):
+        split = self._split_of(step)
+        for request, ranges in zip(step.device_requests, split.fetched, strict=True):
             staged = prefetcher.staged(self, step, ranges)
             self._attend_on_device(request, staged, query, key, value, output)
         if step.cpu_requests:
             # A request may begin with blocks that another one writes in this very step.
             link.wait_on_host(written_before if step.independent else self.written)
-            self._attend_together(step, parts, query, key, value, output, store=step.independent)
+            self._attend_together(step, split, query, key, value, output, store=step.independent)
         link.wait(self.written)  # after this layer its keys and values may be overwritten
         prefetcher.end()
 
@@ -199,31 +199,31 @@ class HostAttention:
 
     def ranges(self, step: Step) -> list[KvRange]:
         """The ranges that the device reads in ``step``, in the order of their use."""
-        parts = self._parts(step)
-        return [kv_range for ranges in (*parts.fetched, *parts.streamed) for kv_range in ranges]
+        split = self._split_of(step)
+        return [kv_range for ranges in (*split.fetched, *split.streamed) for kv_range in ranges]
 
-    def _parts(self, step: Step) -> Parts:
+    def _split_of(self, step: Step) -> StepSplit:
         blocks_per_buffer = self.lane.prefetcher.blocks_per_buffer(self.cache)
-        kind = Kind(self.window, self.lane.share, self.layer.merges(), blocks_per_buffer)
-        found = self.lane.parts.setdefault(step, {})
-        if kind not in found:
-            found[kind] = self._divide_contexts(step)
-        return found[kind]
+        key = SplitKey(self.window, self.lane.share, self.layer.merges(), blocks_per_buffer)
+        found = self.lane.splits.setdefault(step, {})
+        if key not in found:
+            found[key] = self._split_contexts(step)
+        return found[key]
 
-    def _divide_contexts(self, step: Step) -> Parts:
+    def _split_contexts(self, step: Step) -> StepSplit:
         fetched = tuple(self._ranges(request.blocks, request.context) for request in step.device_requests)
         requests = step.cpu_requests
         if requests is None:
-            return Parts(fetched, (), None, None)
-        counts = self._shares(requests)
+            return StepSplit(fetched, (), None, None)
+        counts = self._streamed_blocks(requests)
         blocks = [requests.block_table[index, :count].long() for index, count in enumerate(counts)]
         streamed = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
         seq_lens = requests.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
         table = _without_first(requests.block_table, counts)
-        return Parts(fetched, streamed, seq_lens, table)
+        return StepSplit(fetched, streamed, seq_lens, table)
 
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
-        """The parts of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
+        """The ranges of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
         most = self.lane.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
@@ -234,7 +234,7 @@ class HostAttention:
         )
 
     def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-        key_cache, value_cache = _split(self.device_cache)
+        key_cache, value_cache = _key_and_value(self.device_cache)
         scales = self.layer.scales()
         with self.lane.link.writing():
             for request in step.device_requests:
@@ -284,7 +284,7 @@ class HostAttention:
         self, query: torch.Tensor, kv_range: KvRange, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention without a causal mask over ``kv_range``, whose blocks are ``staged`` on the device."""
-        key, value = _split(staged)
+        key, value = _key_and_value(staged)
         tokens = kv_range.end - kv_range.begin
         blocks = -(-tokens // self.block_size)
         problem = self.layer.problem(
@@ -309,7 +309,7 @@ class HostAttention:
     def _attend_together(
         self,
         step: Step,
-        parts: Parts,
+        split: StepSplit,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -333,18 +333,18 @@ class HostAttention:
             key=self.key_cache,
             value=self.value_cache,
             query_start_loc=requests.query_start_loc,
-            seq_lens=parts.seq_lens,
-            block_table=parts.block_table,
+            seq_lens=split.seq_lens,
+            block_table=split.block_table,
             causal=requests.causal,
         )
         out = link.host_buffer("out", query.shape, query.dtype)
-        if not any(parts.streamed):
+        if not any(split.streamed):
             cpu_kernels.run(problem, out=out)
             output[rows] = link.to_device(out)
             return
         lse = link.host_buffer("lse", query.shape[:2], torch.float32)
         with self._on_cpu(problem, out, lse):
-            part, part_lse = self._attend_to_shares(step, parts, query)
+            part, part_lse = self._attend_to_streamed(step, split, query)
         total, total_lse = link.to_device(out).float(), link.to_device(lse)
         merge(total, total_lse, part, part_lse)
         output[rows] = total.to(output.dtype)
@@ -362,13 +362,15 @@ class HostAttention:
         finally:
             running.finish()
 
-    def _attend_to_shares(self, step: Step, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_to_streamed(
+        self, step: Step, split: StepSplit, query: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 ``out`` and ``lse`` of the CPU's requests over the device's part; 0 and -inf where there is none."""
         assert step.cpu_requests is not None
         total = torch.zeros_like(query, dtype=torch.float32)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         starts = step.cpu_requests.query_start_loc.tolist()
-        for index, ranges in enumerate(parts.streamed):
+        for index, ranges in enumerate(split.streamed):
             own = slice(starts[index], starts[index + 1])
             for kv_range, blocks in self.lane.prefetcher.staged(self, step, ranges):
                 part, part_lse = self._attend_to_range(query[own], kv_range, blocks)
@@ -378,7 +380,7 @@ class HostAttention:
                     merge(total[own], lse[own], part, part_lse)
         return total, lse
 
-    def _shares(self, requests: CpuRequests) -> list[int]:
+    def _streamed_blocks(self, requests: CpuRequests) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
         block = self.cache[:1].nbytes
         share = self.lane.share.of(sum(requests.contexts) * block // self.block_size)
@@ -399,7 +401,7 @@ def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: 
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _split(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _key_and_value(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
     key, value = cache.transpose(1, 2).chunk(2, dim=-1)
     return key, value
