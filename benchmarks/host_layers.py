@@ -191,7 +191,7 @@ def measure(
 
 def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     from fastattention_vllm.integration.host_layers import layers as host_layers
-    from fastattention_vllm.placement.host_attention import Share
+    from fastattention_vllm.placement.host_attention import StreamSplit
 
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
         options.batch
@@ -209,8 +209,8 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
     try:
         house = host_layers.find(llm.llm_engine.vllm_config)
         assert house is not None
-        chosen = house.lane.share
-        ways = (("stream all", Share(1.0)), ("CPU alone", Share(0.0)), ("auto", chosen))
+        chosen = house.lane.stream_split
+        ways = (("stream all", StreamSplit(1.0)), ("CPU alone", StreamSplit(0.0)), ("auto", chosen))
         placement = house.placement
         per_layer = placement.bytes_per_block // placement.device_size.block_size
         per_token = per_layer * len(placement.host)
@@ -227,19 +227,19 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
             rates = []
             for _ in range(options.rounds):
                 rates.append(plain())
-                for way, share in ways:
-                    house.set_share(share)
+                for way, split in ways:
+                    house.set_stream_split(split)
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
-            house.set_share(chosen)
+            house.set_stream_split(chosen)
             streamed = statistics.median(times["stream all"])
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
-            for way, share in ways:
+            for way, split in ways:
                 step = statistics.median(times[way])
                 rows.append(
                     row(f"{case}, {way}", "cooperative decode", "tokens/s", batch / step, limit)
                     | {"peer_name": "stream all", "peer": batch / streamed, "ratio": streamed / step}
                     | {
-                        "share": round(share.of(per_layer * tokens * batch), 3),
+                        "share": round(split.of(per_layer * tokens * batch), 3),
                         "step_ms": [round(1000 * value, 2) for value in times[way]],
                     }
                     | {"host_gb_per_s": round(per_token * tokens * batch / step / 1e9, 1)}

@@ -16,7 +16,7 @@ import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
-from fastattention_vllm.placement.host_attention import HostAttention, Share
+from fastattention_vllm.placement.host_attention import HostAttention, StreamSplit
 from fastattention_vllm.placement.link import Link
 
 SAMPLE_BYTES = 2 << 30
@@ -42,16 +42,16 @@ class Rates:
     link_beside_cpu: float
 
 
-def share(rates: Rates) -> Share:
+def stream_split(rates: Rates) -> StreamSplit:
     """Such that both are done at the same time; nothing for the link where the CPU alone is fast enough.
 
     The CPU reads at the rate C and the link at P; by the time the CPU begins the link has had H bytes. So B bytes take
     (B - H) / (C + P) from then on.
     """
     if rates.cpu >= ENOUGH * rates.memory:
-        return Share(0.0)
-    part = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
-    return Share(part, int(rates.link * HAND_OVER_SECONDS))
+        return StreamSplit(0.0)
+    fraction = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
+    return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS))
 
 
 def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:

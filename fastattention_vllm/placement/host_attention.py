@@ -26,9 +26,9 @@ from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
 
-MIN_DIVIDED = 512 << 20
+MIN_SPLIT_BYTES = 512 << 20
 """Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
-MIN_SHARE = 1 << 20
+MIN_STREAMED_BYTES = 1 << 20
 """Bytes. Less than that is not worth a transfer beside the CPU's work."""
 
 
@@ -68,7 +68,7 @@ class SplitKey:
     """What the split of a step depends on: the same for all layers with these properties."""
 
     window: int | None
-    share: Share
+    stream_split: StreamSplit
     merges: bool
     blocks_per_buffer: int
 
@@ -87,19 +87,19 @@ class StepSplit:
 
 
 @dataclass(frozen=True)
-class Share:
+class StreamSplit:
     """How much of decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
 
-    part: float
+    fraction: float
     """Of what is left once the device has had its head start, 0 to 1."""
     head_start: int = 0
     """Bytes per layer that come over the link while the CPU waits for its next query."""
 
     def of(self, size: int) -> float:
         """The part of ``size`` bytes, all contexts of one layer."""
-        if size < MIN_DIVIDED and self.head_start:
+        if size < MIN_SPLIT_BYTES and self.head_start:
             return 0.0
-        return min(1.0, self.part + (1.0 - self.part) * self.head_start / max(size, 1))
+        return min(1.0, self.fraction + (1.0 - self.fraction) * self.head_start / max(size, 1))
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Lane:
     device: Device
     layers: list[HostAttention] = field(default_factory=list)
     """In the model's order, whatever their block tables are."""
-    share: Share = field(default_factory=lambda: Share(0.0))
+    stream_split: StreamSplit = field(default_factory=lambda: StreamSplit(0.0))
     prefetcher: Prefetcher = field(init=False)
     splits: WeakKeyDictionary[Step, dict[SplitKey, StepSplit]] = field(init=False, default_factory=WeakKeyDictionary)
     """How each step that is still in use is split, by what the split depends on: found by the first such layer."""
@@ -204,7 +204,7 @@ class HostAttention:
 
     def _split_of(self, step: Step) -> StepSplit:
         blocks_per_buffer = self.lane.prefetcher.blocks_per_buffer(self.cache)
-        key = SplitKey(self.window, self.lane.share, self.layer.merges(), blocks_per_buffer)
+        key = SplitKey(self.window, self.lane.stream_split, self.layer.merges(), blocks_per_buffer)
         found = self.lane.splits.setdefault(step, {})
         if key not in found:
             found[key] = self._split_contexts(step)
@@ -383,11 +383,11 @@ class HostAttention:
     def _streamed_blocks(self, requests: CpuRequests) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
         block = self.cache[:1].nbytes
-        share = self.lane.share.of(sum(requests.contexts) * block // self.block_size)
-        if share == 0 or self.window is not None or not self.layer.merges():
+        fraction = self.lane.stream_split.of(sum(requests.contexts) * block // self.block_size)
+        if fraction == 0 or self.window is not None or not self.layer.merges():
             return [0] * len(requests.contexts)
-        counts = [int(share * context) // self.block_size for context in requests.contexts]
-        return [count if count * block >= MIN_SHARE else 0 for count in counts]
+        counts = [int(fraction * context) // self.block_size for context in requests.contexts]
+        return [count if count * block >= MIN_STREAMED_BYTES else 0 for count in counts]
 
 
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ def asked(
         AcceleratorSide.__init__(self, vllm_config, host_backend, npu, "stand-ins", NPU)
 
     monkeypatch.setattr(ascend_side.AscendSide, "__init__", at_home)
-    monkeypatch.setattr(host_attention, "MIN_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
     threads = cpu.num_threads()
     yield config
     cpu.set_num_threads(threads)

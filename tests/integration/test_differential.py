@@ -68,7 +68,7 @@ def answers(problem: Problem, path: Path, on_host: Sequence[int], seen: Counter[
             size = problem.model
             block = 2 * problem.settings["block_size"] * size.kv_heads * size.head_size * 4
             patch.setattr(prefetch, "STAGING_BYTES", problem.staging_blocks * block)
-            patch.setattr(host_attention, "MIN_SHARE", 1)
+            patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
         with engine(path, **problem.settings, **more) as llm:
             house = host_layers.find(llm.llm_engine.vllm_config)
             if "tensor_parallel_size" not in problem.settings:  # otherwise they are in other processes

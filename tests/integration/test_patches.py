@@ -35,7 +35,7 @@ NOT_VLLMS = {
     "cuda/flash:BlockedMetadataBuilder.build:metadata.row_blocks": "an attribute of our own on a step's metadata",
     "cuda/flash:BlockedMetadataBuilder.build_for_cudagraph_capture:metadata.row_blocks": "the same",
     "cuda/xformers:XformersMetadata.mask:self.masks[window]": "our own",
-    "host_layers/layers:HostLayers.set_share:self.lane.share": "our own",
+    "host_layers/layers:HostLayers.set_stream_split:self.lane.stream_split": "our own",
     "host_layers/layers:HostLayerImpl.forward:self.house.rehearsed": "our own",
     "host_layers/layers:rehearse:lane.prefetcher": "our own",
     "host_layers/layers:place:setattr": "a mark on vLLM's configuration",

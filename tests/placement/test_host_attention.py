@@ -21,7 +21,7 @@ from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import host_attention, prefetch
 from fastattention_vllm.placement import step as steps
-from fastattention_vllm.placement.host_attention import Lane, Share, merge
+from fastattention_vllm.placement.host_attention import Lane, StreamSplit, merge
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.step import Batch, divide
 from tests.attention import oracle
@@ -99,10 +99,10 @@ def world_of(
 ) -> World:
     """``kind``: of :data:`LINKS`."""
     if kind == "local":
-        lane = Lane(LocalLink(), cpu, share=Share(share))
+        lane = Lane(LocalLink(), cpu, stream_split=StreamSplit(share))
     else:
         link, device = (LateLink(), LateDevice) if kind == "late" else (BesideLink(), BesideDevice)
-        lane = Lane(link, device(link), share=Share(share))
+        lane = Lane(link, device(link), stream_split=StreamSplit(share))
     return World(model, num_layers, num_blocks, lane, seed, **more)
 
 
@@ -111,7 +111,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, int], None]
     def set_sizes(model: Model, blocks: int) -> None:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         monkeypatch.setattr(prefetch, "STAGING_BYTES", blocks * block + block // 2)
-        monkeypatch.setattr(host_attention, "MIN_SHARE", 1)
+        monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
     return set_sizes
 
@@ -146,7 +146,7 @@ def test_steps_equal_attention_over_the_whole_history(
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block + block // 2)
-        patch.setattr(host_attention, "MIN_SHARE", data.draw(st.sampled_from([1, 3 * block])))
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", data.draw(st.sampled_from([1, 3 * block])))
         patch.setattr(steps, "MAX_CPU_TOKENS", max_cpu_tokens)
         world = world_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), kind)
         requests: list[Request] = []
@@ -262,7 +262,7 @@ def test_the_share_of_the_device_is_what_was_asked_for(
         assert sum(asked) == expected
         assert max(asked, default=0) <= 3
         block = world.layers[0].cache[:1].nbytes
-        monkeypatch.setattr(host_attention, "MIN_SHARE", 6 * block)
+        monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 6 * block)
         asked.clear()
         world.attend([world.work(one, 2), world.work(other, 1)])
         assert sum(asked) == (expected and 80 // 2 // 4)

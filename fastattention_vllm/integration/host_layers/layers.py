@@ -31,7 +31,7 @@ from fastattention_vllm.integration.options import decide_host_layers, options_o
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
-from fastattention_vllm.placement.host_attention import HostAttention, Lane, Share
+from fastattention_vllm.placement.host_attention import HostAttention, Lane, StreamSplit
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
@@ -121,24 +121,24 @@ class HostLayers:
     def _divide_reading(self, forward_context: dict[str, Any]) -> None:
         """Decide what part of a decoding request's host KV the device reads itself."""
         if self.stream_fraction != "auto":
-            self.set_share(Share(float(self.stream_fraction)))
+            self.set_stream_split(StreamSplit(float(self.stream_fraction)))
         elif self.side.pin:
             layer = forward_context[next(iter(self.targets))].impl
             self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
-            share = calibrate.share(rates)
+            split = calibrate.stream_split(rates)
             logger.info(
                 "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
                 "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding, and the first %d "
                 "MiB of a layer.",
                 *(rate / 1e9 for rate in dataclasses.astuple(rates)),
-                100 * share.part,
-                share.head_start >> 20,
+                100 * split.fraction,
+                split.head_start >> 20,
             )
-            self.set_share(share)
+            self.set_stream_split(split)
 
-    def set_share(self, share: Share) -> None:
+    def set_stream_split(self, split: StreamSplit) -> None:
         """How much of decoding requests' host KV the device reads over the link."""
-        self.lane.share = share
+        self.lane.stream_split = split
 
     def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
         """The host layers' turns in this forward pass from ``first`` on, each with the step that vLLM has for it.
@@ -350,8 +350,8 @@ def describe(house: HostLayers, blocks: int) -> list[str]:
 
 
 def decode_rate(rates: calibrate.Rates) -> float:
-    """Bytes per second of host KV: of the CPU and the link together, where it is divided (:func:`calibrate.share`)."""
-    together = calibrate.share(rates).part > 0
+    """Bytes per second of host KV: by CPU and link together where both read it (:func:`calibrate.stream_split`)."""
+    together = calibrate.stream_split(rates).fraction > 0
     return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
 
 

@@ -28,7 +28,7 @@ from fastattention_vllm.integration.host_layers.layers import HostLayers, descri
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import host_attention, host_memory, prefetch
 from fastattention_vllm.placement.calibrate import Rates
-from fastattention_vllm.placement.host_attention import Share
+from fastattention_vllm.placement.host_attention import StreamSplit
 from fastattention_vllm.placement.plan import indices_text
 from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
@@ -76,7 +76,7 @@ def num_blocks(llm: LLM) -> int:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts come up in many parts; a share of any size is worth it."""
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 3 * PAGE)
-    monkeypatch.setattr(host_attention, "MIN_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_tokens_and_logprobs_equal_hugging_face(
         assert not house.pool.memory.any()
         check(generate(llm, prompts), expected)
         assert all(cache.any() for cache in house.pool.caches.values())
-        house.set_share(Share(1 / 3))
+        house.set_stream_split(StreamSplit(1 / 3))
         check(generate(llm, prompts), expected)
     table = next(line for line in log if re.match(r"  [0-9, -]+ host ", line))
     assert table.split(" host ")[0].strip() == indices_text(house.placement.host)
@@ -167,13 +167,13 @@ def test_every_kind_of_layer_equals_hugging_face(
     make, wanted = MODELS[name]
     model = save_random(make(), tmp_path)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 4 * PAGE)
-    monkeypatch.setattr(host_attention, "MIN_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
     answers = hugging_face_answers(model, prompts, MAX_TOKENS)
     with small_blocks(model, **host(wanted)) as llm:
         placement = house_of(llm).placement
         assert len(placement.host) == (wanted if isinstance(wanted, int) else len(wanted))
         check(generate(llm, prompts), answers)
-        house_of(llm).set_share(Share(0.5))
+        house_of(llm).set_stream_split(StreamSplit(0.5))
         check(generate(llm, prompts), answers)
 
 
@@ -212,7 +212,7 @@ def test_prefixes_are_served_from_either_cache(block_size: int, model: Path) -> 
     arguments = {"enable_prefix_caching": True, "block_size": block_size, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
         for share in (0.0, 0.7):
-            house_of(llm).set_share(Share(share))
+            house_of(llm).set_stream_split(StreamSplit(share))
             llm.reset_prefix_cache()
             together, later = (generate(llm, prompts) for _ in range(2))
             check(together, answers)
@@ -229,7 +229,7 @@ def test_a_prefix_that_another_request_computes_in_the_same_step(model: Path) ->
     arguments = {"enable_prefix_caching": True, "block_size": 8, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
         for share in (0.0, 1.0):
-            house_of(llm).set_share(Share(share))
+            house_of(llm).set_stream_split(StreamSplit(share))
             for prompts in steps:
                 llm.reset_prefix_cache()
                 outputs = generate(llm, prompts)
@@ -258,7 +258,7 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     answers = hugging_face_answers(model, prompts, 40)
     with small_blocks(model, speculative_config=NGRAM, **host(2)) as llm:
         check(generate(llm, prompts, max_tokens=40), answers)
-        house_of(llm).set_share(Share(0.5))
+        house_of(llm).set_stream_split(StreamSplit(0.5))
         check(generate(llm, prompts, max_tokens=40), answers)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
@@ -514,9 +514,9 @@ def test_the_device_reads_the_part_that_is_asked_for(
 ) -> None:
     """Of every host layer; none by default, where the device is the host itself."""
     with small_blocks(model, **host(2)) as llm:
-        assert house_of(llm).lane.share == Share(0.0)
+        assert house_of(llm).lane.stream_split == StreamSplit(0.0)
     with small_blocks(model, **host(2, stream_fraction=0.25)) as llm:
-        assert house_of(llm).lane.share == Share(0.25)
+        assert house_of(llm).lane.stream_split == StreamSplit(0.25)
         check(generate(llm, prompts), expected)
 
 
@@ -537,7 +537,7 @@ def test_the_needle_is_found_over_host_layers(tmp_path: Path) -> None:
     with small_blocks(path, dtype="bfloat16", **length, **host(spec.num_layers - 1)) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         for share in (0.0, 0.5):
-            house_of(llm).set_share(Share(share))
+            house_of(llm).set_stream_split(StreamSplit(share))
             # The last chunk of a prompt may be a few tokens only: then the CPU attends.
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             assert [output.outputs[0].token_ids[0] for output in outputs] == [token_id("7319")] * 2
