@@ -209,7 +209,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
     try:
         house = host_layers.find(llm.llm_engine.vllm_config)
         assert house is not None
-        chosen = house.lane.stream_split
+        chosen = house.group.stream_split
         ways = (("stream all", StreamSplit(1.0)), ("CPU alone", StreamSplit(0.0)), ("auto", chosen))
         placement = house.placement
         per_layer = placement.bytes_per_block // placement.device_size.block_size

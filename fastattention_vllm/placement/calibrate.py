@@ -56,7 +56,7 @@ def stream_split(rates: Rates) -> StreamSplit:
 
 def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     """Read a part of ``layer``'s pages, which are still zero, in all three ways. Takes about a second."""
-    cache, link = layer.cache, layer.lane.link
+    cache, link = layer.cache, layer.group.link
     blocks = min(cache.shape[0], max(1, SAMPLE_BYTES // cache[:1].nbytes))
     sample = cache[:blocks]
     table = torch.arange(blocks, dtype=torch.int32)[None]
@@ -74,7 +74,7 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     page = 1 << 20
     addresses = [sample.data_ptr() + offset for offset in range(0, sample.nbytes - page + 1, page)]
     reader = PageReader(addresses, [page] * len(addresses))
-    staging = layer.lane.prefetcher.view(0, cache)
+    staging = layer.group.prefetcher.view(0, cache)
     some = torch.arange(min(len(staging), blocks))
     methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
     staged = len(some) * cache[:1].nbytes

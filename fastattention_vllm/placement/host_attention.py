@@ -103,7 +103,7 @@ class StreamSplit:
 
 
 @dataclass
-class Lane:
+class HostLayerGroup:
     """What all host layers of one device share."""
 
     link: Link
@@ -127,23 +127,23 @@ class HostAttention:
     """One host layer.
 
     Args:
-        lane: what it shares with the others of its device. Layers are made in the model's order.
+        group: the host layers of its device, and what they share. Layers are made in the model's order.
         layer: knows this layer's scale, window and so on; asked for every problem, since weights may be loaded anew.
         cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory.
         window: keys that a token sees before itself; None if all.
     """
 
-    def __init__(self, lane: Lane, layer: Layer, cache: torch.Tensor, window: int | None = None) -> None:
-        self.lane = lane
+    def __init__(self, group: HostLayerGroup, layer: Layer, cache: torch.Tensor, window: int | None = None) -> None:
+        self.group = group
         self.layer = layer
         self.cache = cache
         self.window = window
         self.key_cache, self.value_cache = _key_and_value(cache)
-        self.device_cache = lane.link.visible(cache)
-        self.written: Any = lane.link.mark()
+        self.device_cache = group.link.visible(cache)
+        self.written: Any = group.link.mark()
         """The point at which all writes to the cache from the device are done."""
-        lane.prefetcher.reserve(cache)
-        lane.layers.append(self)
+        group.prefetcher.reserve(cache)
+        group.layers.append(self)
 
     @property
     def block_size(self) -> int:
@@ -165,8 +165,8 @@ class HostAttention:
         ``upcoming`` says which layers come with which steps, this one first, in the rest of the forward pass; None:
         all layers that follow, with ``step``.
         """
-        link, prefetcher = self.lane.link, self.lane.prefetcher
-        prefetcher.begin(self, step, upcoming or (lambda: self.lane.upcoming(self, step)))
+        link, prefetcher = self.group.link, self.group.prefetcher
+        prefetcher.begin(self, step, upcoming or (lambda: self.group.upcoming(self, step)))
         written_before = self.written
         if step.device_requests:
             self._write_through(step, key, value)
@@ -191,10 +191,10 @@ class HostAttention:
 
         One request with a context that fills a staging buffer, whatever lies there; nothing is written to the cache.
         """
-        tokens = self.lane.prefetcher.blocks_per_buffer(self.cache) * self.block_size
+        tokens = self.group.prefetcher.blocks_per_buffer(self.cache) * self.block_size
         blocks = torch.empty(0, dtype=torch.int64)
         request = DeviceRequest(slice(0, len(query)), tokens, blocks)
-        staged = self.lane.prefetcher.view(0, self.cache)
+        staged = self.group.prefetcher.view(0, self.cache)
         self._attend_on_device(request, [(KvRange(0, tokens, blocks), staged)], query, key, value, output)
 
     def ranges(self, step: Step) -> list[KvRange]:
@@ -203,9 +203,9 @@ class HostAttention:
         return [kv_range for ranges in (*split.fetched, *split.streamed) for kv_range in ranges]
 
     def _split_of(self, step: Step) -> StepSplit:
-        blocks_per_buffer = self.lane.prefetcher.blocks_per_buffer(self.cache)
-        key = SplitKey(self.window, self.lane.stream_split, self.layer.merges(), blocks_per_buffer)
-        found = self.lane.splits.setdefault(step, {})
+        blocks_per_buffer = self.group.prefetcher.blocks_per_buffer(self.cache)
+        key = SplitKey(self.window, self.group.stream_split, self.layer.merges(), blocks_per_buffer)
+        found = self.group.splits.setdefault(step, {})
         if key not in found:
             found[key] = self._split_contexts(step)
         return found[key]
@@ -225,7 +225,7 @@ class HostAttention:
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
         """The ranges of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
-        most = self.lane.prefetcher.blocks_per_buffer(self.cache)
+        most = self.group.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
         size = self.block_size
         return tuple(
@@ -236,13 +236,13 @@ class HostAttention:
     def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
         key_cache, value_cache = _key_and_value(self.device_cache)
         scales = self.layer.scales()
-        with self.lane.link.writing():
+        with self.group.link.writing():
             for request in step.device_requests:
                 slots = step.batch.device_slots[request.rows]
-                self.lane.device.write_kv(
+                self.group.device.write_kv(
                     key[request.rows], value[request.rows], key_cache, value_cache, slots, *scales
                 )
-            self.written = self.lane.link.written()
+            self.written = self.group.link.written()
 
     def _attend_on_device(
         self,
@@ -254,7 +254,7 @@ class HostAttention:
         output: torch.Tensor,
     ) -> None:
         """The new tokens among themselves, then the ``context``, range by range, each with its blocks on the device."""
-        device, new = self.lane.device, request.rows.stop - request.rows.start
+        device, new = self.group.device, request.rows.stop - request.rows.start
         rows, none_before = query[request.rows], torch.zeros(1, dtype=torch.int32)
         problem = self.layer.problem(
             query=rows,
@@ -293,15 +293,15 @@ class HostAttention:
             value=value,
             query_start_loc=_int32(0, query.shape[0]),
             seq_lens=_int32(tokens),
-            block_table=self.lane.prefetcher.table[:, :blocks],
+            block_table=self.group.prefetcher.table[:, :blocks],
             causal=False,
             window=window,
             sinks=None,  # counted once, with the new tokens or by the CPU
         )
-        return _with_lse(self.lane.device.run(problem, return_lse=True))
+        return _with_lse(self.group.device.run(problem, return_lse=True))
 
     def _on_device(self, requests: CpuRequests) -> slice | torch.Tensor:
-        return requests.rows if isinstance(requests.rows, slice) else self.lane.link.to_device(requests.rows)
+        return requests.rows if isinstance(requests.rows, slice) else self.group.link.to_device(requests.rows)
 
     def _store(self, requests: CpuRequests, key: torch.Tensor, value: torch.Tensor) -> None:
         cpu_kernels.write_kv(key, value, self.key_cache, self.value_cache, requests.slot_mapping, *self.layer.scales())
@@ -323,7 +323,7 @@ class HostAttention:
         """
         requests = step.cpu_requests
         assert requests is not None
-        link, rows = self.lane.link, self._on_device(requests)
+        link, rows = self.group.link, self._on_device(requests)
         query = query[rows]
         query_there, key_there, value_there = link.arrive(link.start_to_host(query, key[rows], value[rows]))
         if store:
@@ -352,7 +352,7 @@ class HostAttention:
     @contextmanager
     def _on_cpu(self, problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> Iterator[None]:
         """Attend to ``problem`` while what is inside starts the device's work, which takes a good part of the time."""
-        if not self.lane.link.beside:
+        if not self.group.link.beside:
             cpu_kernels.run(problem, out=out, lse=lse)
             yield
             return
@@ -372,7 +372,7 @@ class HostAttention:
         starts = step.cpu_requests.query_start_loc.tolist()
         for index, ranges in enumerate(split.streamed):
             own = slice(starts[index], starts[index + 1])
-            for kv_range, blocks in self.lane.prefetcher.staged(self, step, ranges):
+            for kv_range, blocks in self.group.prefetcher.staged(self, step, ranges):
                 part, part_lse = self._attend_to_range(query[own], kv_range, blocks)
                 if kv_range is ranges[0]:
                     total[own], lse[own] = part, part_lse
@@ -383,7 +383,7 @@ class HostAttention:
     def _streamed_blocks(self, requests: CpuRequests) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
         block = self.cache[:1].nbytes
-        fraction = self.lane.stream_split.of(sum(requests.contexts) * block // self.block_size)
+        fraction = self.group.stream_split.of(sum(requests.contexts) * block // self.block_size)
         if fraction == 0 or self.window is not None or not self.layer.merges():
             return [0] * len(requests.contexts)
         counts = [int(fraction * context) // self.block_size for context in requests.contexts]

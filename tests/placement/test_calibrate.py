@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
-from fastattention_vllm.placement.host_attention import MIN_SPLIT_BYTES, HostAttention, Lane, StreamSplit
+from fastattention_vllm.placement.host_attention import MIN_SPLIT_BYTES, HostAttention, HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.link import LocalLink
 from tests.placement.world import Model
 
@@ -46,12 +46,12 @@ def test_a_share_that_was_asked_for_is_of_every_size() -> None:
 def test_all_rates_are_measured_without_a_trace() -> None:
     model = Model(page_size=16, window=30)
     cache = torch.zeros(500, model.num_kv_heads, model.page_size, 2 * model.head_size)
-    layer = HostAttention(Lane(LocalLink(), cpu), model, cache, model.window)
+    layer = HostAttention(HostLayerGroup(LocalLink(), cpu), model, cache, model.window)
     rates = calibrate.measure(layer, model.num_heads, torch.float32)
     assert min(rates.memory, rates.cpu, rates.link, rates.cpu_beside_link) > 0
     assert max(dataclasses.astuple(rates)) < float("inf")
     assert rates.link_beside_cpu >= 0, "here the copies are done before the CPU begins"
     assert not cache.any()
-    prefetcher = layer.lane.prefetcher
+    prefetcher = layer.group.prefetcher
     assert sorted(prefetcher.free) == [0, 1]
     assert not prefetcher.coming

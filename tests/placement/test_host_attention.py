@@ -21,7 +21,7 @@ from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import host_attention, prefetch
 from fastattention_vllm.placement import step as steps
-from fastattention_vllm.placement.host_attention import Lane, StreamSplit, merge
+from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit, merge
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.step import Batch, divide
 from tests.attention import oracle
@@ -99,11 +99,11 @@ def world_of(
 ) -> World:
     """``kind``: of :data:`LINKS`."""
     if kind == "local":
-        lane = Lane(LocalLink(), cpu, stream_split=StreamSplit(share))
+        group = HostLayerGroup(LocalLink(), cpu, stream_split=StreamSplit(share))
     else:
         link, device = (LateLink(), LateDevice) if kind == "late" else (BesideLink(), BesideDevice)
-        lane = Lane(link, device(link), stream_split=StreamSplit(share))
-    return World(model, num_layers, num_blocks, lane, seed, **more)
+        group = HostLayerGroup(link, device(link), stream_split=StreamSplit(share))
+    return World(model, num_layers, num_blocks, group, seed, **more)
 
 
 @pytest.fixture

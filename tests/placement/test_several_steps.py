@@ -68,14 +68,14 @@ def forward(
         world.visit(layer, steps[batch], works[batch], upcoming=says(world, steps, turns[number:], forecast, numbers))
     if forecast == "right":
         world.assert_at_rest()
-    world.lane.prefetcher.discard()
+    world.group.prefetcher.discard()
     world.assert_at_rest()
 
 
 def says(
     world: World, steps: Sequence[Step], rest: Sequence[Turn], forecast: str, numbers: random.Random
 ) -> Callable[[], Iterator[Visit]] | None:
-    """What the integration says is to come: nothing (then the lane takes one step for all layers), or some turns."""
+    """What the integration says is to come: nothing (then all layers of the group take one step), or some turns."""
     if forecast == "none":
         return None
     said = list(rest)

@@ -31,7 +31,7 @@ from fastattention_vllm.integration.options import decide_host_layers, options_o
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
-from fastattention_vllm.placement.host_attention import HostAttention, Lane, StreamSplit
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
@@ -49,7 +49,7 @@ class HostLayers:
     """The host layers of one worker."""
 
     side: DeviceSide
-    lane: Lane
+    group: HostLayerGroup
     placement: Placement
     targets: dict[str, str]
     """By host layer's name, in the model's order: the device layer to which it points."""
@@ -138,7 +138,7 @@ class HostLayers:
 
     def set_stream_split(self, split: StreamSplit) -> None:
         """How much of decoding requests' host KV the device reads over the link."""
-        self.lane.stream_split = split
+        self.group.stream_split = split
 
     def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
         """The host layers' turns in this forward pass from ``first`` on, each with the step that vLLM has for it.
@@ -146,7 +146,7 @@ class HostLayers:
         Layers of other block tables, or with another number of query heads, have metadata of their own.
         """
         metadata = get_forward_context().attn_metadata
-        for attention in self.lane.layers[self.lane.layers.index(first) :]:
+        for attention in self.group.layers[self.group.layers.index(first) :]:
             if attention is first:
                 yield Visit(first, step)
                 continue
@@ -174,7 +174,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
 
     def open(self, cache: torch.Tensor) -> None:
         """From now on keys and values go to ``cache``."""
-        self.attention = HostAttention(self.house.lane, self, cache, self.inner.host_window)
+        self.attention = HostAttention(self.house.group, self, cache, self.inner.host_window)
 
     def problem(self, **parts: Any) -> AttentionProblem:
         return self.inner.problem(self.layer, **parts)
@@ -228,9 +228,9 @@ def rehearse(
     house = layer.house
     block_size = house.placement.device_size.block_size
     page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
-    lane = replace(house.lane, layers=[])
-    lane.prefetcher = house.lane.prefetcher
-    HostAttention(lane, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
+    group = replace(house.group, layers=[])
+    group.prefetcher = house.group.prefetcher
+    HostAttention(group, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
 
 
 def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
@@ -271,12 +271,12 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
         if why_not:
             raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
     side.prepare()
-    lane = Lane(side.link(), side.kernels())
+    group = HostLayerGroup(side.link(), side.kernels())
     # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
-    lane.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
+    group.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
     house = HostLayers(
         side,
-        lane,
+        group,
         placement,
         targets,
         limits.host_bytes,

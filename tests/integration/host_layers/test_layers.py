@@ -514,9 +514,9 @@ def test_the_device_reads_the_part_that_is_asked_for(
 ) -> None:
     """Of every host layer; none by default, where the device is the host itself."""
     with small_blocks(model, **host(2)) as llm:
-        assert house_of(llm).lane.stream_split == StreamSplit(0.0)
+        assert house_of(llm).group.stream_split == StreamSplit(0.0)
     with small_blocks(model, **host(2, stream_fraction=0.25)) as llm:
-        assert house_of(llm).lane.stream_split == StreamSplit(0.25)
+        assert house_of(llm).group.stream_split == StreamSplit(0.25)
         check(generate(llm, prompts), expected)
 
 

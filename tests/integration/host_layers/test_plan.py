@@ -128,7 +128,7 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
     placement = plan(layers, size, 1, Limits(0, 0, 0))
     house = host_layers.HostLayers(
         side=cast(Any, None),
-        lane=cast(Any, None),
+        group=cast(Any, None),
         placement=placement,
         targets={},
         budget=10 * BYTES_PER_BLOCK + 5,
