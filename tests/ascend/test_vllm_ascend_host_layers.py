@@ -24,10 +24,10 @@ from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration.ascend import device as ascend_side
+from fastattention_vllm.integration.ascend import device as ascend_device
 from fastattention_vllm.integration.ascend.backend import FastAttentionAscendBackend, HostLayerAscendBackend
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import host_attention, npu
@@ -59,14 +59,14 @@ class Pins:
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
     made = Pins()
-    monkeypatch.setattr(ascend_side.AscendSide, "pin", made)
+    monkeypatch.setattr(ascend_device.AscendRuntime, "pin", made)
     return made
 
 
 @pytest.fixture
 def ascend_config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made = SimpleNamespace(enable_cpu_binding=True)
-    monkeypatch.setattr(ascend_side, "get_ascend_config", lambda: made)
+    monkeypatch.setattr(ascend_device, "get_ascend_config", lambda: made)
     return made
 
 
@@ -102,9 +102,9 @@ def asked(
     monkeypatch.setattr(host_layers, "_smallest_of_all_ranks", lambda limits: limits)
 
     def at_home(self: Any, vllm_config: Any, host_backend: Any) -> None:
-        AcceleratorSide.__init__(self, vllm_config, host_backend, npu, "stand-ins", NPU)
+        AcceleratorRuntime.__init__(self, vllm_config, host_backend, npu, "stand-ins", NPU)
 
-    monkeypatch.setattr(ascend_side.AscendSide, "__init__", at_home)
+    monkeypatch.setattr(ascend_device.AscendRuntime, "__init__", at_home)
     monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
     threads = cpu.num_threads()
     yield config
@@ -376,7 +376,7 @@ def test_memory_that_cannot_be_pinned_stops_the_start(asked: SimpleNamespace, mo
         def register(self, address: int, size: int) -> None:
             raise MemoryError("CANN could not pin it")
 
-    monkeypatch.setattr(ascend_side.AscendSide, "pin", Unwilling())
+    monkeypatch.setattr(ascend_device.AscendRuntime, "pin", Unwilling())
     model = Model(asked, [None] * 4, host_kv_layers=2)
     with pytest.raises(Refusal, match="CANN could not pin it"):
         model.start()

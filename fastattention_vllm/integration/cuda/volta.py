@@ -28,7 +28,7 @@ from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
-from fastattention_vllm.integration.cuda.device import CudaSide, preferred_block_size
+from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
@@ -247,7 +247,7 @@ class FastAttentionVoltaImpl(Layer):
             compat.before_gpu_profiling(row_parallel.adopt)
         named = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", named)
-        host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerVoltaBackend, volta, named))
+        host_layers.place(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, named))
 
     def do_kv_cache_update(
         self,

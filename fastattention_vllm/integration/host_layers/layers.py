@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import AttentionImpl
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import ImplClaims
-from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceSide
+from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceRuntime
 from fastattention_vllm.integration.host_layers.metadata import NO_LIMIT, HostMetadata
 from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.kv_size import as_grouped
@@ -48,7 +48,7 @@ logger = init_logger("vllm.fastattention")
 class HostLayers:
     """The host layers of one worker."""
 
-    side: DeviceSide
+    runtime: DeviceRuntime
     group: HostLayerGroup
     placement: Placement
     targets: dict[str, str]
@@ -108,7 +108,7 @@ class HostLayers:
         }
         try:
             self.pool = host_pool.create(
-                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.side.pin
+                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.runtime.pin
             )
         except MemoryError as error:
             raise Refusal(f"{error}.") from error
@@ -122,7 +122,7 @@ class HostLayers:
         """Decide what part of a decoding request's host KV the device reads itself."""
         if self.stream_fraction != "auto":
             self.set_stream_split(StreamSplit(float(self.stream_fraction)))
-        elif self.side.pin:
+        elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
             self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
             split = calibrate.stream_split(rates)
@@ -203,7 +203,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
             RuntimeError: a batch is to be computed, and the worker has not made the host layers' pool.
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
-            if len(query) > self.house.rehearsed and self.house.side.pin:
+            if len(query) > self.house.rehearsed and self.house.runtime.pin:
                 self.house.rehearsed = len(query)
                 rehearse(self, query, key, value, output)
             return output.fill_(0)
@@ -233,7 +233,7 @@ def rehearse(
     HostAttention(group, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
 
 
-def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
+def place(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     """Decide which layers are host layers and make them so. Called by every attention layer; the first one does it.
 
     Raises:
@@ -246,15 +246,15 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     options = options_of(vllm_config)
     if options.host_kv_layers in (0, []):
         return
-    names, layers, special = attention_layers(context, side.host_backend, vllm_config)
+    names, layers, special = attention_layers(context, runtime.host_backend, vllm_config)
     if special:
         _without_host_layers(vllm_config, special)
         return
-    side.settle_block_size()
+    runtime.settle_block_size()
     local_ranks = vllm_config.parallel_config.local_world_size
     limits = Limits(
-        device_bytes=side.kv_bytes(),
-        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if side.pin else side.kv_bytes()),
+        device_bytes=runtime.kv_bytes(),
+        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if runtime.pin else runtime.kv_bytes()),
         tokens=vllm_config.model_config.max_model_len,
         requests=options.host_kv_requests,
     )
@@ -265,17 +265,17 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
         return
     check(vllm_config)
     targets = {names[host]: names[target] for host, target in sorted(_targets(layers, placement).items())}
-    nodes = topology.numa_nodes(side.cpus())
+    nodes = topology.numa_nodes(runtime.cpus())
     for name in targets:
         why_not = context[name].impl.why_not_on_host()
         if why_not:
             raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
-    side.prepare()
-    group = HostLayerGroup(side.link(), side.kernels())
+    runtime.prepare()
+    group = HostLayerGroup(runtime.link(), runtime.kernels())
     # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
     group.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
     house = HostLayers(
-        side,
+        runtime,
         group,
         placement,
         targets,
@@ -289,7 +289,7 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     for name, target in targets.items():
         layer = context[name]
         layer.kv_sharing_target_layer_name = target
-        layer.attn_backend = side.host_backend
+        layer.attn_backend = runtime.host_backend
         layer.impl = HostLayerImpl(layer, layer.impl, house)
 
 

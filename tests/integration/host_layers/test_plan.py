@@ -127,7 +127,7 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
     layers, size = layers_and_size([True] * 4)
     placement = plan(layers, size, 1, Limits(0, 0, 0))
     house = host_layers.HostLayers(
-        side=cast(Any, None),
+        runtime=cast(Any, None),
         group=cast(Any, None),
         placement=placement,
         targets={},
