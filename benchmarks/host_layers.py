@@ -207,15 +207,15 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
     )
     rows = []
     try:
-        house = host_layers.find(llm.llm_engine.vllm_config)
-        assert house is not None
-        chosen = house.group.stream_split
+        layers = host_layers.find(llm.llm_engine.vllm_config)
+        assert layers is not None
+        chosen = layers.group.stream_split
         ways = (("stream all", StreamSplit(1.0)), ("CPU alone", StreamSplit(0.0)), ("auto", chosen))
-        placement = house.placement
+        placement = layers.placement
         per_layer = placement.bytes_per_block // placement.device_size.block_size
         per_token = per_layer * len(placement.host)
-        assert house.pool is not None
-        plain = plain_read(house.pool.memory)
+        assert layers.pool is not None
+        plain = plain_read(layers.pool.memory)
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
             case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
@@ -228,9 +228,9 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
             for _ in range(options.rounds):
                 rates.append(plain())
                 for way, split in ways:
-                    house.set_stream_split(split)
+                    layers.set_stream_split(split)
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
-            house.set_stream_split(chosen)
+            layers.set_stream_split(chosen)
             streamed = statistics.median(times["stream all"])
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
             for way, split in ways:

@@ -181,15 +181,15 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
     @functools.wraps(determine)
     def determine_available_memory(self: Any) -> int:
         available: int = determine(self)
-        house = find(self.vllm_config)
-        return int(house.clamp(available)) if house else available
+        host_layers = find(self.vllm_config)
+        return int(host_layers.clamp(available)) if host_layers else available
 
     @functools.wraps(initialize)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
         initialize(self, kv_cache_config)
-        house = find(self.vllm_config)
-        if house:
-            house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+        host_layers = find(self.vllm_config)
+        if host_layers:
+            host_layers.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     worker.determine_available_memory = determine_available_memory
     worker.initialize_from_config = initialize_from_config

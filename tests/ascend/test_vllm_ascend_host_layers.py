@@ -210,7 +210,7 @@ class Model:
         self.history = [list(kinds) for _ in self.layers]
 
     @property
-    def house(self) -> host_layers.HostLayers:
+    def placed_layers(self) -> host_layers.HostLayers:
         found = host_layers.find(self.config)
         assert found is not None
         return found
@@ -339,19 +339,19 @@ def test_host_layers_take_no_memory_of_the_npu_and_the_pool_has_a_place_for_ever
     blocks = model.kv_cache_config.num_blocks
     assert len(model.on_host()) == 3
     assert blocks == 4 * BLOCKS
-    house = model.house
-    assert house.pool is not None
-    assert house.pool.pinned
-    assert house.pool.memory.nbytes == 3 * blocks * model.page_bytes
-    assert list(pins.registered) == [house.pool.memory.data_ptr()]
-    assert pins.registered[house.pool.memory.data_ptr()] >= house.pool.memory.nbytes
+    layers = model.placed_layers
+    assert layers.pool is not None
+    assert layers.pool.pinned
+    assert layers.pool.memory.nbytes == 3 * blocks * model.page_bytes
+    assert list(pins.registered) == [layers.pool.memory.data_ptr()]
+    assert pins.registered[layers.pool.memory.data_ptr()] >= layers.pool.memory.nbytes
     for index in model.on_host():
-        cache = house.pool.caches[model.layers[index].layer_name]
+        cache = layers.pool.caches[model.layers[index].layer_name]
         assert cache.shape == (blocks, KV_HEADS, PAGE, 2 * model.size)
         assert not cache.any()
     device = next(layer for layer in model.layers if not isinstance(layer.impl, HostLayerImpl))
     model.step({0: 200, 1: 5})
-    written = set((house.pool.caches[model.layers[model.on_host()[0]].layer_name] != 0).flatten(1).any(1).nonzero())
+    written = set((layers.pool.caches[model.layers[model.on_host()[0]].layer_name] != 0).flatten(1).any(1).nonzero())
     assert {int(block) for block in written} == {int(b) for b in (*model.tables[0][0, :2], model.tables[0][1, 0])}
     assert {int(b) for b in (device.kv_cache[0] != 0).flatten(1).any(1).nonzero()} == {int(b) for b in written}
 

@@ -36,7 +36,7 @@ NOT_VLLMS = {
     "cuda/flash:BlockedMetadataBuilder.build_for_cudagraph_capture:metadata.row_blocks": "the same",
     "cuda/xformers:XformersMetadata.mask:self.masks[window]": "our own",
     "host_layers/layers:HostLayers.set_stream_split:self.group.stream_split": "our own",
-    "host_layers/layers:HostLayerImpl.forward:self.house.rehearsed": "our own",
+    "host_layers/layers:HostLayerImpl.forward:self.host_layers.rehearsed": "our own",
     "host_layers/layers:rehearse:group.prefetcher": "our own",
     "host_layers/layers:place:setattr": "a mark on vLLM's configuration",
     "options:decide_host_layers:config.additional_config": "an option of vLLM's",

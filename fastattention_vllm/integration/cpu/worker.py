@@ -41,15 +41,15 @@ class FastAttentionCpuWorker(CPUWorker):
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        house = host_layers.find(self.vllm_config)
-        return house.clamp(available) if house else available
+        layers = host_layers.find(self.vllm_config)
+        return layers.clamp(available) if layers else available
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         place("KV cache", self.model_runner.kv_caches, self._cpus(), discard=True)
-        house = host_layers.find(self.vllm_config)
-        if house:
-            house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+        layers = host_layers.find(self.vllm_config)
+        if layers:
+            layers.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     def _cpus(self) -> list[int]:
         return binding.cpus_in_reach(self.local_rank)

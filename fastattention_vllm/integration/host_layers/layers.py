@@ -160,10 +160,10 @@ class HostLayers:
 class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
     """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
 
-    def __init__(self, layer: Any, inner: DeviceLayer, house: HostLayers) -> None:
+    def __init__(self, layer: Any, inner: DeviceLayer, host_layers: HostLayers) -> None:
         self.layer = layer
         self.inner = inner
-        self.house = house
+        self.host_layers = host_layers
         self.num_heads, self.num_kv_heads = inner.num_heads, inner.num_kv_heads
         self.head_size, self.scale = inner.head_size, inner.scale
         self.attention: HostAttention | None = None
@@ -174,7 +174,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
 
     def open(self, cache: torch.Tensor) -> None:
         """From now on keys and values go to ``cache``."""
-        self.attention = HostAttention(self.house.group, self, cache, self.inner.host_window)
+        self.attention = HostAttention(self.host_layers.group, self, cache, self.inner.host_window)
 
     def problem(self, **parts: Any) -> AttentionProblem:
         return self.inner.problem(self.layer, **parts)
@@ -203,8 +203,8 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
             RuntimeError: a batch is to be computed, and the worker has not made the host layers' pool.
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
-            if len(query) > self.house.rehearsed and self.house.runtime.pin:
-                self.house.rehearsed = len(query)
+            if len(query) > self.host_layers.rehearsed and self.host_layers.runtime.pin:
+                self.host_layers.rehearsed = len(query)
                 rehearse(self, query, key, value, output)
             return output.fill_(0)
         attention = self.attention
@@ -214,7 +214,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
                 "allocated; remove --worker-cls, or set host_kv_layers to 0."
             )
         step = self.step(attn_metadata, attention)
-        attention.attend(step, query, key, value, output, lambda: self.house.visits(attention, step))
+        attention.attend(step, query, key, value, output, lambda: self.host_layers.visits(attention, step))
         return output
 
     def step(self, metadata: HostMetadata, attention: HostAttention) -> Step:
@@ -225,11 +225,11 @@ def rehearse(
     layer: HostLayerImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
 ) -> None:
     """Have vLLM's profiling see the device memory that a step of so many tokens takes. There is no pool yet."""
-    house = layer.house
-    block_size = house.placement.device_size.block_size
+    host_layers = layer.host_layers
+    block_size = host_layers.placement.device_size.block_size
     page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
-    group = replace(house.group, layers=[])
-    group.prefetcher = house.group.prefetcher
+    group = replace(host_layers.group, layers=[])
+    group.prefetcher = host_layers.group.prefetcher
     HostAttention(group, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
 
 
@@ -274,7 +274,7 @@ def place(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     group = HostLayerGroup(runtime.link(), runtime.kernels())
     # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
     group.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
-    house = HostLayers(
+    host_layers = HostLayers(
         runtime,
         group,
         placement,
@@ -290,7 +290,7 @@ def place(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         layer = context[name]
         layer.kv_sharing_target_layer_name = target
         layer.attn_backend = runtime.host_backend
-        layer.impl = HostLayerImpl(layer, layer.impl, house)
+        layer.impl = HostLayerImpl(layer, layer.impl, host_layers)
 
 
 DONE = "fastattention_host_layers_placed"
@@ -300,8 +300,8 @@ def find(vllm_config: VllmConfig) -> HostLayers | None:
     """Those that :func:`place` made in this process, or None if there are none."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         if isinstance(getattr(layer, "impl", None), HostLayerImpl):
-            house: HostLayers = layer.impl.house
-            return house
+            host_layers: HostLayers = layer.impl.host_layers
+            return host_layers
     return None
 
 
@@ -319,28 +319,28 @@ def page_shape(host: Any, target: Any) -> PageShape:
     )
 
 
-def describe(house: HostLayers, blocks: int) -> list[str]:
+def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     """The decision as a table, for the log."""
-    placement = house.placement
-    assert house.pool is not None
+    placement = host_layers.placement
+    assert host_layers.pool is not None
     per_layer = blocks * placement.bytes_per_block
     device_bytes = blocks * placement.bytes_per_block * placement.device_size.layers_per_group()
-    huge = sum(part.huge_bytes or 0 for part in house.pool.placements)
+    huge = sum(part.huge_bytes or 0 for part in host_layers.pool.placements)
     longest = placement.device_size.longest_request(device_bytes)
     lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB a layer':>11} {'GiB in all':>10}"]
-    rows = ((placement.device, "device", device_bytes), (placement.host, "host", house.pool.memory.nbytes))
+    rows = ((placement.device, "device", device_bytes), (placement.host, "host", host_layers.pool.memory.nbytes))
     lines += [
         f"  {indices_text(layers):<40} {where:<12} {per_layer / GIB:>11.3f} {total / GIB:>10.3f}"
         for layers, where, total in rows
     ]
-    pinned = "pinned, " if house.pool.pinned else ""
-    tokens = min(longest, house.max_model_len)
+    pinned = "pinned, " if host_layers.pool.pinned else ""
+    tokens = min(longest, host_layers.max_model_len)
     lines.append(
         f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has {tokens} tokens; "
-        f"host memory: {pinned}{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
+        f"host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
     )
-    if house.rates:
-        rate = decode_rate(house.rates)
+    if host_layers.rates:
+        rate = decode_rate(host_layers.rates)
         milliseconds = 1e3 * placement.host_seconds(tokens, rate)
         lines.append(
             f"  Behind {tokens} tokens the host layers are predicted to add {milliseconds:.3g} ms to a token: "
