@@ -72,9 +72,9 @@ PATCHES = (
         "prefix caching and preemption go on working on one space of blocks.",
         remove_when="a KV cache spec may place a layer's cache outside the device",
         sites=(
-            "host_layers/layers:place:layer.kv_sharing_target_layer_name",
-            "host_layers/layers:place:layer.attn_backend",
-            "host_layers/layers:place:layer.impl",
+            "host_layers/layers:set_up:layer.kv_sharing_target_layer_name",
+            "host_layers/layers:set_up:layer.attn_backend",
+            "host_layers/layers:set_up:layer.impl",
         ),
     ),
     Patch(

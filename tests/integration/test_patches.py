@@ -38,7 +38,7 @@ NOT_VLLMS = {
     "host_layers/layers:HostLayers.set_stream_split:self.group.stream_split": "our own",
     "host_layers/layers:HostLayerImpl.forward:self.host_layers.rehearsed": "our own",
     "host_layers/layers:rehearse:group.prefetcher": "our own",
-    "host_layers/layers:place:setattr": "a mark on vLLM's configuration",
+    "host_layers/layers:set_up:setattr": "a mark on vLLM's configuration",
     "options:decide_host_layers:config.additional_config": "an option of vLLM's",
     "options:decide_host_layers:config.additional_config[KEY]": "an option of vLLM's",
     "refusal:install_excepthook:sys.excepthook": "Python's, in the vllm command's own process",

@@ -84,7 +84,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        host_layers.place(self.vllm_config, AscendRuntime(self.vllm_config, HostLayerAscendBackend))
+        host_layers.set_up(self.vllm_config, AscendRuntime(self.vllm_config, HostLayerAscendBackend))
 
     def forward_fused_infer_attention(
         self,

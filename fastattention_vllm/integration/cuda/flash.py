@@ -58,7 +58,7 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.adopt)
         named = f"FlashAttention {flash.version(self.head_size)}"
-        host_layers.place(vllm_config, CudaRuntime(vllm_config, HostLayerFlashBackend, flash, named))
+        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerFlashBackend, flash, named))
 
     def forward(
         self,

@@ -247,7 +247,7 @@ class FastAttentionVoltaImpl(Layer):
             compat.before_gpu_profiling(row_parallel.adopt)
         named = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", named)
-        host_layers.place(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, named))
+        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, named))
 
     def do_kv_cache_update(
         self,

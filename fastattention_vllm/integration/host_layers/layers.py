@@ -34,7 +34,7 @@ from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
-from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
+from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, indices_text
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
 
@@ -50,7 +50,7 @@ class HostLayers:
 
     runtime: DeviceRuntime
     group: HostLayerGroup
-    placement: Placement
+    placement: LayerPlacement
     targets: dict[str, str]
     """By host layer's name, in the model's order: the device layer to which it points."""
     budget: int
@@ -233,7 +233,7 @@ def rehearse(
     HostAttention(group, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
 
 
-def place(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
+def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     """Decide which layers are host layers and make them so. Called by every attention layer; the first one does it.
 
     Raises:
@@ -293,11 +293,11 @@ def place(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         layer.impl = HostLayerImpl(layer, layer.impl, host_layers)
 
 
-DONE = "fastattention_host_layers_placed"
+DONE = "fastattention_host_layers_set_up"
 
 
 def find(vllm_config: VllmConfig) -> HostLayers | None:
-    """Those that :func:`place` made in this process, or None if there are none."""
+    """Those that :func:`set_up` made in this process, or None if there are none."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         if isinstance(getattr(layer, "impl", None), HostLayerImpl):
             host_layers: HostLayers = layer.impl.host_layers
@@ -418,7 +418,7 @@ def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
     decide_host_layers(vllm_config, [])
 
 
-def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
+def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
     """The device layer of its kind for each host layer, so that every block table gets its part of them.
 
     vLLM deals a kind's device layers to its block tables in turn; so are the host layers.

@@ -126,7 +126,7 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
     """So that vLLM's count of blocks is the plan's."""
     layers, size = layers_and_size([True] * 4)
     placement = plan(layers, size, 1, Limits(0, 0, 0))
-    layers = host_layers.HostLayers(
+    placed = host_layers.HostLayers(
         runtime=cast(Any, None),
         group=cast(Any, None),
         placement=placement,
@@ -138,6 +138,6 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
         dtype=torch.float32,
     )
     page = 3 * BYTES_PER_BLOCK
-    assert layers.clamp(20 * page + 7) == 10 * page
-    assert layers.clamp(10 * page) == 10 * page
-    assert layers.clamp(9 * page + 7) == 9 * page
+    assert placed.clamp(20 * page + 7) == 10 * page
+    assert placed.clamp(10 * page) == 10 * page
+    assert placed.clamp(9 * page + 7) == 9 * page
