@@ -24,8 +24,8 @@ from fastattention_vllm.attention.volta.launch import (
     HEAD_SIZES,
     TURING,
     VOLTA,
+    AttentionParams,
     Divisor,
-    Prefill,
     Split,
     Variant,
     WriteKv,
@@ -336,13 +336,13 @@ def parameters(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
-) -> Prefill:
+) -> AttentionParams:
     """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
     query, key, table = problem.query, problem.key, problem.block_table
     assert key.stride() == problem.value.stride()
     unit = UNITS.get(key.dtype, 1.0)
     scale = problem.scale * problem.key_scale * unit
-    return Prefill(
+    return AttentionParams(
         out=address_of(out),
         lse=0 if lse is None else address_of(lse),
         **{name: 0 if (tensor := getattr(problem, name)) is None else address_of(tensor) for name in TENSORS},
@@ -363,7 +363,7 @@ def parameters(
         scale=scale * LOG2E,
         softcap=problem.softcap * LOG2E,
         value_scale=problem.value_scale * unit,
-        into_cap=scale / problem.softcap if problem.softcap > 0 else 0.0,
+        scale_over_softcap=scale / problem.softcap if problem.softcap > 0 else 0.0,
     )
 
 

@@ -81,8 +81,8 @@ class Divisor(ctypes.Structure):
         return quotient
 
 
-class Prefill(ctypes.Structure):
-    """``fastattention::Prefill``. Addresses are of the device; strides in elements."""
+class AttentionParams(ctypes.Structure):
+    """``fastattention::AttentionParams``. Addresses are of the device; strides in elements."""
 
     _fields_ = [
         *((name, c_uint64) for name in ("query", "key", "value", "out", "lse", "query_start_loc", "seq_lens")),
@@ -98,7 +98,7 @@ class Prefill(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("value_scale", c_float),
-        ("into_cap", c_float),
+        ("scale_over_softcap", c_float),
     ]
 
 
@@ -106,7 +106,7 @@ class Split(ctypes.Structure):
     """``fastattention::Split``."""
 
     _fields_ = [
-        ("problem", Prefill),
+        ("problem", AttentionParams),
         ("partial_out", c_uint64),
         ("partial_lse", c_uint64),
         ("parts", Divisor),
@@ -200,7 +200,7 @@ def partial_floats(prefill: Variant, group: int, num_kv_heads: int, max_seqs: in
     return floats_of_parts(prefill.head_size, max(decoding, cut))
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, Prefill, Split, WriteKv)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, AttentionParams, Split, WriteKv)
 """Those of ``problem.h``."""
 
 

@@ -6,7 +6,7 @@
 namespace fastattention {
 
 extern "C" __global__ void fa_volta_combine(const Split s) {
-  const Prefill& p = s.problem;
+  const AttentionParams& p = s.problem;
   const int row = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z;
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, kv_len = p.seq_lens[seq];

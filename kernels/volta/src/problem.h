@@ -12,7 +12,7 @@ struct Divisor {
 
 // All tensors are fp16 but for lse, and for key and value where they are stored in 8 bits. Strides are in elements,
 // those of key and value alike, and multiples of 8.
-struct Prefill {
+struct AttentionParams {
   const void* query;  // [num_tokens, num_heads, head_size]
   const void* key;    // [num_blocks, page_size, num_kv_heads, head_size]; without a block table [kv_tokens, ...]
   const void* value;
@@ -34,13 +34,13 @@ struct Prefill {
   float scale;                    // above 0; with log2(e) in it, and what keys are to be multiplied by
   float softcap;                  // 0: none; with log2(e) in it
   float value_scale;              // what values are to be multiplied by
-  float into_cap;                 // scale / softcap, for decoding: no division there
+  float scale_over_softcap;       // scale / softcap, for decoding: no division there
 };
 
 // A problem whose keys are attended to in parts, which are summed then. Rows are packed: query tokens times query heads
 // per KV head.
 struct Split {
-  Prefill problem;
+  AttentionParams problem;
   // [num_seqs, num_kv_heads, parts, rows, head_size] in fp16: means of what is stored as values, so they lie in its
   // range
   unsigned short* partial_out;
