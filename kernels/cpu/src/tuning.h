@@ -31,8 +31,8 @@ struct Tuning {
   // Up to this many query rows a cache in bf16 is read in pairs, where the vectors can.
   int max_pair_rows;
   // Up to this many query rows transposing K alone is faster than packing, and with K in pairs of bf16.
-  int max_turned_rows;
-  int max_turned_rows_pairs;
+  int max_transposed_k_rows;
+  int max_transposed_k_rows_pairs;
   // Up to this many query rows AMX reads K and V in bf16 as they lie in memory; more make packing them worth while.
   int max_amx_direct_rows;
   // The same in fp16.
