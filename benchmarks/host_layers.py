@@ -35,7 +35,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the ways are switched in t
 
 import torch
 
-from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
+from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
 from fastattention_vllm.bench import machine, plots
 from fastattention_vllm.bench.earlier import earlier_report
 from fastattention_vllm.demo.haystack import make_haystack

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
+from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
 from fastattention_vllm.placement.host_attention import HostAttention, StreamSplit
 from fastattention_vllm.placement.link import Link
 
