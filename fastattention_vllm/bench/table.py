@@ -21,7 +21,8 @@ def print_rows(console: Console, rows: list[Row], seconds: float) -> None:
         longer = {"read": "the read", "flops": "the arithmetic"}[first.longer or "read"]
         console.print(
             f"  roofline {_number(first.limit)} {first.unit}, longer side: {longer}; "
-            f"plain read {_number(first.read_gbs)} GB/s ({first.read_method}), {first.peak_kind} {_number(first.peak_tflops)} TFLOPS"
+            f"plain read {_number(first.read_gbs)} GB/s ({first.read_method}), "
+            f"{first.peak_kind} {_number(first.peak_tflops)} TFLOPS"
         )
     for row in rows:
         if row.peer is not None:
