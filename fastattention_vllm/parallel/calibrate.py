@@ -90,7 +90,7 @@ def row_counts(most: int) -> list[int]:
 
 
 def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: float) -> float:
-    """How many times as long both lanes take beside each other, 1 to ``MAX_SLOWDOWN``.
+    """How many times as long both stages take beside each other, 1 to ``MAX_SLOWDOWN``.
 
     Args:
         blocks: rows of a cut that was tried.

@@ -1,7 +1,7 @@
 """Into how many blocks of rows a row-parallel linear layer is cut, and how large each is.
 
 While one block is summed over the ranks, the next ones are multiplied; nothing hides the first block's matmul and the
-last one's all-reduce. Which of these two to make small follows from which lane is the longer one:
+last one's all-reduce. Which of these two to make small follows from which stage is the longer one:
 
 - The link is the bottleneck: a small first block, so that the link starts early. The paper (arXiv 2410.16663, section
   4.2) gives "the first block a smaller task"; CANN's matmul-all-reduce does the same and calls it "short at front".
@@ -95,7 +95,7 @@ def _best_of_several(rows: int, pipeline: Pipeline, granule: int) -> tuple[int, 
     seconds = float("inf")
     for weights in _shapes(rows // granule):
         ordered = _in_johnsons_order(cut(rows, weights, granule), pipeline)
-        # The rule knows nothing of lanes that slow each other down, which may turn the order round.
+        # The rule knows nothing of stages that slow each other down, which may turn the order round.
         for blocks in (ordered, ordered[::-1]) if pipeline.slows_down else (ordered,):
             predicted = pipeline.seconds(blocks)
             if predicted < (1 - MIN_CHANGE) * seconds:

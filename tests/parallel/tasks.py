@@ -227,8 +227,8 @@ def measured(rank: int, outputs: int, inputs: int, min_rows: int, max_rows: int)
     if rank == dist.get_world_size() - 1:
         torch.mm = slow  # type: ignore[assignment]
     try:
-        lanes = {"first": COLLECTIVE, "second": COLLECTIVE}
-        return calibrate.measure(lanes, plain_layer, torch.zeros(outputs, inputs), min_rows, max_rows)
+        collectives = {"first": COLLECTIVE, "second": COLLECTIVE}
+        return calibrate.measure(collectives, plain_layer, torch.zeros(outputs, inputs), min_rows, max_rows)
     finally:
         torch.mm = original  # type: ignore[assignment]
 

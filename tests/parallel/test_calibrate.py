@@ -134,7 +134,7 @@ def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) 
 
 @given(AFFINE)
 def test_a_cut_that_was_tried_and_lost_is_not_planned(pipeline: Pipeline) -> None:
-    """However fast the two lanes are alone."""
+    """However fast the two stages are alone."""
     blocks = plan(8192, pipeline).blocks
     slow = slowdown(pipeline.matmul, pipeline.all_reduce, blocks, 1.0)
     after = plan(8192, Pipeline(pipeline.matmul, pipeline.all_reduce, slow, slow))

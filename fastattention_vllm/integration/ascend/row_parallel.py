@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.fastattention")
 
-LANE = "hccl"
+COLLECTIVE = "hccl"
 
 
 class TiledRowParallelOp(CustomRowParallelOp):
@@ -135,7 +135,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     weights = [layer.weight for layer in tiled]
     timed = options_of(vllm_config).tiling_all_reduce == "auto"
     one_calls = _one_calls(coordinator, sums, weights) if timed and weights else {}
-    cut, how = row_parallel.decide_cuts(vllm_config, weights, {LANE: sums}, plain, one_calls)
+    cut, how = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, one_calls)
 
     def blocks(rows: int, weight: torch.Tensor) -> Sequence[int]:
         return (rows,) if _captures() else cut(rows, weight)[1]

@@ -25,7 +25,7 @@ logger = init_logger("vllm.fastattention")
 
 def of(
     weight: torch.Tensor,
-    lanes: Mapping[str, Collective],
+    collectives: Mapping[str, Collective],
     plain: Linear,
     min_rows: int,
     max_rows: int,
@@ -35,13 +35,13 @@ def of(
 
     Args:
         weight: [outputs, inputs of this rank].
-        lanes: collectives to choose from, by name.
+        collectives: those to choose from, by name.
         plain: the layer without a cut.
         max_rows: tokens of the longest step.
         one_calls: what does the whole layer in one call, by name.
     """
-    first = next(iter(lanes.values()))
-    path, key = file(), key_of(weight, lanes, min_rows, max_rows, one_calls)
+    first = next(iter(collectives.values()))
+    path, key = file(), key_of(weight, collectives, min_rows, max_rows, one_calls)
     try:
         known = calibration_file.read(path, key)
     except ValueError as error:
@@ -56,9 +56,9 @@ def of(
     def say(line: str) -> None:
         logger.info_once("Tiling-AllReduce: %s, %.1f s.", line, time.perf_counter() - began)
 
-    measured = calibrate.measure(lanes, plain, weight, min_rows, max_rows, say=say)
+    measured = calibrate.measure(collectives, plain, weight, min_rows, max_rows, say=say)
     for name, layer in one_calls.items() if measured.trials else []:
-        timer = LayerTimer(lanes, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
+        timer = LayerTimer(collectives, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
         measured = one_call.contest(measured, timer, name, layer)
         say(f"{name} is timed beside them")
     logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
@@ -75,7 +75,7 @@ def file() -> Path:
 
 def key_of(
     weight: torch.Tensor,
-    lanes: Mapping[str, Collective],
+    collectives: Mapping[str, Collective],
     min_rows: int,
     max_rows: int,
     one_calls: Mapping[str, Linear],
@@ -93,9 +93,9 @@ def key_of(
     outputs, inputs = weight.shape
     dtype = str(weight.dtype).removeprefix("torch.")
     calibrated = calibrate.row_counts(max_rows)[-1]
-    ranks = next(iter(lanes.values())).size
+    ranks = next(iter(collectives.values())).size
     return (
-        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*lanes, *one_calls])}, "
+        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*collectives, *one_calls])}, "
         f"{min_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
         f"torch {torch.__version__}, fastattention {__version__}"

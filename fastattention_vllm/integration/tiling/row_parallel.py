@@ -26,7 +26,7 @@ from fastattention_vllm.integration.tiling import calibration as tiling_times
 from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import DEFAULT_LANES, open_lanes
+from fastattention_vllm.parallel.named_collectives import DEFAULT_COLLECTIVES, open_named_collectives
 from fastattention_vllm.parallel.plan import even
 from fastattention_vllm.parallel.rows_ready import RowsReady
 from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
@@ -101,9 +101,9 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
                 tiled.append(layer)
     device = group.device.type
     fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
-    names = DEFAULT_LANES[device][: 1 if fixed else None]
+    names = DEFAULT_COLLECTIVES[device][: 1 if fixed else None]
     logger.info_once("Tiling-AllReduce: %d layers fit; opening %s.", len(tiled), ", ".join(names))
-    lanes = open_lanes(
+    collectives = open_named_collectives(
         names,
         _all_tensor_parallel_groups(),
         dist.get_rank(),
@@ -117,8 +117,8 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
         return summed
 
-    cut, how = decide_cuts(vllm_config, [layer.weight for layer in tiled], lanes, plain, {})
-    first = next(iter(lanes.values()))
+    cut, how = decide_cuts(vllm_config, [layer.weight for layer in tiled], collectives, plain, {})
+    first = next(iter(collectives.values()))
     ready = None
     activate = None
     if options_of(vllm_config).tiling_full_form:
@@ -128,7 +128,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         first,
         lambda rows, weight: cut(rows, weight)[1],
         plain,
-        lambda rows, weight: lanes.get(cut(rows, weight)[0], first),
+        lambda rows, weight: collectives.get(cut(rows, weight)[0], first),
         activate,
         ready,
     )
@@ -203,7 +203,7 @@ def _fits(mlp: Any) -> bool:
 def decide_cuts(
     vllm_config: VllmConfig,
     weights: list[torch.Tensor],
-    lanes: Mapping[str, Collective],
+    collectives: Mapping[str, Collective],
     plain: Linear,
     one_calls: Mapping[str, Linear],
 ) -> tuple[Cut, str]:
@@ -214,7 +214,7 @@ def decide_cuts(
     """
     options = options_of(vllm_config)
     count, least = options.tiling_all_reduce, options.tiling_min_tokens
-    first = next(iter(lanes))
+    first = next(iter(collectives))
     if isinstance(count, int):
         return (
             lambda rows, weight: (first, even(rows, count) if rows >= least else (rows,)),
@@ -224,7 +224,7 @@ def decide_cuts(
     choices: dict[torch.Size, Choice] = {}
     for weight in weights if most >= least else []:
         if weight.shape not in choices:
-            choices[weight.shape] = choice = tiling_times.of(weight, lanes, plain, least, most, one_calls)
+            choices[weight.shape] = choice = tiling_times.of(weight, collectives, plain, least, most, one_calls)
             for trial in choice.trials:
                 logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
 
