@@ -195,15 +195,15 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
     worker.initialize_from_config = initialize_from_config
 
 
-def before_gpu_profiling(adopt: Callable[[Any, torch.nn.Module], None]) -> None:
+def before_gpu_profiling(callback: Callable[[Any, torch.nn.Module], None]) -> None:
     """As :func:`before_profiling`, of vLLM's own worker on GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    before_profiling(Worker, adopt)
+    before_profiling(Worker, callback)
 
 
-def before_profiling(worker: Any, adopt: Callable[[Any, torch.nn.Module], None]) -> None:
-    """Have ``adopt(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
+def before_profiling(worker: Any, callback: Callable[[Any, torch.nn.Module], None]) -> None:
+    """Have ``callback(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
 
     All versions: on GPUs and NPUs a plugin has no hook between the two. Done in the worker process, only where it is
     asked for.
@@ -211,15 +211,15 @@ def before_profiling(worker: Any, adopt: Callable[[Any, torch.nn.Module], None])
     Args:
         worker: its class.
     """
-    if hasattr(worker, "_fastattention_adopt"):
+    if hasattr(worker, "_fastattention_before_profiling"):
         return
-    worker._fastattention_adopt = staticmethod(adopt)
+    worker._fastattention_before_profiling = staticmethod(callback)
     determine = worker.determine_available_memory
 
     @functools.wraps(determine)
     def determine_available_memory(self: Any) -> int:
         with torch.inference_mode():
-            adopt(self.vllm_config, self.model_runner.get_model())
+            callback(self.vllm_config, self.model_runner.get_model())
         available: int = determine(self)
         return available
 

@@ -47,7 +47,7 @@ COLLECTIVE = "hccl"
 
 
 class TiledRowParallelOp(CustomRowParallelOp):
-    """vLLM's plain row-parallel layer until :func:`adopt` has found it fit, then one that is cut into blocks."""
+    """vLLM's plain row-parallel layer; one that is cut into blocks once :func:`enable_tiling` has found it fit."""
 
     tiled_group: str | None = None
     """The ranks' group by vLLM's name."""
@@ -107,14 +107,14 @@ def _tiling(choose: Any) -> Any:
         config = get_current_vllm_config_or_none()
         if config is None or not row_parallel.asked_for(config):
             return chosen
-        compat.before_profiling(resolve_obj_by_qualname(config.parallel_config.worker_cls), adopt)
+        compat.before_profiling(resolve_obj_by_qualname(config.parallel_config.worker_cls), enable_tiling)
         return TiledRowParallelOp(layer) if chosen is None else chosen
 
     _get_row_parallel_op._fastattention = True  # type: ignore[attr-defined]
     return _get_row_parallel_op
 
 
-def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank.
 
     After the weights are loaded, which may change how they lie; before the first graph is traced.

@@ -35,7 +35,7 @@ class FastAttentionCpuWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         row_parallel.install(self.vllm_config)
         super().load_model(*args, **kwargs)
-        row_parallel.adopt(self.vllm_config, self.model_runner.model)
+        row_parallel.enable_tiling(self.vllm_config, self.model_runner.model)
         weights = [*self.model_runner.model.parameters(), *cpu_linear.packed_weights()]
         place_tensors("weights", weights, self._cpus(), discard=False)
 

@@ -244,7 +244,7 @@ class FastAttentionVoltaImpl(Layer):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(device)
         if options_of(vllm_config).tiling_all_reduce != "off":
-            compat.before_gpu_profiling(row_parallel.adopt)
+            compat.before_gpu_profiling(row_parallel.enable_tiling)
         named = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", named)
         host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, named))

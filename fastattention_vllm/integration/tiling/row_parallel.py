@@ -1,8 +1,8 @@
 """vLLM's RowParallelLinear with the all-reduce hidden behind the matmul, where ``tiling_all_reduce`` asks for it.
 
 vLLM makes its layers through a registry in which a class of one's own takes the place of one of its own, in every
-version. Ours does what the registered one does, but for layers that :func:`adopt` has found fit. On a GPU this plugin's
-code first runs when layers are there already: those become ours when they are adopted.
+version. Ours does what the registered one does, but for layers that :func:`enable_tiling` has found fit. On a GPU this
+plugin's code first runs when layers are there already: those become ours when tiling is enabled.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def install(vllm_config: VllmConfig) -> None:
     PluggableLayer.register_oot(type(NAME, (TiledRowParallel, registered), {}), name=NAME)
 
 
-def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank of the world.
 
     After the weights are loaded, which may change how they lie; before the first graph is traced.
@@ -123,7 +123,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     activate = None
     if options_of(vllm_config).tiling_full_form:
         ready = _follow_attention(tiled, reasons, cut)
-        activate = _adopt_mlps(model, group.unique_name)
+        activate = _enable_mlp_tiling(model, group.unique_name)
     tiling = Tiling(
         first,
         lambda rows, weight: cut(rows, weight)[1],
@@ -173,7 +173,7 @@ def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> Rows
     return ready
 
 
-def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _enable_mlp_tiling(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Turn on tiling in all MLPs that are fit for it; returns their activation."""
     fit: list[Any] = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
     activations = {type(module.act_fn) for module in fit}
