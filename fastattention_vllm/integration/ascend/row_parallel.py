@@ -34,7 +34,7 @@ from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.parallel import mm_all_reduce, tiled_linear
-from fastattention_vllm.parallel.collective import ProcessGroupCollective
+from fastattention_vllm.parallel.collective import Collective, ProcessGroupCollective
 from fastattention_vllm.parallel.plan import GRANULE
 from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
 
@@ -91,6 +91,22 @@ class TensorParallelSums(ProcessGroupCollective):
         return found
 
 
+class AscendTiling(Tiling):
+    """Of vllm-ascend's group of tensor-parallel ranks. What an ACL graph captures is not cut."""
+
+    def __init__(self, collective: Collective, cuts: row_parallel.Cuts, one_calls: Mapping[str, Linear]) -> None:
+        super().__init__(collective)
+        self._cuts = cuts
+        self._one_calls = one_calls
+
+    def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
+        return (rows,) if _captures() else self._cuts.of(rows, weight)[1]
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        chosen = "" if _captures() else self._cuts.of(x.shape[0], weight)[0]
+        return self._one_calls.get(chosen, plain)(x, weight, bias)
+
+
 def install() -> None:
     """Have vllm-ascend's chooser answer with ours. Safe to call again and again; says nothing if not asked for."""
     theirs = linear_op._get_row_parallel_op
@@ -135,19 +151,11 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     weights = [layer.weight for layer in tiled]
     timed = options_of(vllm_config).tiling_all_reduce == "auto"
     one_calls = _one_calls(coordinator, sums, weights) if timed and weights else {}
-    cut, how = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, one_calls)
-
-    def blocks(rows: int, weight: torch.Tensor) -> Sequence[int]:
-        return (rows,) if _captures() else cut(rows, weight)[1]
-
-    def uncut(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        chosen = "" if _captures() else cut(x.shape[0], weight)[0]
-        return one_calls.get(chosen, plain)(x, weight, bias)
-
-    tiled_linear.register(coordinator.unique_name, Tiling(sums, blocks, uncut))
+    cuts = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, one_calls)
+    tiled_linear.register(coordinator.unique_name, AscendTiling(sums, cuts, one_calls))
     for layer in tiled:
         layer.custom_op.tiled_group = coordinator.unique_name
-    row_parallel.log_layers(len(tiled), how, Counter(reason for reason, _ in layers if reason))
+    row_parallel.log_layers(len(tiled), cuts, Counter(reason for reason, _ in layers if reason))
 
 
 def why_not(layer: Any, name: str) -> str:
