@@ -90,16 +90,16 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
         # Before the sum on one rank, as vLLM has it: free inside the matmul, where after the sum it would be one more
         # pass over the output on every rank.
         bias = None
-    taken = tiling.ready.take(x) if tiling.ready is not None else None
-    blocks = taken.blocks if taken is not None else tiling.blocks(x.shape[0], weight)
+    pending = tiling.ready.pop(x) if tiling.ready is not None else None
+    blocks = pending.blocks if pending is not None else tiling.blocks(x.shape[0], weight)
     if len(blocks) < 2:
         return tiling.plain(x, weight, bias)
     collective = tiling.collective_for(x.shape[0], weight)
-    if taken is not None:
-        assert taken.out.shape[1] == weight.shape[0], f"{taken.out.shape} for {weight.shape[0]} outputs"
-        with taken.beside():
-            compute_and_sum(taken.waiting(_multiply(x, weight, bias)), taken.out, blocks, collective)
-        return taken.out
+    if pending is not None:
+        assert pending.out.shape[1] == weight.shape[0], f"{pending.out.shape} for {weight.shape[0]} outputs"
+        with pending.beside():
+            compute_and_sum(pending.waiting(_multiply(x, weight, bias)), pending.out, blocks, collective)
+        return pending.out
     out = x.new_empty(x.shape[0], weight.shape[0])
     multiply_and_sum(x, weight, bias, out, blocks, collective)
     return out
