@@ -448,7 +448,7 @@ def test_layers_that_are_not_ours_to_place_stop_the_start(
         if what == "fp8":
             layer.impl.kv_cache_dtype = "fp8"
         else:
-            layer.impl.theirs = what
+            layer.impl.upstream_reason = what
         return layer
 
     monkeypatch.setattr(Model, "attention_layer", attention_layer)

@@ -109,9 +109,9 @@ class AscendTiling(Tiling):
 
 def install() -> None:
     """Have vllm-ascend's chooser answer with ours. Safe to call again and again; says nothing if not asked for."""
-    theirs = linear_op._get_row_parallel_op
-    if not getattr(theirs, "_fastattention", False):
-        linear_op._get_row_parallel_op = _tiling(theirs)
+    original = linear_op._get_row_parallel_op
+    if not getattr(original, "_fastattention", False):
+        linear_op._get_row_parallel_op = _tiling(original)
 
 
 def _tiling(choose: Any) -> Any:
