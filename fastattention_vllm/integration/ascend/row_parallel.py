@@ -94,17 +94,17 @@ class TensorParallelSums(ProcessGroupCollective):
 class AscendTiling(Tiling):
     """Of vllm-ascend's group of tensor-parallel ranks. What an ACL graph captures is not cut."""
 
-    def __init__(self, collective: Collective, cuts: row_parallel.Cuts, one_calls: Mapping[str, Linear]) -> None:
+    def __init__(self, collective: Collective, cuts: row_parallel.Cuts, fused_linears: Mapping[str, Linear]) -> None:
         super().__init__(collective)
         self._cuts = cuts
-        self._one_calls = one_calls
+        self._fused_linears = fused_linears
 
     def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
         return (rows,) if _captures() else self._cuts.of(rows, weight)[1]
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         chosen = "" if _captures() else self._cuts.of(x.shape[0], weight)[0]
-        return self._one_calls.get(chosen, plain)(x, weight, bias)
+        return self._fused_linears.get(chosen, plain)(x, weight, bias)
 
 
 def install() -> None:
@@ -150,9 +150,9 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
             layer.custom_op = None
     weights = [layer.weight for layer in tiled]
     timed = options_of(vllm_config).tiling_all_reduce == "auto"
-    one_calls = _one_calls(coordinator, sums, weights) if timed and weights else {}
-    cuts = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, one_calls)
-    tiled_linear.register(coordinator.unique_name, AscendTiling(sums, cuts, one_calls))
+    fused_linears = _fused_linears(coordinator, sums, weights) if timed and weights else {}
+    cuts = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, fused_linears)
+    tiled_linear.register(coordinator.unique_name, AscendTiling(sums, cuts, fused_linears))
     for layer in tiled:
         layer.custom_op.tiled_group = coordinator.unique_name
     row_parallel.log_layers(len(tiled), cuts, Counter(reason for reason, _ in layers if reason))
@@ -183,7 +183,7 @@ def _captures() -> bool:
     return is_forward_context_available() and bool(_EXTRA_CTX.capturing)
 
 
-def _one_calls(coordinator: Any, sums: TensorParallelSums, weights: Sequence[torch.Tensor]) -> Mapping[str, Linear]:
+def _fused_linears(coordinator: Any, sums: TensorParallelSums, weights: Sequence[torch.Tensor]) -> Mapping[str, Linear]:
     """``npu_mm_all_reduce_base``, where all ranks can make it; else the log says why not."""
     one_machine = all(in_the_same_node_as(coordinator.cpu_group))
     problem = mm_all_reduce.why_not(weights[0].dtype, sums.size, one_machine)

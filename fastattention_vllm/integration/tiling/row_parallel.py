@@ -257,12 +257,12 @@ def decide_cuts(
     weights: list[torch.Tensor],
     collectives: Mapping[str, Collective],
     plain: Linear,
-    one_calls: Mapping[str, Linear],
+    fused_linears: Mapping[str, Linear],
 ) -> Cuts:
     """How the layers of ``weights`` are cut.
 
     Args:
-        one_calls: what does a whole layer in one call, by name, for "auto" to choose as well.
+        fused_linears: what does a whole layer in one call, by name, for "auto" to choose as well.
     """
     options = options_of(vllm_config)
     count, least = options.tiling_all_reduce, options.tiling_min_tokens
@@ -273,7 +273,7 @@ def decide_cuts(
     choices: dict[torch.Size, Choice] = {}
     for weight in weights if most >= least else []:
         if weight.shape not in choices:
-            choices[weight.shape] = choice = tiling_times.of(weight, collectives, plain, least, most, one_calls)
+            choices[weight.shape] = choice = tiling_times.of(weight, collectives, plain, least, most, fused_linears)
             for trial in choice.trials:
                 logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
     return MeasuredCuts(choices, first, least)
