@@ -273,7 +273,7 @@ class Model:
         return found
 
     def compare(self, computed: torch.Tensor, problem: AttentionProblem) -> None:
-        """As tests/placement/world.py does: parts that are merged are each rounded, and so is the result."""
+        """As tests/placement/scenario.py does: parts that are merged are each rounded, and so is the result."""
         expected, _ = attention(problem)
         size, _ = attention(replace(problem, value=problem.value.abs()))
         rtol, atol = OUTPUT_TOLERANCE[self.dtype]
