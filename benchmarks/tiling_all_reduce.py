@@ -210,19 +210,19 @@ def table(
     options: argparse.Namespace,
     tell: Callable[[dict[str, Any]], None],
 ) -> None:
-    most = max(options.tokens)
+    maximum = max(options.tokens)
     began = time.perf_counter()
     choice = calibrate.measure(
         collectives,
         plain_layer,
         weight,
-        min(options.min_tokens, most),
-        most,
+        min(options.min_tokens, maximum),
+        maximum,
         say=lambda line: tell({"note": f"{line}, {time.perf_counter() - began:.1f} s"}),
     )
     seconds = time.perf_counter() - began
     tell(place | {"calibration seconds": seconds, "chosen": [(t.rows, t.collective, t.blocks) for t in choice.trials]})
-    timer = LayerTimer(collectives, plain_layer, weight, most)
+    timer = LayerTimer(collectives, plain_layer, weight, maximum)
     first = next(iter(collectives))
     for tokens in options.tokens:
         name, blocks = choice.of(tokens) if tokens >= options.min_tokens else ("", (tokens,))

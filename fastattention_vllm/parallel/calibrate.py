@@ -81,10 +81,10 @@ def measure(
     return Choice(tuple(trials))
 
 
-def row_counts(most: int) -> list[int]:
-    """The granule and its doubles, the last of which has ``most`` rows or more."""
+def row_counts(maximum: int) -> list[int]:
+    """The granule and its doubles, the last of which has ``maximum`` rows or more."""
     numbers = [GRANULE]
-    while numbers[-1] < most:
+    while numbers[-1] < maximum:
         numbers.append(2 * numbers[-1])
     return numbers
 

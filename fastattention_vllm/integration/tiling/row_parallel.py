@@ -265,18 +265,20 @@ def decide_cuts(
         fused_linears: what does a whole layer in one call, by name, for "auto" to choose as well.
     """
     options = options_of(vllm_config)
-    count, least = options.tiling_all_reduce, options.tiling_min_tokens
+    count, min_tokens = options.tiling_all_reduce, options.tiling_min_tokens
     first = next(iter(collectives))
     if isinstance(count, int):
-        return EvenCuts(first, count, least)
-    most = vllm_config.scheduler_config.max_num_batched_tokens
+        return EvenCuts(first, count, min_tokens)
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     choices: dict[torch.Size, Choice] = {}
-    for weight in weights if most >= least else []:
+    for weight in weights if max_tokens >= min_tokens else []:
         if weight.shape not in choices:
-            choices[weight.shape] = choice = tiling_times.of(weight, collectives, plain, least, most, fused_linears)
+            choices[weight.shape] = choice = tiling_times.of(
+                weight, collectives, plain, min_tokens, max_tokens, fused_linears
+            )
             for trial in choice.trials:
                 logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
-    return MeasuredCuts(choices, first, least)
+    return MeasuredCuts(choices, first, min_tokens)
 
 
 def describe(shape: torch.Size, trial: Trial) -> str:
