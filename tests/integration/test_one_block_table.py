@@ -21,8 +21,8 @@ def test_layers_of_both_kinds_in_one_block_table_change_no_answer(tmp_path: Path
         options = {"fastattention": {"host_kv_layers": host}}
         with engine(tmp_path, block_size=16, disable_hybrid_kv_cache_manager=True, additional_config=options) as llm:
             answers.append([output.outputs[0] for output in generate(llm, prompts, max_tokens=6)])
-            house = host_layers.find(llm.llm_engine.vllm_config)
-            opened = [layer.layer.layer.layer_name for layer in house.lane.layers] if house else []  # type: ignore[attr-defined]
+            found = host_layers.find(llm.llm_engine.vllm_config)
+            opened = [layer.layer.layer.layer_name for layer in found.group.layers] if found else []  # type: ignore[attr-defined]
             assert opened == [f"model.layers.{index}.self_attn.attn" for index in host]
     for plain, with_host in zip(*answers, strict=True):
         assert plain.token_ids == with_host.token_ids

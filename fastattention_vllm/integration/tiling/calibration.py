@@ -45,7 +45,7 @@ def of(
     try:
         known = calibration_file.read(path, key)
         unknown = {trial.collective for trial in known.trials if trial.collective} if known else set()
-        if unknown := unknown.difference(lanes, one_calls):
+        if unknown := unknown.difference(collectives, fused_linears):
             raise ValueError(f"{path} names {', '.join(sorted(unknown))}, which is not open here")
     except ValueError as error:
         logger.warning_once("Tiling-AllReduce: %s; the layer is measured anew.", error)

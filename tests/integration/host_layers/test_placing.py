@@ -215,7 +215,7 @@ class Device:
         cpu_kernels.write_kv(*arguments)
 
 
-class Side:
+class Runtime:
     """A device with memory of its own, of which there is little."""
 
     host_backend = HostLayerFlashBackend
@@ -252,7 +252,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Place = Callable[[list[Any], Any], tuple[Any, Side]]
+Place = Callable[[list[Any], Any], tuple[Any, Runtime]]
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(host_layers, "_smallest_of_all_ranks", lambda limits: limits)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", STAGING_BLOCKS * BLOCK_BYTES)
 
-    def placed(layers: list[Any], asked: Any) -> tuple[Any, Side]:
+    def placed(layers: list[Any], asked: Any) -> tuple[Any, Runtime]:
         config = EngineArgs(
             model=str(llama),
             attention_backend="fastattention",
@@ -274,9 +274,9 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         ).create_engine_config()
         config.additional_config["fastattention"]["host_kv_layers"] = asked  # without a GPU "auto" is none
         config.compilation_config.static_forward_context = model_of(layers)
-        side = Side()
-        host_layers.place(config, side)
-        return config, side
+        runtime = Runtime()
+        host_layers.set_up(config, runtime)
+        return config, runtime
 
     return placed
 
@@ -288,35 +288,35 @@ def test_a_special_layer_ends_the_start_where_host_layers_were_asked_for(place: 
 
 def test_a_special_layer_keeps_all_layers_on_the_device_where_the_memory_decides(place: Place) -> None:
     layers = [layer(), layer(), layer(), layer(ChunkedLocalAttention, WRAPPED)]
-    config, side = place(layers, "auto")
+    config, runtime = place(layers, "auto")
     assert host_layers.find(config) is None
     assert options_of(config).host_kv_layers == []
     assert [one.attn_backend for one in layers] == [FastAttentionFlashBackend] * 3 + [WRAPPED]
-    assert side.counting.taken == []
-    assert not side.prepared
+    assert runtime.counting.taken == []
+    assert not runtime.prepared
 
 
 def test_host_layers_are_in_the_models_order(place: Place) -> None:
     """Not kind by kind: a forward pass visits them so, and their KV is fetched ahead in that order."""
     layers = [layer(window=100), layer(), layer(window=100), layer()]
     config, _ = place(layers, [0, 1])
-    house = host_layers.find(config)
-    assert house is not None
-    assert list(house.targets.items()) == [(name(0), name(2)), (name(1), name(3))]
-    for host in house.targets:
+    found = host_layers.find(config)
+    assert found is not None
+    assert list(found.targets.items()) == [(name(0), name(2)), (name(1), name(3))]
+    for host in found.targets:
         config.compilation_config.static_forward_context[host].impl.open(torch.zeros(9, KV_HEADS, BLOCK, 2 * HEAD_SIZE))
-    assert [one.layer for one in house.lane.layers] == [layers[0].impl, layers[1].impl]
+    assert [one.layer for one in found.group.layers] == [layers[0].impl, layers[1].impl]
 
 
 def test_device_memory_is_taken_before_vllm_measures_what_is_left(place: Place) -> None:
     """Two buffers for all host layers together as they are chosen, and in the profiling run what the longest step
     takes: it attends to the new tokens, and to a context that fills a buffer."""
     layers = [layer() for _ in range(LAYERS)]
-    config, side = place(layers, [1, 3])
+    config, runtime = place(layers, [1, 3])
     two = [STAGING_BLOCKS * BLOCK_BYTES] * prefetch.NUM_BUFFERS
-    assert side.counting.taken == two
-    house = host_layers.find(config)
-    assert house is not None
+    assert runtime.counting.taken == two
+    found = host_layers.find(config)
+    assert found is not None
     assert [one.attn_backend for one in layers] == [FastAttentionFlashBackend, HostLayerFlashBackend] * 2
     query, key, value = torch.zeros(30, HEADS, HEAD_SIZE), *torch.zeros(2, 30, KV_HEADS, HEAD_SIZE)
     for tokens in (20, 10, 30):
@@ -325,11 +325,11 @@ def test_device_memory_is_taken_before_vllm_measures_what_is_left(place: Place) 
             out = host.impl.forward(host, *parts, torch.empty(0), None, torch.ones_like(parts[0]))
             assert not out.any()
     context = STAGING_BLOCKS * BLOCK
-    assert side.device.keys == [20, context, 30, context], "once for each length that is longer than all before"
+    assert runtime.device.keys == [20, context, 30, context], "once for each length that is longer than all before"
     for host in layers[1::2]:
         host.impl.open(torch.zeros(9, KV_HEADS, BLOCK, 2 * HEAD_SIZE))
-    assert side.counting.taken == two, "and nothing afterwards"
-    assert [one.cache.shape[0] for one in house.lane.layers] == [9, 9], "the rehearsal's layers are none"
+    assert runtime.counting.taken == two, "and nothing afterwards"
+    assert [one.cache.shape[0] for one in found.group.layers] == [9, 9], "the rehearsal's layers are none"
 
 
 def test_a_batch_without_a_pool_is_an_error_and_no_zeros(place: Place) -> None:
