@@ -55,6 +55,11 @@ def option_lines() -> Iterator[str]:
         "- no effect: the backend does not read it.",
         "- untested: nothing here runs it yet.",
         "",
+        "Host layers are plain attention layers of one shape over their own KV cache. A model with other attention",
+        "layers (chunked, static sinks, R-SWA, images whose tokens attend in both directions, several numbers of KV",
+        "heads) keeps its whole KV cache on the device. If `host_kv_layers` asks for host layers, the start ends with",
+        "a sentence.",
+        "",
         "| option | CPU | GPU, 8.0 and newer | V100, T4 | Ascend | with host layers | test | note |",
         "|---|---|---|---|---|---|---|---|",
     )

@@ -3,7 +3,8 @@
     python scripts/mutate.py [LIST.toml ...] [--only WORD] [--every N] [--jobs N]
 
 A list (tests/mutations/*.toml; all of them by default) names for each mutation a file, a text that occurs in it exactly
-once, what to put there, and the tests that must then fail. All happens in a copy of the tree. The same tests must pass
+once, what to put there, and the tests that must then fail. Where one place alone breaks nothing, `also` names others
+that are broken with it. All happens in a copy of the tree. The same tests must pass
 on the copy as it is. Exits with 1 if a mutation survives, 2 if a list does not fit the code.
 
 Reads:  CXX (C++ compiler), and what the tests read.
@@ -51,6 +52,13 @@ class DoesNotFit(Exception):
 
 
 @dataclass(frozen=True)
+class Edit:
+    file: str
+    text: str
+    replacement: str
+
+
+@dataclass(frozen=True)
 class Mutation:
     name: str
     file: str
@@ -59,6 +67,12 @@ class Mutation:
     tests: tuple[str, ...]
     isa: str = ""
     """The instruction set whose code this is, if it is one's alone; skipped where the machine lacks it."""
+    also: tuple[Edit, ...] = ()
+    """In Python files."""
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        return (Edit(self.file, self.text, self.replacement), *self.also)
 
 
 def main() -> int:
@@ -87,7 +101,8 @@ def read(path: Path) -> list[Mutation]:
     mutations, misfits = [], []
     for number, entry in enumerate(entries, 1):
         try:
-            mutation = Mutation(**{**entry, "tests": tuple(entry["tests"])})
+            also = tuple(Edit(**edit) for edit in entry.get("also", ()))
+            mutation = Mutation(**{**entry, "tests": tuple(entry["tests"]), "also": also})
         except (KeyError, TypeError) as error:
             raise DoesNotFit(f"{path.name}, entry {number} ({entry.get('name')}): {error}.") from None
         try:
@@ -101,14 +116,15 @@ def read(path: Path) -> list[Mutation]:
 
 
 def check(mutation: Mutation) -> None:
-    source = ROOT / mutation.file
-    if not source.is_file():
-        raise DoesNotFit(f"{mutation.name!r}: there is no file {mutation.file}.")
-    found = source.read_text().count(mutation.text)
-    if found != 1:
-        raise DoesNotFit(f"{mutation.name!r}: its text occurs {found} times in {mutation.file}, not once.")
-    if not mutation.tests or mutation.text == mutation.replacement:
-        raise DoesNotFit(f"{mutation.name!r}: names no test or changes nothing.")
+    for edit in mutation.edits:
+        source = ROOT / edit.file
+        if not source.is_file():
+            raise DoesNotFit(f"{mutation.name!r}: there is no file {edit.file}.")
+        found = source.read_text().count(edit.text)
+        if found != 1:
+            raise DoesNotFit(f"{mutation.name!r}: its text occurs {found} times in {edit.file}, not once.")
+        if not mutation.tests or edit.text == edit.replacement:
+            raise DoesNotFit(f"{mutation.name!r}: names no test or changes nothing.")
 
 
 def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
@@ -157,9 +173,10 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
 
 def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
     """The verdict on one mutation, and what failed first."""
-    source = copy.tree / mutation.file
-    original = source.read_text()
-    source.write_text(original.replace(mutation.text, mutation.replacement))
+    originals = {edit.file: (copy.tree / edit.file).read_text() for edit in mutation.edits}
+    for edit in mutation.edits:
+        source = copy.tree / edit.file
+        source.write_text(source.read_text().replace(edit.text, edit.replacement))
     try:
         is_kernel = mutation.file.startswith(KERNELS)
         library = copy.kernels.changed(mutation.file, mutation.isa, isas) if is_kernel else None
@@ -167,7 +184,8 @@ def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
     except DoesNotCompile as error:
         return "UNFIT", str(error).splitlines()[0]
     finally:
-        source.write_text(original)
+        for file, original in originals.items():
+            (copy.tree / file).write_text(original)
     if status == 0:
         return "SURVIVED", mutation.file
     if status == -signal.SIGKILL:

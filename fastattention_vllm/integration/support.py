@@ -1,6 +1,6 @@
 """What the attention backend runs and what it refuses at start, as data.
 
-The start-up check and the table in ``docs/supported.md`` both read ``FEATURES``, so neither can promise what the other
+The start-up check and the page ``docs/supported.md`` read the same tables, so neither can promise what the other
 denies.
 """
 
@@ -121,6 +121,8 @@ def _not_attention_alone(config: VllmConfig) -> object:
 
 def _other_attention(config: VllmConfig) -> object:
     text = _text_config(config)
+    if getattr(config.model_config, "rswa_window", None) is not None:
+        return "rswa_window"
     for name in UNTESTED_ATTENTION:
         if getattr(text, name, None):
             return name
@@ -135,6 +137,19 @@ def _experts(config: VllmConfig) -> object:
         return False
     kind = _text_config(config).model_type
     return False if kind in EXPERT_MODELS else kind
+
+
+def _batch_invariance(config: VllmConfig) -> object:
+    from vllm import envs
+
+    return "VLLM_BATCH_INVARIANT" if envs.VLLM_BATCH_INVARIANT else False
+
+
+def _microbatches(config: VllmConfig) -> object:
+    parallel: Any = config.parallel_config
+    if getattr(parallel, "ubatch_size", 0) > 1:
+        return f"--ubatch-size {parallel.ubatch_size}"
+    return "--enable-dbo" if parallel.enable_dbo else False
 
 
 def _speculation(config: VllmConfig) -> object:
@@ -367,6 +382,18 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "they need vLLM's compiled CPU kernels, which a pure-Python vLLM does not have",
         "serve the unquantised model",
         lambda c: not compat.has_compiled_cpu_ops() and c.model_config.quantization,
+    ),
+    Unsupported(
+        "batch invariance",
+        "sums over a request's tokens depend on the other requests of its batch",
+        "unset VLLM_BATCH_INVARIANT",
+        _batch_invariance,
+    ),
+    Unsupported(
+        "microbatches",
+        "they hide the communication of GPUs",
+        "remove --enable-dbo and --ubatch-size",
+        _microbatches,
     ),
     Unsupported(
         "context parallelism",

@@ -103,6 +103,8 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         plain(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}),
         {"dtype": "float16"},
     ),
+    "batch invariance": (plain(), {}),
+    "microbatches": (plain(), {"enable_dbo": True}),
     "context parallelism": (plain(), {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
 }
 
@@ -125,6 +127,7 @@ def test_what_is_promised_names_a_test_that_exists() -> None:
     [
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"v_head_dim": 32}, "v_head_dim 32"),
+        ({"rswa_window": 32}, "rswa_window"),
     ],
 )
 def test_other_kinds_of_attention_are_refused_too(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -177,6 +180,7 @@ def test_the_sentence_names_feature_reason_and_remedy(
     monkeypatch.setattr(compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM")
     monkeypatch.setattr(compat, "pins_memory_without_a_gpu", lambda: feature == "LoRA with this vLLM")
     monkeypatch.setattr(compat, "v2_runner_is_missing", lambda config: feature == "the V2 model runner")
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", feature == "batch invariance", raising=False)
     (row,) = (row for row in UNSUPPORTED if row.feature == feature)
     with pytest.raises(ValueError, match=feature) as caught:
         engine_config(config, tmp_path, **arguments)

@@ -67,6 +67,19 @@ def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: st
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [("no such text", "its text occurs 0 times"), ("for it runs once per layer", "names no test or changes nothing")],
+)
+def test_what_is_broken_as_well_has_to_fit_too(text: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "list.toml")
+    also = FITS | {"text": text, "replacement": "for it runs once per layer"}
+    lines = [f'{name} = "{also[name]}"' for name in ("file", "text", "replacement")]
+    path.write_text(path.read_text() + "\n[[mutation.also]]\n" + "\n".join(lines) + "\n")
+    with pytest.raises(mutate.DoesNotFit, match=message):
+        mutate.read(path)
+
+
+@pytest.mark.parametrize(
     ("text", "message"), [("", "no mutation to run"), ("[[mutations]]", "unknown table 'mutations'")]
 )
 def test_a_list_of_nothing_is_no_success(text: str, message: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1800)
 def test_a_minute_of_mixed_load(tmp_path: Path) -> None:
     done = run("--seconds", "60", "--json", str(tmp_path / "soak.json"))
     assert done.returncode == 0, done.stdout + done.stderr

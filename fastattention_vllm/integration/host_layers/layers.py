@@ -370,7 +370,9 @@ def attention_layers(
     full: list[int] = []
     windowed: list[int] = []
     fixed: set[int] = set()
-    pages: set[tuple[int, int]] = set()
+    pages: set[tuple[int, int, str]] = set()
+    if reason := _why_special_model(vllm_config):
+        return {}, Layers(()), reason
     for name, layer in context.items():
         if not hasattr(layer, "get_kv_cache_spec") or getattr(layer, "kv_sharing_target_layer_name", None):
             continue
@@ -382,15 +384,27 @@ def attention_layers(
         if reason:
             return {}, Layers(()), f"layer {name} {reason}"
         index = extract_layer_index(name)
+        if index in names:
+            return {}, Layers(()), f"{names[index]} and {name} are in one decoder layer"
         names[index] = name
-        pages.add((layer.impl.num_kv_heads, layer.impl.head_size))
+        pages.add((layer.impl.num_kv_heads, layer.impl.head_size, getattr(layer.impl, "kv_cache_dtype", "auto")))
         (full if layer.sliding_window is None else windowed).append(index)
         if name in shared:
             fixed.add(index)
     if len(pages) > 1:
-        return {}, Layers(()), "its layers have different numbers of KV heads or head sizes"
+        return {}, Layers(()), "its layers have different numbers of KV heads, head sizes or KV cache dtypes"
     kinds = as_grouped(tuple(sorted(full)), tuple(sorted(windowed)), vllm_config)
     return names, Layers(*kinds, frozenset(fixed)), ""
+
+
+def _why_special_model(vllm_config: VllmConfig) -> str | None:
+    """What of a model's attention comes with a step's metadata, in layers that look plain, or None."""
+    model: Any = vllm_config.model_config
+    if getattr(model, "is_mm_prefix_lm", False):
+        return "the tokens of an image attend to each other in both directions"
+    if getattr(model, "rswa_window", None) is not None:
+        return "its layers attend to the prompt and to a window behind it (R-SWA)"
+    return None
 
 
 def _why_special(layer: Any, host_backend: type[Any]) -> str | None:

@@ -9,11 +9,17 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 from fastattention_vllm.integration.claims import BuilderClaims, HostLayerClaims
+from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
 from fastattention_vllm.placement.step import Batch, Step, divide
 
 NO_LIMIT = 1 << 30
 """New tokens up to which the CPU attends, where partial results of a device could not be merged exactly."""
+
+
+NOT_COMPUTED = ("mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens")
+"""Of vLLM's CommonAttentionMetadata, what changes who attends to whom, and host layers do not do. Models and options
+that ask for it get no host layers; this is for one that the start-up check does not know."""
 
 
 @dataclass
@@ -53,6 +59,10 @@ class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
     ) -> HostMetadata:
         common = common_attn_metadata
         causal = one_causality(common.causal)
+        for name in NOT_COMPUTED:
+            asked = getattr(common, name, None)
+            if asked is not None and (not isinstance(asked, dict) or any(asked.values())):
+                raise Refusal(f"a batch asks for {name}, which host layers do not compute; set host_kv_layers to 0.")
         starts = self.starts(common)
         requests = len(starts) - 1
         slots = common.slot_mapping[: int(starts[-1])]

@@ -21,6 +21,9 @@ def check(vllm_config: VllmConfig) -> None:
     Raises:
         Refusal: names the flag to change.
     """
+    # Not at the top: this module is imported while vLLM resolves its platform.
+    from vllm import envs
+
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     refused = {
         "a KV connector": (
@@ -44,9 +47,19 @@ def check(vllm_config: VllmConfig) -> None:
             "start one server per replica",
         ),
         "--enable-dbo": (
-            getattr(parallel, "enable_dbo", False),
+            getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1,
             "host layers compute a whole batch at a time",
-            "remove it",
+            "remove it and --ubatch-size",
+        ),
+        "VLLM_BATCH_INVARIANT": (
+            envs.VLLM_BATCH_INVARIANT,
+            "what the CPU computes of a request depends on the others of its batch",
+            "unset it",
+        ),
+        "adaptive verification": (
+            getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
+            "a step is divided by the lengths that the host has, which differ from the device's",
+            "turn it off in --speculative-config",
         ),
         "context parallelism": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

@@ -44,6 +44,9 @@ def of(
     path, key = file(), key_of(weight, collectives, min_rows, max_rows, fused_linears)
     try:
         known = calibration_file.read(path, key)
+        unknown = {trial.collective for trial in known.trials if trial.collective} if known else set()
+        if unknown := unknown.difference(collectives, fused_linears):
+            raise ValueError(f"{path} names {', '.join(sorted(unknown))}, which is not open here")
     except ValueError as error:
         logger.warning_once("Tiling-AllReduce: %s; the layer is measured anew.", error)
         known = None

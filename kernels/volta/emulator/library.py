@@ -87,7 +87,8 @@ def _built(stem: str, arguments: Sequence[str], content: str = "", suffix: str =
             made = Path(folder) / path.name
             done = subprocess.run([*compiler, *arguments, "-o", str(made)], capture_output=True, text=True)
             if done.returncode:
-                raise EmulationError(f"{stem} does not compile for the emulator:\n{done.stderr}")
+                why = done.stderr or f"{compiler[0]} ended with status {done.returncode} and said nothing."
+                raise EmulationError(f"{stem} does not compile for the emulator:\n{why}")
             made.replace(path)
     return path
 
