@@ -157,7 +157,7 @@ def _driver() -> ctypes.CDLL:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise DriverError(f"there is no NVIDIA driver here ({error}).") from error
+        raise DriverError(f"no NVIDIA driver was found ({error}); install one.") from error
     driver.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
     driver.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
     driver.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]

@@ -1,7 +1,7 @@
-"""Upstream vLLM's attention tests, its server and host layers, on this backend: one table over several vLLM versions.
+"""Runs upstream vLLM's attention tests, its server and host layers on this backend, for several vLLM versions.
 
-Installs what it needs under build/conformance/ (kept; 20 GB for all versions, most of it CUDA builds of torch).
-Exits with 1 if a test failed or a suite ran no test. `tests/conformance/README.md` says what is run.
+Installs each version under build/conformance/ and keeps it (20 GB for all versions, most of it CUDA builds of torch).
+Exits with 1 if a test fails or a suite runs no test. `tests/conformance/README.md` describes the suites.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Result:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", nargs="+", choices=tuple(TORCH), default=list(TORCH), help="default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the result")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     options = parser.parse_args(arguments)
     results: list[Result] = []
     try:

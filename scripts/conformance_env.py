@@ -67,7 +67,7 @@ class Environment:
         self.folder.mkdir(parents=True, exist_ok=True)
         setup_env.run_steps(
             [
-                Step(f"vLLM {self.version}: create venv", self._make_venv, lambda: [sys.version]),
+                Step(f"vLLM {self.version}: create the environment", self._make_venv, lambda: [sys.version]),
                 Step(
                     f"vLLM {self.version}: install torch {self.torch}",
                     self._install_torch,
@@ -96,7 +96,7 @@ class Environment:
             next((self.folder / "venv" / "lib").glob("python3.*/site-packages")), self.version
         )
         if problem:
-            raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and start again.")
+            raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and run this again.")
         unpack_tests(sdist, self.upstream)
 
     def _install_tools(self) -> None:
@@ -156,4 +156,4 @@ def run_pip(python: Path, log: Path, *arguments: str, environment: dict[str, str
         )
     if result.returncode:
         print("\n" + "\n".join(log.read_text().strip().splitlines()[-25:]), file=sys.stderr)
-        raise SetupError(f"pip failed (status {result.returncode}); the whole log is {log}.")
+        raise SetupError(f"pip failed with status {result.returncode}; see {log}.")

@@ -39,7 +39,7 @@ class KernelBuild:
         """Builds all that is out of date, and keeps the objects for :meth:`changed` to return to."""
         cmake = shutil.which("cmake", path=TOOLS)
         if cmake is None:
-            raise DoesNotCompile("there is no cmake; run `make setup-dev`.")
+            raise DoesNotCompile("cmake was not found; run `make setup-dev`.")
         flags = ["-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0 -w", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
         flags += ["-DFASTATTENTION_EMULATE_AMX=ON"] if emulate_amx() else []
         _run([cmake, "-S", str(self.source), "-B", str(self.directory), "-G", "Unix Makefiles", *flags])

@@ -77,7 +77,7 @@ def free_port() -> int:
 
 
 def build_model_if_needed() -> None:
-    """Build the demo model where there is none, or one from other sources than today's."""
+    """Build the demo model if it does not exist, or if its sources have changed."""
     MODEL.parent.mkdir(exist_ok=True)
     with (MODEL.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would tread on each other's files

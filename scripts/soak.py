@@ -1,9 +1,10 @@
-"""Serve the demo model under mixed load for a while, and check that nothing is wrong, lost or left.
+"""Serve the demo model under mixed load for a while, and check answers, resource use and shutdown.
 
-Clients ask for needles in texts of many lengths, at once and as streams, drop their connections, and send bad input.
-Every answer must be right. Memory, file descriptors and threads of all the server's processes are counted twice while
-nothing is asked: after the first third and at the end; they must not have grown. Then SIGTERM comes with long requests
-in flight: their clients must be told, and the server must be gone within 10 seconds with all that it has made.
+Clients ask for needles in texts of many lengths, with and without streaming, drop their connections, and send bad
+input. Every answer must be right. Memory, file descriptors and threads of all server processes are counted twice while
+no request runs, after the first third and at the end, and must not have grown. Finally the server gets SIGTERM while
+long requests are in flight: their clients must receive an error, and within 10 seconds the server must have ended
+without leaving processes or shared memory behind.
 
     python -m scripts.soak --seconds 300 --server-arguments "--dtype bfloat16 --additional-config '{JSON}'"
 """
@@ -80,13 +81,13 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="of load; starting and ending come on top")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=8_000, help="of the longest needle texts under load")
-    parser.add_argument("--server-arguments", default="", help="more arguments of `vllm serve`, in one string")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result there")
-    parser.add_argument("--log", type=Path, help="keep all that the server says there")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the load, without start and shutdown")
+    parser.add_argument("--clients", type=int, default=8, help="number of clients at the same time")
+    parser.add_argument("--tokens", type=int, default=8_000, help="length of the longest needle texts under load")
+    parser.add_argument("--server-arguments", default="", help="additional arguments for `vllm serve`, as one string")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random requests")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--log", type=Path, help="write the server's log to this file")
     options = parser.parse_args()
     for name, least in [("seconds", 1), ("clients", 1), ("tokens", 64)]:
         if getattr(options, name) < least:
@@ -135,14 +136,14 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
         return result
     unasked = await bodies_that_vllm_itself_fails_on(url)
     for _, body in unasked:
-        print(f"This vLLM's own parser fails on {body!r} (status 500), so it is not part of the load.", flush=True)
+        print(f"vLLM itself answers {body!r} with status 500, so it is left out of the load.", flush=True)
     # The first third fills pools and caches; what is there then must do for the rest.
     for number, part in enumerate((1 / 3, 2 / 3)):
         load = Load(url, options, result, seed=options.seed + number, bad=[one for one in BAD if one not in unasked])
         if not await unless_it_dies(process, load.run(part * options.seconds), result):
             return result
         if not await nothing_runs(url):
-            result.failures.append("a request still runs though no client waits for one")
+            result.failures.append("a request is still running although no client waits for it")
         result.quiet.append(count(process))
         say(result)
     compare(result)
@@ -312,7 +313,7 @@ def compare(result: Result) -> None:
     ]:
         old, new = getattr(before, what), getattr(after, what)
         if new - old > limit:
-            result.failures.append(f"{what} grew from {old} to {new}; {limit} more are allowed")
+            result.failures.append(f"{what} grew from {old} to {new}, which is more than the allowed {limit}")
 
 
 async def end(process: psutil.Popen, url: str, result: Result) -> None:
@@ -323,7 +324,7 @@ async def end(process: psutil.Popen, url: str, result: Result) -> None:
         asked = [asyncio.create_task(long_request(client, seed)) for seed in range(4)]
         while await requests(url, "vllm:num_requests_running") < 1:
             if all(one.done() for one in asked):
-                result.failures.append("the long requests ended before the server was told to")
+                result.failures.append("the long requests ended before SIGTERM was sent")
                 break
             await asyncio.sleep(0.1)
         began = time.monotonic()
@@ -331,16 +332,16 @@ async def end(process: psutil.Popen, url: str, result: Result) -> None:
         try:
             await asyncio.to_thread(process.wait, END_S)
         except psutil.TimeoutExpired:
-            result.failures.append(f"the server still runs {END_S} s after SIGTERM")
+            result.failures.append(f"the server was still running {END_S} s after SIGTERM")
             process.kill()
         result.end_seconds = time.monotonic() - began
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, max(1.0, END_S - result.end_seconds))
         answers = await asyncio.gather(*asked)
     result.told = sum(answers)
     if not all(answers):
-        result.failures.append(f"{len(answers) - result.told} clients took an answer that was cut off for a whole one")
-    result.failures += [f"process {one.pid} is left: {one}" for one in alive]
-    result.failures += [f"{path} is left" for path in sorted(segments) if Path(path).exists()]
+        result.failures.append(f"{len(answers) - result.told} clients received a truncated answer that looks complete")
+    result.failures += [f"process {one.pid} was left behind: {one}" for one in alive]
+    result.failures += [f"{path} was left behind" for path in sorted(segments) if Path(path).exists()]
 
 
 def shared_memory(process: psutil.Process) -> set[str]:
@@ -375,9 +376,11 @@ def say(result: Result) -> None:
 
 def report(result: Result, options: argparse.Namespace, command: list[str]) -> None:
     for failure in result.failures:
-        print(f"WRONG: {failure}")
+        print(f"FAILED: {failure}")
     if not result.failures:
-        print(f"All right; ended {result.end_seconds:.1f} s after SIGTERM, {result.told} clients were told.")
+        print(
+            f"Passed; the server ended {result.end_seconds:.1f} s after SIGTERM and {result.told} clients got an error."
+        )
     if options.json:
         options.json.write_text(json.dumps(described(result, command), indent=1) + "\n")
 

@@ -55,7 +55,9 @@ def build(packages: Iterable[Path], target: Path, without: Iterable[str] = ()) -
         subprocess.CalledProcessError: a tool of binutils or the compiler failed.
     """
     if platform.machine() not in RETURN_ZERO:
-        raise RuntimeError(f"stand-ins are not known for {platform.machine()}; known: {', '.join(RETURN_ZERO)}.")
+        raise RuntimeError(
+            f"stub libraries are not supported on {platform.machine()}; supported: {', '.join(RETURN_ZERO)}."
+        )
     found = [path for package in packages for path in sorted(package.rglob("*.so*")) if path.is_file()]
     files = [path for path in found if path.name not in without]
     replaced = {name: kind for path in found if path.name in without for name, kind in defined_symbols(path).items()}

@@ -1,8 +1,8 @@
-"""What a vLLM can be asked for: the names of its options and of what it asks a backend, read from its sources.
+"""Records the names of vLLM's options, and of the attributes that it reads from a backend, from its sources.
 
-`.venv/bin/python -m scripts.vllm_surface SDIST_OR_FOLDER ...` records one file a version under
+`.venv/bin/python -m scripts.vllm_surface SDIST_OR_FOLDER ...` writes one file per version under
 tests/integration/vllm_surface. The sources are parsed, not imported, so any version can be recorded from its sdist
-(`pip download --no-deps --no-binary vllm vllm==X`); nothing is installed.
+(`pip download --no-deps --no-binary vllm vllm==X`) without installing it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _variables(source: str) -> Iterator[str]:
         if "environment_variables" in [target.id for target in targets if isinstance(target, ast.Name)]:
             for key in node.value.keys:
                 if not isinstance(key, ast.Constant):
-                    raise LookupError(f"{ENVIRONMENT} has a variable whose name is no text")
+                    raise LookupError(f"{ENVIRONMENT} has a variable whose name is not a string literal")
                 yield str(key.value)
 
 
@@ -149,7 +149,7 @@ def read_distribution(path: Path) -> tuple[str, Surface]:
 def _version(information: str) -> str:
     found = re.search(r"^Version: ([0-9.]+)", information, re.MULTILINE)
     if found is None:
-        raise LookupError("PKG-INFO names no version")
+        raise LookupError("PKG-INFO contains no version")
     return found.group(1)
 
 
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             version, names = read_distribution(path)
         except (OSError, LookupError, tarfile.TarError) as error:
-            print(f"vllm_surface: {path} is no source distribution of vLLM that can be read: {error}", file=sys.stderr)
+            print(f"vllm_surface: {path} cannot be read as a source distribution of vLLM: {error}", file=sys.stderr)
             return 1
         RECORDS.mkdir(exist_ok=True)
         file = RECORDS / f"{version}.json"

@@ -55,30 +55,33 @@ def can_run(problem: AttentionProblem) -> str | None:
     lengths, starts = problem.seq_lens.tolist(), problem.query_start_loc.tolist()
     new = [end - begin for begin, end in itertools.pairwise(starts)]
     if query.dtype not in DTYPES:
-        return f"query is {query.dtype}, the NPU's attention takes float16 and bfloat16; use --dtype bfloat16."
+        return f"query is {query.dtype}, but the NPU's attention needs float16 or bfloat16; pass --dtype bfloat16."
     if key.dtype not in (query.dtype, torch.int8) or problem.value.dtype != key.dtype:
-        return f"keys are {key.dtype} and values {problem.value.dtype}, both must be {query.dtype} or int8."
+        return f"keys are {key.dtype} and values {problem.value.dtype}, but both must be {query.dtype} or int8."
     for name, asked in (
         ("a soft cap", problem.softcap > 0),
         ("ALiBi", problem.alibi_slopes is not None),
         ("attention sinks", problem.sinks is not None),
     ):
         if asked:
-            return f"{name} cannot be asked of npu_fused_infer_attention_score; use a model without."
+            return f"npu_fused_infer_attention_score does not support {name}; serve another model."
     if heads % kv_heads or heads // kv_heads > MOST_QUERIES_PER_KV_HEAD or heads > MOST_HEADS:
         return (
-            f"{heads} query heads on {kv_heads} KV heads: there must be as many for each, at most "
-            f"{MOST_QUERIES_PER_KV_HEAD}, and at most {MOST_HEADS} in all."
+            f"there are {heads} query heads and {kv_heads} KV heads, but every KV head must have the same number of "
+            f"query heads, at most {MOST_QUERIES_PER_KV_HEAD}, and there may be at most {MOST_HEADS} query heads."
         )
     multiple = 32 if key.dtype == torch.int8 else 16
     if size % multiple or size > MOST_HEAD_SIZE:
-        return f"head size {size} is not a multiple of {multiple} up to {MOST_HEAD_SIZE}."
+        return f"the head size is {size}, but it must be a multiple of {multiple} up to {MOST_HEAD_SIZE}."
     masked = problem.causal or max(problem.window) >= 0
     wrong = [(q, kv) for q, kv in zip(new, lengths, strict=True) if q > kv]
     if masked and wrong:
         return f"a sequence has {wrong[0][0]} query tokens but only {wrong[0][1]} keys."
     if size in TND_HEAD_SIZES and (len(lengths) > TND_MOST_SEQUENCES or starts[-1] > TND_MOST_TOKENS):
-        return f"{len(lengths)} sequences of {starts[-1]} tokens; at most {TND_MOST_SEQUENCES} of {TND_MOST_TOKENS}."
+        return (
+            f"the batch has {len(lengths)} sequences and {starts[-1]} tokens, but the limits are {TND_MOST_SEQUENCES} "
+            f"sequences and {TND_MOST_TOKENS} tokens; lower --max-num-seqs or --max-num-batched-tokens."
+        )
     return _wrong_pages(problem, max(new, default=0)) if problem.is_paged else None
 
 
@@ -87,16 +90,21 @@ def _wrong_pages(problem: AttentionProblem, longest: int) -> str | None:
     if not (key.is_contiguous() and problem.value.is_contiguous()):
         return "keys and values must each be one contiguous cache, as vllm-ascend allocates them."
     if key.shape[2] * key.shape[3] > MOST_ROW:
-        return f"{key.shape[2]} KV heads of size {key.shape[3]} are more than {MOST_ROW} numbers a token."
+        return f"{key.shape[2]} KV heads of size {key.shape[3]} exceed the limit of {MOST_ROW} numbers per token."
     quantised = key.dtype == torch.int8
     if problem.head_size not in TND_HEAD_SIZES or quantised:
         if key.numel() > MOST_NUMBERS:
-            return f"the cache of a layer has {key.numel()} numbers, at most {MOST_NUMBERS} can be addressed."
+            return f"the cache of a layer has {key.numel()} numbers, but at most {MOST_NUMBERS} can be addressed."
         if longest > 1 and not quantised and (page % 128 or page > 512):
-            return f"pages of {page} tokens: with head size {problem.head_size} use --block-size 128, 256 or 512."
+            return (
+                f"the page size is {page} tokens, but head size {problem.head_size} needs 128, 256 or 512; pass "
+                "--block-size 128."
+            )
     multiple = 32 if quantised else 16
     if page % multiple or page > 1024:
-        return f"pages of {page} tokens are not a multiple of {multiple} up to 1024; use --block-size 128."
+        return (
+            f"the page size is {page} tokens, but must be a multiple of {multiple} up to 1024; pass --block-size 128."
+        )
     return None
 
 

@@ -19,13 +19,13 @@ DTYPES = (torch.float16, torch.bfloat16)
 def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     if problem.query.device.type != "cuda":
-        return f"query is on {problem.query.device}, FlashAttention needs it on a GPU."
+        return f"query is on {problem.query.device}, but FlashAttention needs it on a GPU."
     if problem.query.dtype not in DTYPES or problem.key.dtype != problem.query.dtype:
-        return f"query is {problem.query.dtype} and key {problem.key.dtype}, both must be float16 or bfloat16."
+        return f"query is {problem.query.dtype} and key {problem.key.dtype}, but both must be float16 or both bfloat16."
     if problem.sinks is not None and problem.query.dtype != torch.bfloat16:
-        return f"sinks need bfloat16, query is {problem.query.dtype}."
+        return f"attention sinks need a bfloat16 query, not {problem.query.dtype}."
     if problem.alibi_slopes is not None:
-        return "ALiBi is not computed over parts of the keys."
+        return "ALiBi (alibi_slopes) is not supported here, because keys are processed in parts."
     return None
 
 

@@ -141,8 +141,8 @@ def _refuse_training(dropout_p: float, *tensors: torch.Tensor) -> None:
         raise ValueError(f"dropout_p must be 0 (these kernels are for inference), not {dropout_p}.")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            "q, k or v requires gradients, but these kernels have no backward pass: "
-            "call under torch.no_grad() or detach the tensors."
+            "q, k or v requires gradients, but these kernels have no backward pass; "
+            "call this under torch.no_grad(), or detach the tensors."
         )
 
 
@@ -166,7 +166,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0]:
         raise ValueError(
-            "q, k and v must be [batch, seqlen, num_heads, head_size] with one batch size, "
+            "q, k and v must be [batch, seqlen, num_heads, head_size] with the same batch size, "
             f"not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     batch, seqlen_q, num_heads, head_size = q.shape

@@ -37,7 +37,7 @@ def bias(q_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool, window:
     blocks = masks.BlockDiagonalMask.from_seqlens(list(q_lens), list(kv_lens))
     if not causal:
         if window >= 0:
-            raise ValueError(f"the window is {window}, but xformers takes one of causal sequences only.")
+            raise ValueError(f"the window is {window}, but xformers supports windows only with a causal mask.")
         return blocks
     if window >= 0:
         return blocks.make_local_attention_from_bottomright(window + 1)  # which counts the query's own key

@@ -52,6 +52,6 @@ def check_bind(text: str, ranks: int) -> None:
         groups = []
     if len(groups) != ranks:
         raise Refusal(
-            f"{THREADS_BIND}={text} does not name the CPUs of {ranks} rank(s); write them as in "
+            f"{THREADS_BIND}={text} is not a list of CPUs for {ranks} rank(s); write it like "
             f"{format_bind([[2 * rank, 2 * rank + 1] for rank in range(ranks)])!r}, or unset it."
         )

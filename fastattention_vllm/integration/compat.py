@@ -46,7 +46,8 @@ def check_vllm_version() -> None:
     if not SUPPORTED_VLLM.contains(Version(installed.base_version), prereleases=True):
         raise Refusal(
             f"vLLM {installed} is installed, but this version of fastattention-vllm supports "
-            f"vllm{SUPPORTED_VLLM}; install a supported one (`make serve` does) or uninstall fastattention-vllm."
+            f"vllm{SUPPORTED_VLLM}; install a supported version (`make serve` does so), or uninstall "
+            "fastattention-vllm."
         )
 
 

@@ -29,12 +29,12 @@ def register() -> None:
     install_excepthook()
     compat.check_vllm_version()
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
-        # vLLM >= 0.28 then skips platform plugins, and its own CPU platform answers every --attention-backend with
-        # CPU_ATTN: a silent fallback to kernels that a pure-Python vLLM does not even have.
+        # With this setting, vLLM >= 0.28 skips platform plugins, and its own CPU platform uses CPU_ATTN whatever
+        # --attention-backend says: a silent fallback to kernels that a pure-Python vLLM does not include.
         raise Refusal(
-            "VLLM_TARGET_DEVICE=cpu is set, which makes vLLM ignore platform plugins and "
-            "--attention-backend fastattention with them; unset VLLM_TARGET_DEVICE (it is needed at install time "
-            "only), or set VLLM_PLUGINS='' to run a vLLM that has CPU kernels of its own without fastattention."
+            "VLLM_TARGET_DEVICE=cpu is set, so vLLM ignores platform plugins and --attention-backend fastattention; "
+            "unset VLLM_TARGET_DEVICE (only the installation of vLLM needs it), or set VLLM_PLUGINS='' to run a vLLM "
+            "with its own CPU kernels and without fastattention."
         )
     compat.ensure_backend_member()
     ascend.install()

@@ -24,7 +24,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         if sum(self.blocks) != self.rows or min(self.blocks) < 1:
-            raise ValueError(f"blocks of {self.blocks} rows are not {self.rows}.")
+            raise ValueError(f"blocks of {self.blocks} rows do not add up to {self.rows}.")
 
     @property
     def hidden(self) -> float:

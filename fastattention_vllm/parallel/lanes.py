@@ -47,7 +47,7 @@ def open_lanes(
             try:
                 lanes[name] = open_copies(mine.index(rank), len(mine), exchange, channels, mib * MIB)
             except (OSError, DriverError) as error:
-                complain(f"no {name}: {error}")
+                complain(f"{name} is not available: {error}")
         elif kind in ("nccl", "gloo"):
             lanes[name] = open_collective(groups, device_type, timeout, int(detail) if detail else None)
         else:

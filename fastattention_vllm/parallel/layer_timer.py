@@ -155,8 +155,8 @@ def wait_for(event: Any) -> None:
     while not event.query():
         if monotonic() > until:
             raise CollectiveError(
-                f"a layer that was timed is not done after {STUCK:.0f} s: its ranks' devices wait for each other. "
-                'Start with tiling_all_reduce "off", or with a fixed number of blocks.'
+                f"timing a layer did not finish within {STUCK:.0f} s, because the ranks' devices wait for each other; "
+                'start with tiling_all_reduce "off" or with a fixed number of blocks.'
             )
         time.sleep(20e-6)
 

@@ -24,10 +24,10 @@ def why_not(dtype: torch.dtype, ranks: int, one_machine: bool) -> str:
         one_machine: all ranks are NPUs of one, whose links reach each other.
     """
     if dtype not in DTYPES:
-        return f"it takes float16 and bfloat16, not {dtype}"
+        return f"it supports float16 and bfloat16, not {dtype}"
     if ranks not in RANKS:
-        return f"it is for 2, 4 or 8 NPUs, not {ranks}"
-    return "" if one_machine else "it is for the NPUs of one machine"
+        return f"it needs 2, 4 or 8 NPUs, not {ranks}"
+    return "" if one_machine else "it needs all NPUs in one machine"
 
 
 def layer(communicator: Callable[[], str]) -> Linear:

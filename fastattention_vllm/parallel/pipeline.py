@@ -24,7 +24,7 @@ class Times:
 
     def __post_init__(self) -> None:
         if not self.points:
-            raise ValueError("times need at least one measured point.")
+            raise ValueError("at least one measured point is needed.")
         before = (0, 0.0)
         for rows, seconds in self.points:
             if rows <= before[0] or not max(before[1], 1e-12) <= seconds < float("inf"):
@@ -68,7 +68,7 @@ class Pipeline:
         if min(self.matmul_slowdown, self.all_reduce_slowdown) < 1:
             raise ValueError(
                 f"slowdowns of {self.matmul_slowdown} and {self.all_reduce_slowdown} must be at least 1: "
-                "work beside other work is not faster."
+                "overlapped work is never faster."
             )
 
     @property

@@ -44,5 +44,7 @@ def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     if short:
-        raise OSError(f"{FOLDER} has no room for {size} bytes on rank {short[0]}; make it larger (docker --shm-size).")
+        raise OSError(
+            f"{FOLDER} has no room for {size} bytes on rank {short[0]}; make it larger (with Docker: --shm-size)."
+        )
     return segments

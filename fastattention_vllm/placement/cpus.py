@@ -83,13 +83,13 @@ def describe_pinning(threads: int, cpus: Sequence[int], of_caller: Iterable[int]
     """
     own = sorted(set(of_caller))
     if not cpus:
-        return f"{threads} threads, none pinned: they float over {len(own)} CPUs"
+        return f"{threads} threads, not pinned, on any of {len(own)} CPUs"
     caller = f"CPU {own[0]}" if len(own) == 1 else f"any of {len(own)} CPUs"
     pinned = [cpus[worker % len(cpus)] for worker in range(1, threads)]
     text = f"{threads} threads: vLLM's own on {caller}"
     if pinned:
-        text += f", {len(pinned)} pinned one by one to CPUs {','.join(map(str, pinned))}"
-    return text + (f"; more threads than the {len(cpus)} CPUs" if threads > len(cpus) else "")
+        text += f", {len(pinned)} pinned to CPUs {','.join(map(str, pinned))}"
+    return text + (f"; there are more threads than CPUs ({len(cpus)})" if threads > len(cpus) else "")
 
 
 def parse_cpu_list(text: str) -> list[int]:

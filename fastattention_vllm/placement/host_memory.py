@@ -55,7 +55,7 @@ def commit(
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         mapping = mmap.mmap(-1, whole + HUGE_PAGE, flags=flags)
     except (OSError, ValueError, OverflowError) as error:
-        raise MemoryError(f"there is no address space for {size / GIB:.2f} GiB ({error})") from error
+        raise MemoryError(f"{size / GIB:.2f} GiB of address space could not be reserved ({error})") from error
     base = addressof(c_char.from_buffer(mapping))
     begin = -(-base // HUGE_PAGE) * HUGE_PAGE
     placements = []
@@ -64,7 +64,7 @@ def commit(
         with _one_at_a_time():
             if not _wait_for(step):
                 del mapping
-                raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be had")
+                raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be allocated")
             placements.append(cpu_memory.place(begin + offset, step, nodes, discard=True))
     if pin:
         pin.register(begin, whole)

@@ -78,7 +78,7 @@ def create(
         blocks = max(shape.num_blocks for shape in shapes.values())
         raise MemoryError(
             f"the host layers' KV cache needs {total / GIB:.2f} GiB ({blocks} blocks, {len(sizes)} slabs), but "
-            f"{budget / GIB:.2f} GiB of host memory may be used; raise host_kv_gib or lower the number of blocks"
+            f"the limit for host memory is {budget / GIB:.2f} GiB; raise host_kv_gib, or lower the number of blocks"
         )
     try:
         memory, placements = host_memory.commit(total, nodes, pin=pin)

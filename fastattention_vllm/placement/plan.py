@@ -117,25 +117,26 @@ def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> Placement:
     for index in host:
         if index not in known:
             raise PlacementError(
-                f"host_kv_layers names layer {index}, but the layers with a KV cache of their own are "
+                f"host_kv_layers contains layer {index}, which has no separate KV cache; choose from layers "
                 f"{indices_text(known)}."
             )
         if index in layers.fixed:
             raise PlacementError(
-                f"host_kv_layers names layer {index}, whose KV cache other layers share; leave it out."
+                f"host_kv_layers contains layer {index}, but other layers share its KV cache; remove it from the list."
             )
     for kind, name in ((layers.full, "full-attention"), (layers.windowed, "sliding-window")):
         if kind and set(kind) <= set(host):
             raise PlacementError(
-                f"host_kv_layers leaves no {name} layer on the device, which needs at least one of each kind to keep "
-                f"the block table; leave out one of {indices_text(kind)}."
+                f"host_kv_layers leaves no {name} layer on the device, but one of each kind must stay there to keep "
+                f"the block table; remove at least one of {indices_text(kind)} from the list."
             )
     placement = _placement(layers, size, set(host))
     if placement.device_size.groups() > size.groups():
         raise PlacementError(
             f"host_kv_layers {indices_text(host)} leaves {placement.device_size.full_layers} full-attention and "
-            f"{placement.device_size.windowed_layers} sliding-window layers on the device, for which vLLM needs "
-            f"{placement.device_size.groups()} block tables instead of {size.groups()}; keep the kinds in proportion."
+            f"{placement.device_size.windowed_layers} sliding-window layers on the device, which would need "
+            f"{placement.device_size.groups()} block tables in vLLM instead of {size.groups()}; keep the model's ratio "
+            "of the two kinds."
         )
     return placement
 
@@ -149,9 +150,9 @@ def _of_count(layers: Layers, size: KvSize, count: int) -> Placement:
     if not fitting:
         possible = sorted({len(candidate.host) for candidate in candidates})
         raise PlacementError(
-            f"host_kv_layers {count} is not possible: of {len(layers.full) + len(layers.windowed)} layers with a KV "
-            f"cache, one of each kind stays on the device, and the kinds keep their proportion; "
-            f"possible: {indices_text(possible)}."
+            f"host_kv_layers {count} is not possible with {len(layers.full) + len(layers.windowed)} layers that have a "
+            "KV cache, because one of each kind must stay on the device and the ratio of the kinds must not change; "
+            f"possible values: {indices_text(possible)}."
         )
     return min(fitting, key=lambda candidate: _read_bytes(candidate.device_size, 1 << 20))
 
@@ -166,9 +167,9 @@ def _automatic(layers: Layers, size: KvSize, limits: Limits) -> Placement:
     fits = f"; --max-model-len {longest} fits" if longest else ""
     raise PlacementError(
         f"{limits.requests} request(s) of {limits.tokens} tokens do not fit: the layers that must stay on the device "
-        f"need {min(_need(c.device_size, limits) for c in candidates) / GIB:.2f} GiB there and "
-        f"{limits.device_bytes / GIB:.2f} are free, all layers together {_need(size, limits) / GIB:.2f} GiB, and "
-        f"{limits.host_bytes / GIB:.2f} GiB of host memory may be used{fits} (host_kv_gib raises the host's share)."
+        f"need {min(_need(c.device_size, limits) for c in candidates) / GIB:.2f} GiB of its memory, where "
+        f"{limits.device_bytes / GIB:.2f} GiB are free; all layers together need {_need(size, limits) / GIB:.2f} GiB, "
+        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit)."
     )
 
 

@@ -132,7 +132,7 @@ class Prefetcher:
             self.discard()
             self.expected.extend(upcoming())
             if not self.expected or not self.expected[0].is_of(layer, step):
-                raise PrefetchError("the visits of a pass do not begin with the layer whose turn it is")
+                raise PrefetchError("the first visit of a pass is not for the layer that is being computed")
             self._pass_began = self.link.mark()
             self._go_on()
         self.current = self.expected.popleft()
@@ -163,8 +163,8 @@ class Prefetcher:
         if found is None or not found.visit.is_of(layer, step) or found.range is not wanted:
             came = "those of another layer, step or request" if found else "none"
             raise PrefetchError(
-                f"tokens {wanted.begin} to {wanted.end} of a host layer were to be used on the device, and {came} came "
-                "next; the answer would have been wrong."
+                f"the device needs tokens {wanted.begin} to {wanted.end} of a host layer, but {came} came next; the "
+                "answer would have been wrong."
             )
         _, number, there = self.coming.popleft()
         self.link.wait(there)
@@ -180,7 +180,7 @@ class Prefetcher:
         not_used = (*(fetch for fetch, _, _ in self.coming), *self.waiting)
         left = [fetch for fetch in not_used if fetch.visit is self.current]
         if left:
-            raise PrefetchError(f"a host layer left {len(left)} of its ranges unused; its answer is not complete.")
+            raise PrefetchError(f"a host layer left {len(left)} of its ranges unused, so its answer is incomplete.")
         self.current = None
         self._go_on()
 

@@ -83,15 +83,15 @@ def can_run(problem: AttentionProblem) -> str | None:
     for name in ("query", "key", "value"):
         tensor: torch.Tensor = getattr(problem, name)
         if not tensor.is_cpu:
-            return f"{name} is on {tensor.device}, the CPU kernels need it on cpu."
+            return f"{name} is on {tensor.device}, but the CPU kernels need it on cpu."
         if tensor.dtype not in (_DTYPES if name == "query" else _KV_DTYPES):
-            or_fp8 = "" if name == "query" else ", or float8_e4m3fn or float8_e5m2"
-            return f"{name} has dtype {tensor.dtype}, the CPU kernels take float32, float16 or bfloat16{or_fp8}."
+            or_fp8 = "" if name == "query" else ", float8_e4m3fn or float8_e5m2"
+            return f"{name} has dtype {tensor.dtype}, but the CPU kernels need float32, float16 or bfloat16{or_fp8}."
     if query.dim() != 3 or key.dim() != (4 if problem.is_paged else 3):
         return None  # not a question of this family: run() says what is wrong with the shapes
     if query.shape[2] % HEAD_SIZE_MULTIPLE != 0 or not 0 < query.shape[2] <= MAX_HEAD_SIZE:
         sizes = f"multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}"
-        return f"head_size is {query.shape[2]}, the CPU kernels take {sizes}."
+        return f"head_size is {query.shape[2]}, but the CPU kernels support {sizes}."
     try:
         library()
     except RuntimeError as error:
@@ -166,10 +166,10 @@ def attention_arguments(
     value_strides = row_strides(value, "value")
     if key_shape != value.shape or key.dtype != value.dtype:
         raise ValueError(
-            f"key and value must agree, but are {_shape(key)} {key.dtype} and {_shape(value)} {value.dtype}."
+            f"key and value must match, but are {_shape(key)} {key.dtype} and {_shape(value)} {value.dtype}."
         )
     if key_shape[-1] != head_size:
-        raise ValueError(f"key has head_size {key_shape[-1]}, query {head_size}.")
+        raise ValueError(f"key has head_size {key_shape[-1]}, but query has {head_size}; they must match.")
 
     check_index(query_start_loc, "query_start_loc", (num_seqs + 1,))
     check_index(seq_lens, "seq_lens", (num_seqs,))
@@ -188,7 +188,7 @@ def attention_arguments(
                 f"without a block_table, key must be [num_kv_tokens, num_kv_heads, head_size], not {_shape(key)}."
             )
         if kv_start_loc is None:
-            raise ValueError("without a block_table, kv_start_loc must say where sequences begin.")
+            raise ValueError("kv_start_loc is missing; pass it, or a block_table.")
         check_index(kv_start_loc, "kv_start_loc", (num_seqs,))
         key_strides, value_strides = (0, *key_strides), (0, *value_strides)
     slope_stride = 0
@@ -307,8 +307,8 @@ def write_arguments(
         raise ValueError(f"all tensors must be on cpu, but are on {[str(t.device) for t in tensors]}.")
     if key.dtype not in _DTYPES or key_cache.dtype not in _KV_DTYPES:
         raise ValueError(
-            "key must be float32, float16 or bfloat16, and the cache one of these, float8_e4m3fn or float8_e5m2, "
-            f"not {key.dtype} and {key_cache.dtype}."
+            "key must be float32, float16 or bfloat16, and the cache must be one of these, float8_e4m3fn or "
+            f"float8_e5m2; they are {key.dtype} and {key_cache.dtype}."
         )
     if key.dim() != 3 or key_cache.dim() != 4 or key_cache.shape[2:] != key.shape[1:]:
         raise ValueError(
@@ -321,7 +321,7 @@ def write_arguments(
         )
     num_tokens = slot_mapping.shape[0]
     if num_tokens > key.shape[0]:
-        raise ValueError(f"slot_mapping names {num_tokens} tokens, but key has {key.shape[0]}.")
+        raise ValueError(f"slot_mapping has {num_tokens} tokens, but key has only {key.shape[0]}.")
     return WriteArguments(
         num_tokens,
         key_cache.shape[0],

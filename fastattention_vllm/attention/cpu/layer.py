@@ -44,7 +44,9 @@ class LayerAttention:
     def __init__(self, problem: AttentionProblem, out: torch.Tensor) -> None:
         slopes = problem.alibi_slopes
         if not problem.is_paged or (slopes is not None and slopes.dim() != 1):
-            raise ValueError("what is not paged, or has ALiBi slopes for each sequence, is for cpu.run.")
+            raise ValueError(
+                "the problem has no block_table, or different alibi_slopes per sequence; use cpu.run for it."
+            )
         self._plan(problem, out)
 
     def _plan(self, problem: AttentionProblem, out: torch.Tensor) -> None:

@@ -110,7 +110,7 @@ def library_path() -> Path:
     forced = os.environ.get("FASTATTENTION_CPU_LIBRARY")
     if forced:
         if not Path(forced).is_file():
-            raise RuntimeError(f"FASTATTENTION_CPU_LIBRARY names {forced}, which does not exist.")
+            raise RuntimeError(f"FASTATTENTION_CPU_LIBRARY is {forced}, but there is no such file; unset it or fix it.")
         return Path(forced)
     tried = [Path(__file__).resolve().parents[2] / "lib" / _LIBRARY_NAME]
     for distribution in importlib.metadata.distributions(name="fastattention-vllm"):
@@ -121,8 +121,8 @@ def library_path() -> Path:
             return path
     places = ", ".join(str(path) for path in dict.fromkeys(tried))
     raise RuntimeError(
-        f"The CPU kernel library is not built: looked at {places}; build it with `make build` "
-        "or name it in FASTATTENTION_CPU_LIBRARY."
+        f"The CPU kernel library was not found at {places}; run `make build`, or set FASTATTENTION_CPU_LIBRARY to "
+        "its path."
     )
 
 
@@ -134,8 +134,8 @@ def library() -> ctypes.CDLL:
     found = loaded.fa_cpu_abi_version()
     if found != ABI_VERSION:
         raise RuntimeError(
-            f"{path} speaks version {found} of the CPU kernel interface, this package version "
-            f"{ABI_VERSION}: rebuild it with `make build`."
+            f"{path} has version {found} of the CPU kernel interface, but this package needs version {ABI_VERSION}; "
+            "run `make build`."
         )
     for name in ("fa_cpu_last_error", "fa_cpu_usable_isas", "fa_cpu_isa"):
         getattr(loaded, name).restype = c_char_p
@@ -147,7 +147,7 @@ def library() -> ctypes.CDLL:
     forced = os.environ.get("FASTATTENTION_CPU_ISA")
     if forced and loaded.fa_cpu_set_isa(forced.encode()) != _OK:
         usable = loaded.fa_cpu_usable_isas().decode().replace(",", ", ")
-        raise RuntimeError(f"FASTATTENTION_CPU_ISA is {forced!r}, but this machine can use: {usable}.")
+        raise RuntimeError(f"FASTATTENTION_CPU_ISA is {forced!r}, but this machine supports: {usable}.")
     return loaded
 
 

@@ -32,7 +32,7 @@ class PageReader:
 
     def __init__(self, pages: Sequence[int], sizes: Sequence[int]) -> None:
         if len(pages) != len(sizes):
-            raise ValueError(f"there are {len(pages)} pages, but {len(sizes)} sizes.")
+            raise ValueError(f"there are {len(pages)} pages but {len(sizes)} sizes; pass one size per page.")
         self.total_bytes = sum(sizes)
         self._pages = (c_void_p * len(pages))(*pages)
         self._sizes = (c_int64 * len(sizes))(*sizes)

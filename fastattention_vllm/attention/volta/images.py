@@ -19,7 +19,7 @@ FORMAT = 2
 """Of the manifest itself."""
 SOURCES = Path(__file__).resolve().parents[3] / "kernels" / "volta" / "src"
 """In a checkout; a wheel has none."""
-FIX = "run `make volta`, or install the wheel again."
+FIX = "run `make volta`, or reinstall the wheel."
 
 
 class ImageError(RuntimeError):
@@ -37,7 +37,7 @@ def variants(folder: Path) -> dict[tuple[str, int, bool, str, int], Variant]:
         try:
             one = Variant(**entry)
         except TypeError as error:
-            raise ImageError(f"{folder / MANIFEST} does not describe kernels as expected ({error}); {FIX}") from error
+            raise ImageError(f"{folder / MANIFEST} does not have the expected form ({error}); {FIX}") from error
         found[one.kind, one.head_size, one.adjusted, one.cache, one.architecture] = one
     return found
 
@@ -57,12 +57,12 @@ def read(folder: Path, variant: Variant, suffix: str) -> bytes:
     changed = sorted(_changed(manifest["sources"]))
     if changed:
         raise ImageError(
-            f"The Volta kernels in {folder} were compiled from other sources than {SOURCES} has now "
+            f"The sources in {SOURCES} have changed since the Volta kernels in {folder} were compiled "
             f"({', '.join(changed)}); {FIX}"
         )
     known = manifest["images"].get(path.name)
     if not isinstance(known, dict) or known.get("sha256") != hashlib.sha256(image).hexdigest():
-        raise ImageError(f"{path} is not the file that {MANIFEST} beside it describes; {FIX}")
+        raise ImageError(f"{path} does not match its checksum in {MANIFEST}; {FIX}")
     return image
 
 
@@ -92,7 +92,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         if not any(folder.glob("*.ptx")):
             raise ImageError(f"The Volta kernels are not built: there is no {path}; {FIX}") from error
         raise ImageError(
-            f"The Volta kernels in {folder} have no {MANIFEST} that says to which code they belong; {FIX}"
+            f"The Volta kernels in {folder} have no {MANIFEST}, so their version is unknown; {FIX}"
         ) from error
     except ValueError as error:
         raise ImageError(f"{path} is not JSON ({error}); {FIX}") from error
@@ -103,8 +103,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     different = disagreement(manifest.get("constants"), manifest.get("structures"))
     if different:
         raise ImageError(
-            f"The Volta kernels in {folder} were compiled for a launcher with other arguments or another workspace "
-            f"({different}); {FIX}"
+            f"The Volta kernels in {folder} were compiled for another version of this package "
+            f"(difference: {different}); {FIX}"
         )
     checked: dict[str, Any] = manifest
     return checked

@@ -80,8 +80,8 @@ def target_of(capability: tuple[int, int], kernels: str = "auto") -> Target:
     target = CHOICES[kernels]
     if 10 * capability[0] + capability[1] < target.architecture:
         raise ValueError(
-            f"volta_kernels is {kernels}, but this GPU's compute capability is {capability[0]}.{capability[1]}; "
-            "leave it at auto."
+            f"volta_kernels is {kernels}, but this GPU has compute capability {capability[0]}.{capability[1]}; "
+            "set it to auto."
         )
     return target
 
@@ -108,30 +108,33 @@ def can_run(problem: AttentionProblem) -> str | None:
     query, key, value = problem.query, problem.key, problem.value
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.device.type != "cuda":
-            return f"{name} is on {tensor.device}, the Volta kernels need it on a GPU."
+            return f"{name} is on {tensor.device}, but the Volta kernels need it on a GPU."
         if name == "query" and tensor.dtype != torch.float16:
-            return f"query has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
+            return f"query has dtype {tensor.dtype}, but the Volta kernels need float16; pass --dtype float16."
         if tensor.dtype not in CACHES:
             return (
-                f"{name} has dtype {tensor.dtype}, the Volta kernels take float16, float8_e5m2, float8_e4m3fn and int8."
+                f"{name} has dtype {tensor.dtype}, but the Volta kernels need float16, float8_e5m2, float8_e4m3fn or "
+                "int8."
             )
         if tensor.stride(-1) != 1 or any(stride % CHUNK for stride in tensor.stride()[:-1]):
-            return f"{name} has strides {tensor.stride()}, all but the last must be multiples of {CHUNK}, the last 1."
+            return (
+                f"{name} has strides {tensor.stride()}, but the last one must be 1 and the others multiples of {CHUNK}."
+            )
         aligned = CHUNK * tensor.element_size()
         if tensor.data_ptr() % aligned:
-            return f"{name} begins at an address that is no multiple of {aligned} bytes, which the Volta kernels need."
+            return f"{name} begins at {tensor.data_ptr():#x}, but the Volta kernels need a multiple of {aligned} bytes."
     if query.shape[-1] not in HEAD_SIZES:
-        return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
+        return f"head_size is {query.shape[-1]}, but the Volta kernels support {', '.join(map(str, HEAD_SIZES))}."
     if key.dtype != value.dtype:
-        return f"key has dtype {key.dtype} and value {value.dtype}, they must be alike."
+        return f"key has dtype {key.dtype} and value {value.dtype}, but they must have the same dtype."
     if key.stride() != value.stride():
-        return f"key has strides {key.stride()} and value {value.stride()}, they must be alike."
+        return f"key has strides {key.stride()} and value {value.stride()}, but they must have the same strides."
     if key.shape[0] * key.stride(0) // CHUNK >= MOST_OFFSET:
-        return f"key has {key.shape[0]} blocks of {key.stride(0)} numbers, more than the Volta kernels can count."
+        return f"key has {key.shape[0]} blocks of {key.stride(0)} numbers, more than the Volta kernels can address."
     if problem.scale <= 0:
-        return f"scale is {problem.scale}, the Volta kernels need it above 0."
+        return f"scale is {problem.scale}, but the Volta kernels need a positive one."
     if problem.alibi_slopes is not None and problem.alibi_slopes.dim() != 1:
-        return "alibi_slopes differ from sequence to sequence, the Volta kernels take one per head."
+        return "alibi_slopes differ between sequences, but the Volta kernels need one slope per head."
     return None
 
 
@@ -214,9 +217,9 @@ def attend(
         blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
         if blocks[1] > MOST_BLOCKS:
             raise ValueError(
-                f"a sequence has {extent.most_tokens} new tokens, the Volta kernels take "
-                f"{MOST_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time with "
-                f"{problem.num_heads // kv_heads} query heads per KV head; attend to them in chunks."
+                f"a sequence has {extent.most_tokens} new tokens, but with {problem.num_heads // kv_heads} query heads "
+                "per KV head the Volta kernels process at most "
+                f"{MOST_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time; split them into chunks."
             )
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (kv_heads * parts, blocks[1], seqs)
@@ -226,7 +229,7 @@ def attend(
         needed = volta_kernels.floats_of_parts(head_size, rows)
         partial = torch.empty(needed, device=device) if workspace is None else workspace
         if partial.numel() < needed:
-            raise ValueError(f"the workspace has {partial.numel()} numbers, but {parts} parts need {needed}.")
+            raise ValueError(f"the workspace has room for {partial.numel()} numbers, but {parts} parts need {needed}.")
         split.partial_out = partial.data_ptr()
         split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows)
     _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
@@ -254,8 +257,8 @@ def write_kv(
     """
     if key_cache.dtype not in CACHES or key.dtype != torch.float16:
         raise ValueError(
-            f"the Volta kernels write float16 into float16, float8_e5m2, float8_e4m3fn or int8, not {key.dtype} into "
-            f"{key_cache.dtype}."
+            "the Volta kernels write float16 keys into a float16, float8_e5m2, float8_e4m3fn or int8 cache, not "
+            f"{key.dtype} keys into a {key_cache.dtype} cache."
         )
     assert key_scale == value_scale == 1.0 or key_cache.dtype != torch.float16
     assert key_cache.stride() == value_cache.stride()

@@ -33,7 +33,7 @@ class FastAttentionAscendBackend(DevicesOwn, AscendAttentionBackend):
     def get_impl_cls() -> type[Any]:
         theirs: type[Any] = AscendAttentionBackend.get_impl_cls()
         if theirs is not AscendAttentionBackendImpl:
-            logger.info_once("These layers stay with vllm-ascend: %s.", theirs.__name__)
+            logger.info_once("vllm-ascend's own backend runs these layers: %s.", theirs.__name__)
             return theirs
         return FastAttentionAscendImpl
 
@@ -57,9 +57,14 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         # vllm-ascend takes both and computes without them.
         if alibi_slopes is not None or logits_soft_cap:
             asked = "ALiBi position bias" if alibi_slopes is not None else f"a soft cap of {logits_soft_cap}"
-            raise Refusal(f"this model has {asked}, which the NPU's fused attention does not compute; serve another.")
+            raise Refusal(
+                f"this model uses {asked}, which the NPU's fused attention does not support; serve another model."
+            )
         if sliding_window is not None and sliding_window < 2:
-            raise Refusal(f"this model has a sliding window of {sliding_window} tokens, at least 2 are supported.")
+            raise Refusal(
+                f"this model's sliding window is {sliding_window} token(s), but at least 2 are needed; serve another "
+                "model."
+            )
         super().__init__(
             num_heads,
             head_size,
@@ -76,7 +81,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         )
         self.theirs = self._why_theirs()
         if self.theirs:
-            logger.info_once("These layers stay with vllm-ascend: %s.", self.theirs)
+            logger.info_once("vllm-ascend's own backend runs these layers: %s.", self.theirs)
             return
         reason = ascend.can_run(self._any_problem())
         if reason is not None:

@@ -59,16 +59,19 @@ class AscendSide(AcceleratorSide):
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if mode.has_full_cudagraphs() and not mode.requires_piecewise_compilation():
             raise Refusal(
-                f"cudagraph_mode {mode.name} captures whole steps, and host layers in them wait for the CPU; pass "
-                '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager, or set host_kv_layers to '
-                "0."
+                f"cudagraph_mode {mode.name} captures whole steps, which is impossible with host layers because "
+                'they wait for the CPU; pass --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or '
+                "--enforce-eager, or set host_kv_layers to 0."
             )
         block = self.vllm_config.cache_config.block_size
         if block != PAGE:
             raise Refusal(f"host layers on an NPU need blocks of {PAGE} tokens, not {block}; pass --block-size {PAGE}.")
         if get_ascend_config().enable_cpu_binding:
             get_ascend_config().enable_cpu_binding = False
-            logger.info_once("vllm-ascend's enable_cpu_binding is off: it would gather the attention threads.")
+            logger.info_once(
+                "vllm-ascend's enable_cpu_binding was turned off, because it would move all attention threads to the "
+                "same CPUs."
+            )
         super().prepare()
 
     def extend_worker(self) -> None:

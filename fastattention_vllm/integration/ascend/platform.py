@@ -60,9 +60,9 @@ def _honouring(choose: Any) -> Any:
 
         ascend_row_parallel.install()
         if chosen != DENSE_PATH:
-            logger.info_once("These layers stay with vllm-ascend: %s is not dense attention on a 910.", chosen)
+            logger.info_once("vllm-ascend's own backend runs these layers: %s is not dense attention on a 910.", chosen)
             return chosen
-        logger.info_once("Attention by torch_npu's fused operator, its 2048 x 2048 mask for every length.")
+        logger.info_once("Attention kernel: torch_npu's fused operator, with one 2048 x 2048 mask for all lengths.")
         return BACKEND_PATH
 
     get_attn_backend_cls._fastattention = True  # type: ignore[attr-defined]
@@ -79,5 +79,6 @@ def check_version() -> None:
     if not SUPPORTED_VLLM_ASCEND.contains(Version(installed.base_version), prereleases=True):
         raise Refusal(
             f"vllm-ascend {installed} is installed, but fastattention supports vllm-ascend{SUPPORTED_VLLM_ASCEND}; "
-            "install a supported one with the vLLM of the same number, or remove --attention-backend fastattention."
+            "install a supported version together with the vLLM of the same version, or remove --attention-backend "
+            "fastattention."
         )

@@ -123,7 +123,9 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         Refusal: ``tiling_full_form`` is set.
     """
     if options_of(vllm_config).tiling_full_form:
-        raise Refusal("tiling_full_form is not part of the NPU path; leave it out, tiling_all_reduce works without it.")
+        raise Refusal(
+            "tiling_full_form is not supported on NPUs; remove it and use tiling_all_reduce, which works without it."
+        )
     coordinator = get_tp_group()
     sums = TensorParallelSums(coordinator)
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RowParallelLinear)]
@@ -154,12 +156,12 @@ def why_not(layer: Any, name: str) -> str:
     """Why a layer cannot be tiled; empty if it can. ``name`` is its path in the model."""
     operation = getattr(layer, "custom_op", None)
     if operation is None:
-        return "vllm-ascend's chooser is not asked for them"
+        return "vllm-ascend does not choose an operation for them"
     if not isinstance(operation, TiledRowParallelOp):
-        return f"vllm-ascend's {type(operation).__name__}"
+        return f"they use vllm-ascend's {type(operation).__name__}"
     reason = row_parallel.why_not(layer, name, AscendUnquantizedLinearMethod)
     if not reason and _should_trans_nz(layer.weight):
-        return "their weights lie in an order of the NPU's own (NZ)"
+        return "their weights are in the NPU's NZ format"
     return reason
 
 
@@ -188,7 +190,7 @@ def _one_calls(coordinator: Any, sums: TensorParallelSums, weights: Sequence[tor
         problem = next(filter(None, sums.exchange(problem)), "")
         if not problem:
             return {mm_all_reduce.NAME: layer}
-    logger.info_once("Tiling-AllReduce: no %s: %s.", mm_all_reduce.NAME, problem)
+    logger.info_once("Tiling-AllReduce: %s is not available: %s.", mm_all_reduce.NAME, problem)
     return {}
 
 

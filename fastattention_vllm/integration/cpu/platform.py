@@ -98,8 +98,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if cls._serves_adapters and getattr(params, "prompt_logprobs", None) is not None:
             # vLLM's output layer then meets rows that its adapter indices do not cover, which ends the engine.
             raise Refusal(
-                f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; ask "
-                "without prompt_logprobs, or start a server without --enable-lora."
+                f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; send the "
+                "request without prompt_logprobs, or start the server without --enable-lora."
             )
 
     @classmethod
@@ -150,14 +150,14 @@ class FastAttentionCpuPlatform(CpuPlatform):
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
             raise Refusal(
-                f"torch.compile needs a C++ compiler and {compiler} was not found; "
-                "`apt-get install g++`, set CXX, or pass --enforce-eager."
+                f"torch.compile needs a C++ compiler, but {compiler} was not found; "
+                "run `apt-get install g++`, set CXX, or pass --enforce-eager."
             )
         headers = Path(sysconfig.get_path("include"))
         if not (headers / "Python.h").exists():
             raise Refusal(
-                f"torch.compile needs Python's C headers and {headers} has no Python.h; "
-                "`apt-get install python3-dev`, or pass --enforce-eager."
+                f"torch.compile needs Python's C headers, but {headers} has no Python.h; "
+                "run `apt-get install python3-dev`, or pass --enforce-eager."
             )
 
     @staticmethod

@@ -50,7 +50,7 @@ def kv_bytes_per_rank(
         budget, source = requested, f"{option} {space or requested} is"
     else:
         budget = max(min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2))
-        source = f"half of the {_size(available)} that are free beside the weights are"
+        source = f"half of the {_size(available)} that remain free after the weights is"
     if one_request > budget:
         fits = size.longest_request(budget)
         shorter = f"pass --max-model-len {fits} or less, or " if fits > 0 else ""

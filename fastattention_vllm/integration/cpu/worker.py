@@ -82,7 +82,7 @@ def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cp
         how = "interleaved over NUMA nodes" if len(nodes) > 1 else "on NUMA node"
         parts.append(f"{how} {', '.join(map(str, nodes))}")
     elif nodes:
-        parts.append(f"NUMA nodes {', '.join(map(str, nodes))} asked for")
+        parts.append(f"requested NUMA nodes {', '.join(map(str, nodes))}")
     reasons = dict.fromkeys(placement.reason for placement in placements if placement.reason)
     return " ".join([", ".join(parts) + ".", *reasons])
 

@@ -137,8 +137,8 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
         if chunk is not None:  # vLLM makes several requests of one then, more than there is room for here
             raise Refusal(
-                f"this model attends within chunks of {chunk} tokens, which the Volta kernels do not do; serve another "
-                "model."
+                f"this model attends within chunks of {chunk} tokens, which the Volta kernels do not support; serve "
+                "another model."
             )
         group = heads_of(vllm_config)[1]
         # Query tokens of a request that the decode kernel takes. One at least, that vLLM puts such requests first:

@@ -33,10 +33,10 @@ def why_volta_refuses(vllm_config: Any) -> str | None:
     if model is None or getattr(model, "use_mla", False):
         return None
     if model.dtype == torch.float32:
-        return "the model's dtype is float32, the Volta kernels take float16"
+        return "the model's dtype is float32, but the Volta kernels need float16"
     head_size = model.get_head_size()
     if head_size not in HEAD_SIZES:
-        return f"the model's head size is {head_size}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}"
+        return f"the model's head size is {head_size}, but the Volta kernels support {', '.join(map(str, HEAD_SIZES))}"
     return None
 
 
@@ -47,18 +47,18 @@ def check_asked(vllm_config: Any, reason: str) -> None:
         Refusal: nobody asked for it, or it is not there, or the option of another feature does not go with it.
     """
     options = options_of(vllm_config)
-    half = " Pass --dtype float16, or" if "dtype" in reason else " Serve another model, or"
+    half = "pass --dtype float16, or" if "dtype" in reason else "serve another model, or"
     if options.volta_fallback is None:
-        raise Refusal(f"{reason}.{half} install xformers and pass {ASK} to run it by xformers, slower.")
+        raise Refusal(f"{reason}; {half} install xformers and pass {ASK} to run the model with it, more slowly.")
     if xformers.version() is None:
         raise Refusal(
-            f'volta_fallback is "xformers", but xformers is not installed; install the release that belongs to '
-            f"torch {torch.__version__}, or leave the option out."
+            f'volta_fallback is "xformers", but xformers is not installed; install the release for torch '
+            f"{torch.__version__}, or remove the option."
         )
     if options.host_kv_layers not in ("auto", 0, []):
         raise Refusal(
-            f"host_kv_layers is {options.host_kv_layers}, but with volta_fallback all KV stays on the GPU, because "
-            f"{reason}; leave host_kv_layers out."
+            f"host_kv_layers is {options.host_kv_layers}, but volta_fallback keeps all KV on the GPU, and it is in use "
+            f"because {reason}; remove host_kv_layers."
         )
 
 
@@ -151,13 +151,13 @@ class FastAttentionXformersImpl(Layer):
         ]
         if asked:
             raise Refusal(
-                f"this model's attention layers use {', '.join(asked)}, which xformers does not do in the way that "
-                "volta_fallback calls it; serve another model."
+                f"this model's attention layers use {', '.join(asked)}, which volta_fallback: xformers does not "
+                "support; serve another model."
             )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         logger.info_once(
-            "Attention kernels: xformers %s, as volta_fallback asks for, because %s.",
+            "Attention kernels: xformers %s, selected by volta_fallback because %s.",
             xformers.version(),
             why_volta_refuses(get_current_vllm_config()),
         )

@@ -57,7 +57,7 @@ class AcceleratorSide:
         except (RuntimeError, ValueError) as error:
             raise Refusal(f"host layers need the CPU kernels: {error}") from error
         logger.info_once(
-            "Host layers: instruction set %s, %s; the %s's part by %s.",
+            "Host layers: CPU instruction set %s, %s; the %s uses %s.",
             cpu_kernels.isa(),
             topology.describe_pinning(threads, own, cpus),
             self.called,

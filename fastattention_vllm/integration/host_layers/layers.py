@@ -81,12 +81,12 @@ class HostLayers:
             wanted = self.placement.host_bytes(-(-need // page)) / GIB
             raise Refusal(
                 f"one request of max_model_len {self.max_model_len} needs {wanted:.2f} GiB of host memory for the "
-                f"{len(self.placement.host)} host layers, and {self.budget / GIB:.2f} GiB may be used; pass "
+                f"{len(self.placement.host)} host layers, but the limit is {self.budget / GIB:.2f} GiB; pass "
                 f"--max-model-len {size.longest_request(clamped)} or less, or raise host_kv_gib."
             )
         if clamped < available:
             logger.info(
-                "KV cache: %d blocks instead of %d, so that the host layers' part of it stays within %.2f GiB.",
+                "KV cache: %d blocks instead of %d, to keep the host layers' share within %.2f GiB.",
                 blocks,
                 available // page,
                 self.budget / GIB,
@@ -127,9 +127,9 @@ class HostLayers:
             self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
             share = calibrate.share(rates)
             logger.info(
-                "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
-                "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding, and the first %d "
-                "MiB of a layer.",
+                "Host memory: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
+                "copies at the same time: %.1f and %.1f GB/s). When decoding, the device reads %.0f %% of the host KV "
+                "and the first %d MiB of each layer.",
                 *(rate / 1e9 for rate in dataclasses.astuple(rates)),
                 100 * share.part,
                 share.head_start >> 20,
@@ -327,7 +327,7 @@ def describe(house: HostLayers, blocks: int) -> list[str]:
     device_bytes = blocks * placement.bytes_per_block * placement.device_size.layers_per_group()
     huge = sum(part.huge_bytes or 0 for part in house.pool.placements)
     longest = placement.device_size.longest_request(device_bytes)
-    lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB a layer':>11} {'GiB in all':>10}"]
+    lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB/layer':>11} {'GiB total':>10}"]
     rows = ((placement.device, "device", device_bytes), (placement.host, "host", house.pool.memory.nbytes))
     lines += [
         f"  {indices_text(layers):<40} {where:<12} {per_layer / GIB:>11.3f} {total / GIB:>10.3f}"
@@ -336,15 +336,15 @@ def describe(house: HostLayers, blocks: int) -> list[str]:
     pinned = "pinned, " if house.pool.pinned else ""
     tokens = min(longest, house.max_model_len)
     lines.append(
-        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has {tokens} tokens; "
-        f"host memory: {pinned}{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
+        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the longest request may have {tokens} "
+        f"tokens; host memory: {pinned}{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
     )
     if house.rates:
         rate = decode_rate(house.rates)
         milliseconds = 1e3 * placement.host_seconds(tokens, rate)
         lines.append(
-            f"  Behind {tokens} tokens the host layers are predicted to add {milliseconds:.3g} ms to a token: "
-            f"their KV is read once, at {rate / 1e9:.3g} GB/s."
+            f"  Prediction: after {tokens} tokens the host layers add {milliseconds:.3g} ms to each token "
+            f"(one read of their KV at {rate / 1e9:.3g} GB/s)."
         )
     return lines
 
@@ -398,12 +398,12 @@ def _why_special(layer: Any, host_backend: type[Any]) -> str | None:
     from vllm.model_executor.layers.attention import Attention
 
     if type(layer) is not Attention:
-        return f"is of class {type(layer).__name__}"
+        return f"is an instance of {type(layer).__name__}"
     # A host layer's backend is made from the device's own. What vLLM wraps around that is a class below it.
     if not issubclass(host_backend, layer.attn_backend):
-        return f"runs on {layer.attn_backend.__name__}"
+        return f"uses the backend {layer.attn_backend.__name__}"
     if not hasattr(layer.impl, "host_window"):
-        return f"runs by {type(layer.impl).__name__}"
+        return f"uses the implementation {type(layer.impl).__name__}"
     return None
 
 
@@ -414,7 +414,7 @@ def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
     asked = options_of(vllm_config).host_kv_layers
     if asked != "auto":
         raise Refusal(f"host_kv_layers {asked} is not supported with this model: {why}; set host_kv_layers to 0.")
-    logger.warning("No layer's KV cache is kept in host memory: %s.", why)
+    logger.warning("All KV caches stay on the device, because host layers do not support this model: %s.", why)
     decide_host_layers(vllm_config, [])
 
 

@@ -25,22 +25,22 @@ def check(vllm_config: VllmConfig) -> None:
     refused = {
         "a KV connector": (
             vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None) is not None,
-            "it would transfer the device layers' part of the cache only",
+            "it would transfer only the device layers' part of the cache",
             "remove --kv-transfer-config and --kv-offloading-size",
         ),
         "sleep mode": (
             vllm_config.model_config.enable_sleep_mode,
-            "it would keep the host layers' memory",
+            "it would not release the host layers' memory",
             "remove --enable-sleep-mode",
         ),
         "--kv-sharing-fast-prefill": (
             cache.kv_sharing_fast_prefill,
-            "it would skip the host layers' prompts",
+            "it would skip the prompts of host layers",
             "remove it",
         ),
         "data parallelism": (
             parallel.data_parallel_size > 1,
-            "the host's memory and CPUs are divided among the ranks of one engine only",
+            "fastattention divides the host's memory and CPUs among the ranks of a single engine",
             "start one server per replica",
         ),
         "--enable-dbo": (
@@ -98,8 +98,8 @@ def longest_request(placement: Placement, vllm_config: VllmConfig, kv_bytes: int
     longest = placement.device_size.longest_request(placement.usable(kv_bytes, budget))
     if not longest:
         raise Refusal(
-            f"{budget / GIB:.2f} GiB of host memory may be used, in which the {len(placement.host)} host layers cannot "
-            f"hold one block of {placement.device_size.block_size} tokens; raise host_kv_gib."
+            f"the limit for host memory is {budget / GIB:.2f} GiB, in which the {len(placement.host)} host layers "
+            f"cannot hold one block of {placement.device_size.block_size} tokens; raise host_kv_gib."
         )
     return longest
 

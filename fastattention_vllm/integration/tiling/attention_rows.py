@@ -33,7 +33,10 @@ def one_causality(causal: Any) -> bool:
         Refusal: vLLM says so of each request.
     """
     if isinstance(causal, torch.Tensor):
-        raise Refusal("this model asks for causality per request, which fastattention does not support.")
+        raise Refusal(
+            "this model uses a causal mask in some requests and none in others, which fastattention does not support; "
+            "serve another model."
+        )
     return bool(causal)
 
 

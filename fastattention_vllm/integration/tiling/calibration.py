@@ -45,12 +45,12 @@ def of(
     try:
         known = calibration_file.read(path, key)
     except ValueError as error:
-        logger.warning_once("Tiling-AllReduce: %s; the layer is measured anew.", error)
+        logger.warning_once("Tiling-AllReduce: %s; measuring the layer again.", error)
         known = None
     if _all_alike(known, weight.device, first) and known is not None:
         return known
     outputs, inputs = weight.shape
-    logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs of a rank and %d outputs.", inputs, outputs)
+    logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs per rank and %d outputs.", inputs, outputs)
     began = time.perf_counter()
 
     def say(line: str) -> None:
@@ -60,12 +60,12 @@ def of(
     for name, layer in one_calls.items() if measured.trials else []:
         timer = LayerTimer(lanes, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
         measured = one_call.contest(measured, timer, name, layer)
-        say(f"{name} is timed beside them")
-    logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
+        say(f"{name} is timed too")
+    logger.info_once("Tiling-AllReduce: finished measuring the layer after %.1f s.", time.perf_counter() - began)
     try:
         calibration_file.write(path, key, measured)
     except OSError as error:
-        logger.warning_once("Tiling-AllReduce: what was measured is not kept for the next start: %s.", error)
+        logger.warning_once("Tiling-AllReduce: the measurements could not be saved for the next start: %s.", error)
     return measured
 
 

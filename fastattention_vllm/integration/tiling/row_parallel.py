@@ -102,7 +102,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     device = group.device.type
     fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
     names = DEFAULT_LANES[device][: 1 if fixed else None]
-    logger.info_once("Tiling-AllReduce: %d layers fit; opening %s.", len(tiled), ", ".join(names))
+    logger.info_once("Tiling-AllReduce: %d layers can be tiled; opening %s.", len(tiled), ", ".join(names))
     lanes = open_lanes(
         names,
         _all_tensor_parallel_groups(),
@@ -166,7 +166,10 @@ def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> Rows
     weights = {layer.weight.shape: layer.weight for layer in tiled if layer.prefix.endswith(".o_proj")}
     if reasons or len(weights) != 1:
         what = ", ".join(sorted(reasons)) or f"{len(weights)} shapes of layers called o_proj"
-        raise Refusal(f"tiling_full_form is for models all of whose row-parallel layers are tiled; here: {what}.")
+        raise Refusal(
+            f"tiling_full_form needs a model whose row-parallel layers can all be tiled, but this one has: {what}; "
+            "remove tiling_full_form."
+        )
     (weight,) = weights.values()
     ready = RowsReady(weight.shape[0])
     _attention_blocks = AttentionBlocks(ready, lambda rows: cut(rows, weight)[1])
@@ -178,7 +181,7 @@ def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], 
     fit: list[Any] = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
     activations = {type(module.act_fn) for module in fit}
     if len(activations) != 1:
-        logger.info_once("Tiling-AllReduce: no MLP of %s is tiled as a whole.", " or ".join(MLPS))
+        logger.info_once("Tiling-AllReduce: no MLP (of class %s) is tiled as a whole.", " or ".join(MLPS))
         return None
     for module in fit:
         module.__class__ = type(type(module).__name__, (TiledMlp, type(module)), {})
@@ -218,7 +221,7 @@ def decide_cuts(
     if isinstance(count, int):
         return (
             lambda rows, weight: (first, even(rows, count) if rows >= least else (rows,)),
-            f"{count} blocks from {least} tokens on",
+            f"{count} blocks for steps of {least} or more tokens",
         )
     most = vllm_config.scheduler_config.max_num_batched_tokens
     choices: dict[torch.Size, Choice] = {}
@@ -231,25 +234,25 @@ def decide_cuts(
     def chosen(rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
         return choices[weight.shape].of(rows) if rows >= least and choices else (first, (rows,))
 
-    return chosen, f"as many blocks as are fastest from {least} tokens on"
+    return chosen, f"the fastest number of blocks for steps of {least} or more tokens"
 
 
 def describe(shape: torch.Size, trial: Trial) -> str:
     """One line for the log."""
-    layer = f"{shape[1]} inputs of a rank, {shape[0]} outputs"
+    layer = f"{shape[1]} inputs per rank, {shape[0]} outputs"
     if not trial.collective:
-        return f"{layer}: {trial.rows} tokens stay in one block, no cut that was timed is enough faster"
-    how = f"blocks of {', '.join(map(str, trial.blocks))} by" if len(trial.blocks) > 1 else "one call of"
+        return f"{layer}: {trial.rows} tokens stay in one block, because no split was clearly faster"
+    how = f"blocks of {', '.join(map(str, trial.blocks))} with" if len(trial.blocks) > 1 else "one call of"
     return (
-        f"{layer}: {trial.rows} tokens in {how} {trial.collective}, timed "
-        f"{trial.plain_seconds / trial.seconds:.2f}x as fast, {100 * trial.hidden:.0f} % of the shorter one of "
-        "matmul and all-reduce hidden"
+        f"{layer}: {trial.rows} tokens in {how} {trial.collective}, measured "
+        f"{trial.plain_seconds / trial.seconds:.2f}x as fast; this hides {100 * trial.hidden:.0f} % of the shorter of "
+        "matmul and all-reduce"
     )
 
 
 def log_layers(tiled: int, how: str, reasons: Mapping[str, int]) -> None:
     """``reasons``: of how many layers each is why they are not tiled."""
-    rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
+    rest = "".join(f"; {number} not tiled: {reason}" for reason, number in sorted(reasons.items()))
     logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, how, rest)
 
 
@@ -263,11 +266,11 @@ def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMet
     if layer.tp_size == 1 or not layer.reduce_results:
         return "they have no all-reduce"
     if name.endswith(".base_layer"):
-        return "LoRA"
+        return "they use LoRA"
     if not layer.input_is_parallel:
         return "they split their input themselves"
     if type(layer.quant_method) is not unquantised:
-        return f"quantised ({type(layer.quant_method).__name__})"
+        return f"they are quantised ({type(layer.quant_method).__name__})"
     packed = layer.weight.device.type == "cpu" and compat.has_compiled_cpu_ops()
     if packed or tuple(layer.weight.shape) != (layer.output_size, layer.input_size_per_partition):
         return "their weights are packed for this processor"
