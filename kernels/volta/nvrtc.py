@@ -126,11 +126,11 @@ def _path() -> Path:
     try:
         package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise CompileError(f"there is no {PACKAGE}; run `make setup-dev`, or set NVRTC_LIBRARY.") from None
+        raise CompileError(f"{PACKAGE} is not installed; run `make setup-dev`, or set NVRTC_LIBRARY.") from None
     found = tuple(int(part) for part in package.version.split(".")[:2])
     if found != RELEASE:
-        raise CompileError(f"{PACKAGE} {package.version} is installed, but the kernels are compiled with 12.9.")
+        raise CompileError(f"{PACKAGE} {package.version} is installed, but the kernels need version 12.9; install that one.")
     for file in package.files or ():
         if file.name == "libnvrtc.so.12":
             return Path(str(file.locate()))
-    raise CompileError(f"{PACKAGE} {package.version} has no libnvrtc.so.12; install it again.")
+    raise CompileError(f"{PACKAGE} {package.version} has no libnvrtc.so.12; reinstall it.")
