@@ -26,14 +26,14 @@ NO_MASK, CAUSAL, BAND = 0, 3, 4
 """``sparse_mode``. Both masks are aligned to the last query and the last key."""
 
 TND_HEAD_SIZES = (128, 192)
-TND_MOST_SEQUENCES = 4096
-TND_MOST_TOKENS = 1 << 20
-MOST_HEADS = 256
-MOST_QUERIES_PER_KV_HEAD = 64
-MOST_HEAD_SIZE = 512
-MOST_ROW = 65535
+TND_MAX_SEQUENCES = 4096
+TND_MAX_TOKENS = 1 << 20
+MAX_HEADS = 256
+MAX_QUERIES_PER_KV_HEAD = 64
+MAX_HEAD_SIZE = 512
+MAX_ROW = 65535
 """Numbers in one token's keys, all KV heads of it."""
-MOST_NUMBERS = 2**31 - 1
+MAX_NUMBERS = 2**31 - 1
 """In a whole cache, where a batch layout reads its pages."""
 
 
@@ -65,22 +65,22 @@ def can_run(problem: AttentionProblem) -> str | None:
     ):
         if asked:
             return f"npu_fused_infer_attention_score does not support {name}; serve another model."
-    if heads % kv_heads or heads // kv_heads > MOST_QUERIES_PER_KV_HEAD or heads > MOST_HEADS:
+    if heads % kv_heads or heads // kv_heads > MAX_QUERIES_PER_KV_HEAD or heads > MAX_HEADS:
         return (
             f"there are {heads} query heads and {kv_heads} KV heads, but every KV head must have the same number of "
-            f"query heads, at most {MOST_QUERIES_PER_KV_HEAD}, and there may be at most {MOST_HEADS} query heads."
+            f"query heads, at most {MAX_QUERIES_PER_KV_HEAD}, and there may be at most {MAX_HEADS} query heads."
         )
     multiple = 32 if key.dtype == torch.int8 else 16
-    if size % multiple or size > MOST_HEAD_SIZE:
-        return f"the head size is {size}, but it must be a multiple of {multiple} up to {MOST_HEAD_SIZE}."
+    if size % multiple or size > MAX_HEAD_SIZE:
+        return f"the head size is {size}, but it must be a multiple of {multiple} up to {MAX_HEAD_SIZE}."
     masked = problem.causal or max(problem.window) >= 0
     wrong = [(q, kv) for q, kv in zip(new, lengths, strict=True) if q > kv]
     if masked and wrong:
         return f"a sequence has {wrong[0][0]} query tokens but only {wrong[0][1]} keys."
-    if size in TND_HEAD_SIZES and (len(lengths) > TND_MOST_SEQUENCES or starts[-1] > TND_MOST_TOKENS):
+    if size in TND_HEAD_SIZES and (len(lengths) > TND_MAX_SEQUENCES or starts[-1] > TND_MAX_TOKENS):
         return (
-            f"the batch has {len(lengths)} sequences and {starts[-1]} tokens, but the limits are {TND_MOST_SEQUENCES} "
-            f"sequences and {TND_MOST_TOKENS} tokens; lower --max-num-seqs or --max-num-batched-tokens."
+            f"the batch has {len(lengths)} sequences and {starts[-1]} tokens, but the limits are {TND_MAX_SEQUENCES} "
+            f"sequences and {TND_MAX_TOKENS} tokens; lower --max-num-seqs or --max-num-batched-tokens."
         )
     return _wrong_pages(problem, max(new, default=0)) if problem.is_paged else None
 
@@ -89,12 +89,12 @@ def _wrong_pages(problem: AttentionProblem, longest: int) -> str | None:
     key, page = problem.key, problem.key.shape[1]
     if not (key.is_contiguous() and problem.value.is_contiguous()):
         return "keys and values must each be one contiguous cache, as vllm-ascend allocates them."
-    if key.shape[2] * key.shape[3] > MOST_ROW:
-        return f"{key.shape[2]} KV heads of size {key.shape[3]} exceed the limit of {MOST_ROW} numbers per token."
+    if key.shape[2] * key.shape[3] > MAX_ROW:
+        return f"{key.shape[2]} KV heads of size {key.shape[3]} exceed the limit of {MAX_ROW} numbers per token."
     quantised = key.dtype == torch.int8
     if problem.head_size not in TND_HEAD_SIZES or quantised:
-        if key.numel() > MOST_NUMBERS:
-            return f"the cache of a layer has {key.numel()} numbers, but at most {MOST_NUMBERS} can be addressed."
+        if key.numel() > MAX_NUMBERS:
+            return f"the cache of a layer has {key.numel()} numbers, but at most {MAX_NUMBERS} can be addressed."
         if longest > 1 and not quantised and (page % 128 or page > 512):
             return (
                 f"the page size is {page} tokens, but head size {problem.head_size} needs 128, 256 or 512; pass "

@@ -129,7 +129,9 @@ def _path() -> Path:
         raise CompileError(f"{PACKAGE} is not installed; run `make setup-dev`, or set NVRTC_LIBRARY.") from None
     found = tuple(int(part) for part in package.version.split(".")[:2])
     if found != RELEASE:
-        raise CompileError(f"{PACKAGE} {package.version} is installed, but the kernels need version 12.9; install that one.")
+        raise CompileError(
+            f"{PACKAGE} {package.version} is installed, but the kernels need version 12.9; install that one."
+        )
     for file in package.files or ():
         if file.name == "libnvrtc.so.12":
             return Path(str(file.locate()))
