@@ -1,11 +1,12 @@
-"""Host layers: attention layers whose KV cache lies in host memory, in vLLM's own block space.
+"""Host layers: attention layers whose KV cache is in host memory, under vLLM's own block ids.
 
-vLLM knows layers that share the cache of another layer. A host layer is made to look like one: it then takes no memory
-on the device, and the block count and the largest request are computed without it; but it has block tables, slots,
-prefix caching and preemption, for those belong to the layer that it points to. Its keys and values are in a pool in
-host memory, under the same block ids.
+vLLM supports layers that share the cache of another layer. A host layer looks like one of these to vLLM: it takes no
+memory on the device and is left out when vLLM computes the block count and the longest request. It still has block
+tables, slots, prefix caching and preemption, because these belong to the layer that it points to. Its keys and values
+are in a host pool, under the same block ids.
 
-This happens once per worker: after the weights are loaded, before vLLM asks for the layers' caches or traces a graph.
+Host layers are set up once per worker: after the weights are loaded, and before vLLM creates the layers' caches or
+traces a graph.
 """
 
 from __future__ import annotations
@@ -52,25 +53,25 @@ class HostLayers:
     group: HostLayerGroup
     placement: LayerPlacement
     targets: dict[str, str]
-    """By host layer's name, in the model's order: the device layer to which it points."""
+    """For each host layer, in the model's order, the name of the device layer that it points to."""
     budget: int
     max_model_len: int
     nodes: Sequence[int]
     stream_fraction: float | str
     dtype: torch.dtype
     length_is_fitted: bool = False
-    """To the memory that :meth:`clamp` leaves, by vLLM."""
+    """Whether vLLM fits the maximum length to the memory that :meth:`clamp` leaves."""
     pool: HostPool | None = None
     rates: calibrate.Rates | None = None
-    """Where they were measured."""
+    """None if they were not measured."""
     rehearsed: int = 0
-    """Tokens of the longest step whose device memory vLLM has seen."""
+    """Tokens of the longest step that vLLM's profiling has measured so far."""
 
     def clamp(self, available: int) -> int:
-        """The device memory for vLLM's KV cache, no more than the host pool has blocks for.
+        """Device memory for vLLM's KV cache, limited to the number of blocks that the host pool can hold.
 
         Raises:
-            Refusal: then no request of the greatest length fits any more, and vLLM does not choose that length itself.
+            Refusal: with this limit no request of the maximum length fits, and vLLM does not choose that length itself.
         """
         size = self.placement.device_size
         page = self.placement.bytes_per_block * size.layers_per_group()
@@ -94,10 +95,10 @@ class HostLayers:
         return clamped
 
     def allocate(self, forward_context: dict[str, Any], kv_cache_config: Any) -> None:
-        """Make the pool, once vLLM has allocated its own cache.
+        """Create the pool. Called when vLLM has allocated its own cache.
 
         Raises:
-            Refusal: the memory is not there.
+            Refusal: there is not enough memory.
         """
         tables = [
             [name for name, target in self.targets.items() if target in group.layer_names]
@@ -119,7 +120,7 @@ class HostLayers:
             logger.info("%s", line)
 
     def _divide_reading(self, forward_context: dict[str, Any]) -> None:
-        """Decide what part of a decoding request's host KV the device reads itself."""
+        """Decide which fraction of a decoding request's host KV the device reads itself."""
         if self.stream_fraction != "auto":
             self.set_stream_split(StreamSplit(float(self.stream_fraction)))
         elif self.runtime.pin:
