@@ -138,13 +138,13 @@ class HostLayers:
             self.set_stream_split(split)
 
     def set_stream_split(self, split: StreamSplit) -> None:
-        """How much of decoding requests' host KV the device reads over the link."""
+        """Set how much of the decoding requests' host KV the device reads over the link."""
         self.group.stream_split = split
 
     def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
-        """The host layers' turns in this forward pass from ``first`` on, each with the step that vLLM has for it.
+        """The visits of the host layers in this forward pass, from ``first`` on, each with its step from vLLM.
 
-        Layers of other block tables, or with another number of query heads, have metadata of their own.
+        Layers with another block table, or another number of query heads, have separate metadata.
         """
         metadata = get_forward_context().attn_metadata
         for attention in self.group.layers[self.group.layers.index(first) :]:
@@ -154,12 +154,12 @@ class HostLayers:
             layer: Any = attention.layer
             found = metadata.get(layer.layer.layer_name) if isinstance(metadata, dict) else None
             if not isinstance(found, HostMetadata):
-                return  # vLLM does not say; that layer's turn will
+                return  # vLLM does not provide it yet; it will when that layer runs
             yield Visit(attention, layer.step(found, attention))
 
 
 class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
-    """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
+    """Replaces a layer's impl, which still defines what the layer computes."""
 
     def __init__(self, layer: Any, inner: DeviceLayer, host_layers: HostLayers) -> None:
         self.layer = layer
@@ -174,7 +174,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         process.process_weights_after_loading(act_dtype)
 
     def open(self, cache: torch.Tensor) -> None:
-        """From now on keys and values go to ``cache``."""
+        """Store keys and values in ``cache`` from now on."""
         self.attention = HostAttention(self.host_layers.group, self, cache, self.inner.host_window)
 
     def problem(self, **parts: Any) -> AttentionProblem:
@@ -198,10 +198,10 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone.
+        """The forward pass of an attention layer. ``kv_cache`` belongs to the layer that this one points to; unused.
 
         Raises:
-            RuntimeError: a batch is to be computed, and the worker has not made the host layers' pool.
+            RuntimeError: there is a batch to compute, but the worker has not created the host layers' pool.
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             if len(query) > self.host_layers.rehearsed and self.host_layers.runtime.pin:
@@ -225,7 +225,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
 def rehearse(
     layer: HostLayerImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
 ) -> None:
-    """Have vLLM's profiling see the device memory that a step of so many tokens takes. There is no pool yet."""
+    """Let vLLM's profiling measure the device memory of a step of this length. There is no pool yet."""
     host_layers = layer.host_layers
     block_size = host_layers.placement.device_size.block_size
     page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
@@ -235,10 +235,10 @@ def rehearse(
 
 
 def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
-    """Decide which layers are host layers and make them so. Called by every attention layer; the first one does it.
+    """Choose the host layers and set them up. Every attention layer calls this; only the first call has an effect.
 
     Raises:
-        Refusal: what was asked for cannot be had.
+        Refusal: the options cannot be met.
     """
     context = vllm_config.compilation_config.static_forward_context
     if getattr(vllm_config.compilation_config, DONE, False):
@@ -273,7 +273,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
             raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
     runtime.prepare()
     group = HostLayerGroup(runtime.link(), runtime.kernels())
-    # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
+    # Allocate now, so that vLLM counts it before it uses the rest of the device's memory for its own cache.
     group.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
     host_layers = HostLayers(
         runtime,
@@ -298,7 +298,7 @@ DONE = "fastattention_host_layers_set_up"
 
 
 def find(vllm_config: VllmConfig) -> HostLayers | None:
-    """Those that :func:`set_up` made in this process, or None if there are none."""
+    """The host layers that :func:`set_up` created in this process, or None."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         if isinstance(getattr(layer, "impl", None), HostLayerImpl):
             host_layers: HostLayers = layer.impl.host_layers
@@ -307,7 +307,7 @@ def find(vllm_config: VllmConfig) -> HostLayers | None:
 
 
 def page_shape(host: Any, target: Any) -> PageShape:
-    """A host layer's pages are like those of the layer it points to."""
+    """The shape of a host layer's pages, which equals that of the layer it points to."""
     caches = compat.kv_caches_of(target)
     blocks = compat.num_blocks_of(caches[0])
     elements = sum(cache.numel() for cache in caches)
@@ -359,10 +359,11 @@ def decode_rate(rates: calibrate.Rates) -> float:
 def attention_layers(
     context: dict[str, Any], host_backend: type[Any], vllm_config: VllmConfig
 ) -> tuple[dict[int, str], Layers, str]:
-    """Names by index, and kinds, of the layers with a KV cache of their own.
+    """The layers with a separate KV cache: names by index, and kinds.
 
-    The last part is empty if all of them can become host layers, else it names one that cannot, and why: a layer whose
-    class or metadata does more than plain attention would lose that, and the plan does not know how large its cache is.
+    The last element is empty if all of them can become host layers. Otherwise it names one that cannot, with the
+    reason: its class or metadata does more than plain attention, which a host layer does not, and the plan does not
+    know the size of its cache.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -395,12 +396,12 @@ def attention_layers(
 
 
 def _why_special(layer: Any, host_backend: type[Any]) -> str | None:
-    """Why this layer is not plain attention over a KV cache of its own, or None."""
+    """Why this layer is not plain attention over a separate KV cache, or None."""
     from vllm.model_executor.layers.attention import Attention
 
     if type(layer) is not Attention:
         return f"is an instance of {type(layer).__name__}"
-    # A host layer's backend is made from the device's own. What vLLM wraps around that is a class below it.
+    # A host layer's backend derives from the device's backend. A backend that vLLM wraps is a subclass of it.
     if not issubclass(host_backend, layer.attn_backend):
         return f"uses the backend {layer.attn_backend.__name__}"
     if not hasattr(layer.impl, "host_window"):
@@ -409,8 +410,10 @@ def _why_special(layer: Any, host_backend: type[Any]) -> str | None:
 
 
 def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
-    """Raises:
-    Refusal: host layers were asked for.
+    """Continue without host layers.
+
+    Raises:
+        Refusal: the user requested host layers.
     """
     asked = options_of(vllm_config).host_kv_layers
     if asked != "auto":
@@ -420,9 +423,10 @@ def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
 
 
 def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
-    """The device layer of its kind for each host layer, so that every block table gets its part of them.
+    """For each host layer, the device layer of the same kind that it points to.
 
-    vLLM deals a kind's device layers to its block tables in turn; so are the host layers.
+    vLLM distributes the device layers of a kind over its block tables in turn. Host layers are distributed likewise, so
+    that every block table gets its share.
     """
     targets = {}
     per_table = placement.device_size.layers_per_group()
@@ -436,7 +440,7 @@ def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
 
 
 def _smallest_of_all_ranks(limits: Limits) -> Limits:
-    """Every rank must come to the same decision."""
+    """The smallest limits of all ranks, because every rank must make the same decision."""
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
