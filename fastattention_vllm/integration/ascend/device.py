@@ -1,4 +1,4 @@
-"""An Ascend NPU beside the host, under vllm-ascend 0.23: what host layers need of it. Not yet run on hardware."""
+"""The runtime that host layers use on an Ascend NPU with vllm-ascend 0.23. Not yet run on hardware."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fastattention_vllm.placement.step import Batch
 logger = init_logger("vllm.fastattention")
 
 PAGE = 128
-"""Tokens of a block in vllm-ascend's block tables, whatever the cache's own blocks are."""
+"""Tokens per block in vllm-ascend's block tables, independent of the cache's block size."""
 
 
 class AscendHostMetadataBuilder(HostMetadataBuilder):
     """vllm-ascend's metadata for host layers."""
 
     def starts(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Padding of parallel layers is one more request at the end, which has no length and no blocks."""
+        """Drop the padding of parallel layers: an additional request at the end without length and blocks."""
         starts = super().starts(common)
         return starts[: int((starts[:-1] < common.num_actual_tokens).sum()) + 1]
 
@@ -42,7 +42,7 @@ class AscendHostMetadataBuilder(HostMetadataBuilder):
 
 
 class AscendRuntime(AcceleratorRuntime):
-    """One NPU beside the host."""
+    """One NPU."""
 
     called = "NPU"
     pin = NpuPinning()
@@ -53,7 +53,7 @@ class AscendRuntime(AcceleratorRuntime):
         super().__init__(vllm_config, host_backend, npu, "torch_npu's fused operator", device)
 
     def settle_block_size(self) -> None:
-        """vllm-ascend has done that."""
+        """Does nothing: vllm-ascend has already set the block size."""
 
     def prepare(self) -> None:
         mode = self.vllm_config.compilation_config.cudagraph_mode
@@ -75,7 +75,7 @@ class AscendRuntime(AcceleratorRuntime):
         super().prepare()
 
     def extend_worker(self) -> None:
-        from vllm_ascend.worker.worker import NPUWorker  # there by now, and dear to import elsewhere
+        from vllm_ascend.worker.worker import NPUWorker  # already imported here, and expensive to import elsewhere
 
         compat.extend_worker(NPUWorker, host_layers.find)
 

@@ -1,6 +1,6 @@
-"""``volta_fallback: xformers``: the backend of models that our Volta kernels refuse, if the user asks for it.
+"""``volta_fallback: xformers``: an optional backend for models that the Volta kernels refuse.
 
-Not run on a V100 yet. It gathers keys and values out of their pages in every step, and is not captured in CUDA graphs.
+Not yet run on a V100. It gathers keys and values from their pages in every step, and does not support CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASK = """--additional-config '{"fastattention": {"volta_fallback": "xformers"}}'
 
 
 def why_volta_refuses(vllm_config: Any) -> str | None:
-    """What about the model our Volta kernels refuse and xformers may take; None if there is nothing."""
+    """The property of the model that the Volta kernels refuse and xformers may support, or None."""
     model = getattr(vllm_config, "model_config", None)
     if model is None or getattr(model, "use_mla", False):
         return None
@@ -41,10 +41,10 @@ def why_volta_refuses(vllm_config: Any) -> str | None:
 
 
 def check_asked(vllm_config: Any, reason: str) -> None:
-    """Nothing where xformers may run what our kernels refuse for ``reason``.
+    """Check that xformers may run the model, which the Volta kernels refuse for ``reason``.
 
     Raises:
-        Refusal: nobody asked for it, or it is not there, or the option of another feature does not go with it.
+        Refusal: xformers is not selected or not installed, or conflicts with another option.
     """
     options = options_of(vllm_config)
     half = "pass --dtype float16, or" if "dtype" in reason else "serve another model, or"
@@ -63,7 +63,7 @@ def check_asked(vllm_config: Any, reason: str) -> None:
 
 
 class FastAttentionXformersBackend(Backend):
-    """``--attention-backend fastattention`` on such a GPU, of such a model, with ``volta_fallback: xformers``."""
+    """``--attention-backend fastattention`` for such models with ``volta_fallback: xformers``."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(xformers.DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16"]
@@ -105,7 +105,7 @@ class XformersMetadata:
     masks: dict[int, Any] = field(default_factory=dict)
 
     def mask(self, window: int, of_cache: bool) -> Any:
-        """Of all layers with this window; without ``of_cache`` keys are this step's tokens."""
+        """The mask for all layers with this window. Without ``of_cache``, the keys are this step's tokens."""
         if window not in self.masks:
             kv_lens = self.kv_lens if of_cache else self.q_lens
             self.masks[window] = xformers.bias(self.q_lens, kv_lens, causal=self.causal, window=window)
@@ -135,7 +135,7 @@ class XformersMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
 
 
 class FastAttentionXformersImpl(Layer):
-    """One attention layer by xformers."""
+    """One attention layer that runs with xformers."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -190,7 +190,7 @@ class FastAttentionXformersImpl(Layer):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As on CPUs."""
+        """Attend ``query`` into ``output``, as on CPUs."""
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
         metadata: XformersMetadata = attn_metadata

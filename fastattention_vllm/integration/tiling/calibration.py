@@ -1,4 +1,4 @@
-"""Which cuts of a layer's rows are fastest on this machine: from vLLM's cache folder, or measured and put there."""
+"""The fastest way to split a layer's rows on this machine, from vLLM's cache folder or measured and saved there."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def of(
     max_rows: int,
     fused_linears: Mapping[str, Linear],
 ) -> Choice:
-    """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
+    """The choice for a layer, the same on every rank. It is measured unless all ranks have it on disk.
+
+    All ranks must call this with the same arguments.
 
     Args:
         weight: [outputs, inputs of this rank].
         collectives: those to choose from, by name.
-        plain: the layer without a cut.
+        plain: the layer without blocks.
         max_rows: tokens of the longest step.
         fused_linears: what does the whole layer in one call, by name.
     """
@@ -80,7 +82,7 @@ def key_of(
     max_rows: int,
     fused_linears: Mapping[str, Linear],
 ) -> str:
-    """All that times and what is timed depend on, in words."""
+    """A text with everything that the measured times and candidates depend on."""
     if weight.device.type == "cpu":
         device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
         device += f", {torch.get_num_threads()} threads"
@@ -103,7 +105,7 @@ def key_of(
 
 
 def _all_alike(choice: Choice | None, device: torch.device, collective: Collective) -> bool:
-    """Whether all ranks have the same one: those on other machines have files of their own, and files get lost."""
+    """Whether all ranks have the same choice. Other machines have separate files, and files may be missing."""
     digest = hashlib.sha256(repr(choice).encode()).digest()
     own = int.from_bytes(digest[:6], "big")  # 48 bits, which float64 holds exactly
     digests = collective.totals([own if rank == collective.rank else 0 for rank in range(collective.size)], device)
