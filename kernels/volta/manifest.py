@@ -75,7 +75,7 @@ def structures(header: str) -> dict[str, Layout]:
         for declaration in filter(None, (" ".join(text.split()) for text in body.split(";"))):
             match = re.fullmatch(r"(?:const )?((?:unsigned |long )?\w+)(\*?) (\w+(?:, \w+)*)", declaration)
             if match is None:
-                raise ValueError(f"the layout of a field of {name} is unknown: {declaration!r}.")
+                raise ValueError(f"{name} has a field with an unknown layout: {declaration!r}.")
             kind, pointer, fields = match.groups()
             if pointer:
                 size = alignment = POINTER

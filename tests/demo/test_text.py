@@ -87,7 +87,7 @@ def test_haystack_positions_and_seed() -> None:
         ({"needles": {"alpha": 1}, "positions": [97]}, "do not fit"),
         ({"needles": {"alpha": 1}, "positions": [-1]}, "do not fit"),
         ({"needles": {"alpha": 1, "beta": 2}, "positions": [5, 8]}, "overlap"),
-        ({"needles": {"alpha": 1, "beta": 2}, "positions": [5]}, "1 places"),
+        ({"needles": {"alpha": 1, "beta": 2}, "positions": [5]}, "2 needles but 1 positions"),
     ],
 )
 def test_haystack_refuses(options: dict, message: str) -> None:  # type: ignore[type-arg]

@@ -48,7 +48,7 @@ def i32(*values: int) -> torch.Tensor:
             {"query": torch.zeros(5, 4 * 64)},
             r"query must be \[num_tokens, num_heads, head_size\], not \[5, 256\]",
         ),
-        (PAGED, {"query": torch.zeros(5, 4, 72)}, "key has head_size 64, query 72"),
+        (PAGED, {"query": torch.zeros(5, 4, 72)}, "key has head_size 64, but query has 72"),
         (
             PAGED,
             {"query": torch.zeros(5, 3, 64)},
