@@ -1,4 +1,4 @@
-"""Measured choices on disk, so that a server measures each layer once on a machine and not at every start."""
+"""Measured choices on disk, so that a layer is measured once per machine and not at every start."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_ROWS = 1 << 30
 
 
 def read(path: Path, key: str) -> Choice | None:
-    """What was written for ``key``; None if nothing was.
+    """The choice that was saved for ``key``, or None.
 
     Raises:
-        ValueError: what is there cannot have been measured. Says in a sentence what is wrong with it.
+        ValueError: the file holds no valid measurements. The message is one sentence.
     """
     try:
         text = path.read_text()
@@ -36,10 +36,10 @@ def read(path: Path, key: str) -> Choice | None:
 
 
 def write(path: Path, key: str, choice: Choice) -> None:
-    """Keep ``choice`` next to what is there. Readers see the old file or the new one, never a part.
+    """Add ``choice`` to the file. Readers see either the old or the new file, never a part of it.
 
     Raises:
-        OSError: there is no room, or no permission.
+        OSError: the disk is full, or there is no permission.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = _entries(path) | {key: dataclasses.asdict(choice)}
