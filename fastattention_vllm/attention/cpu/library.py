@@ -1,4 +1,4 @@
-"""The kernel library of ``kernels/cpu``: loaded on first use, its structures and its errors.
+"""Loads the kernel library of ``kernels/cpu`` on first use, and defines its structures and errors.
 
 Environment: ``FASTATTENTION_CPU_LIBRARY`` names another library file, ``FASTATTENTION_CPU_ISA`` forces an instruction
 set (``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``neon`` or ``scalar``).
@@ -99,13 +99,13 @@ class WriteArguments(ctypes.Structure):
 
 
 def library_path() -> Path:
-    """Where the kernel library lies.
+    """The path of the kernel library.
 
-    ``FASTATTENTION_CPU_LIBRARY`` if set; else ``lib/`` inside this package; else the ``lib/`` that the installed
-    distribution ``fastattention-vllm`` holds. The last one serves processes that import the package from a source
-    checkout, such as Ray workers, while the built library was installed into site-packages.
+    It is ``FASTATTENTION_CPU_LIBRARY`` if set, otherwise ``lib/`` inside this package, otherwise ``lib/`` in the
+    installed distribution ``fastattention-vllm``. The last one is for processes that import the package from a source
+    checkout, such as Ray workers, while the library is installed in site-packages.
 
-    Raises ``RuntimeError`` naming the places if there is none.
+    Raises ``RuntimeError`` that names these places if there is no library.
     """
     forced = os.environ.get("FASTATTENTION_CPU_LIBRARY")
     if forced:
@@ -128,7 +128,7 @@ def library_path() -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library, loaded; ``RuntimeError`` if it is not built or does not fit."""
+    """The loaded kernel library. ``RuntimeError`` if it is not built or has the wrong version."""
     path = library_path()
     loaded = ctypes.CDLL(str(path))
     found = loaded.fa_cpu_abi_version()
@@ -152,7 +152,7 @@ def library() -> ctypes.CDLL:
 
 
 def check(status: int) -> None:
-    """Raise what a call of the library reports."""
+    """Raise the error that a call of the library reports."""
     if status != _OK:
         message = library().fa_cpu_last_error().decode()
         raise MemoryError(message) if status == _OUT_OF_MEMORY else ValueError(message)
