@@ -1,8 +1,8 @@
-"""An environment with genuine torch_npu, and vLLM with vllm-ascend, for machines without an NPU. For scripts/ascend.py.
+"""An environment with genuine torch_npu, vLLM and vllm-ascend for machines without an NPU. For scripts/ascend.py.
 
-CANN is stood in for by empty libraries, and so are the CUDA parts of torch (torch_npu does not load beside them): what
-is left computes on the CPU. Everything lies under build/ascend/<torch_npu version>/ and is made once; a step whose
-inputs changed is done anew.
+Stub libraries replace CANN and the CUDA parts of torch (with which torch_npu does not load). The rest computes on the
+CPU. Everything is under build/ascend/<torch_npu version>/ and is installed once; a step whose inputs have changed runs
+again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AscendEnvironment:
         }
 
     def prepare(self) -> None:
-        """Make what is missing.
+        """Run the steps that are missing.
 
         Raises:
             SetupError: pip failed, or a tool is missing.

@@ -55,7 +55,7 @@ SUITES = (
 
 @dataclass
 class Result:
-    """What one suite did in one version."""
+    """The result of one suite in one version."""
 
     version: str
     torch: str
@@ -141,7 +141,7 @@ def run_suite(suite: Suite, python: Path, folder: Path, upstream: Path, version:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Let pytest stop the server it may have started; after a minute, do not."""
+    """Wait up to a minute for pytest to stop a server that it may have started, then kill it."""
     process.send_signal(signal.SIGINT)
     try:
         return process.wait(60)
@@ -151,7 +151,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def read_result(entries: Path, result: Result, log: Path) -> Result:
-    """Count what the recorder wrote; no file means that the run broke off."""
+    """Count the recorder's entries. If there is no file, the run was interrupted."""
     if not entries.exists():
         result.failed, result.problems = 1, [f"the run broke off; see {log}"]
         return result
@@ -174,7 +174,7 @@ def installed_torch(python: Path) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The table, then every failure and each reason for which cases were not run."""
+    """The table, followed by all failures and the reasons why cases were not run."""
     head = ("vLLM", "torch", "suite", "cases", "passed", "failed", "not run", "seconds")
     rows = [
         (

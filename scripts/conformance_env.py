@@ -1,6 +1,6 @@
-"""One vLLM version's own environment for scripts/conformance.py: venv, vLLM as pure Python, its tests, this package.
+"""The environment of one vLLM version for scripts/conformance.py: venv, pure-Python vLLM, its tests, this package.
 
-Everything lies under build/conformance/<version>/ and is made once; a step whose inputs changed is done anew.
+Everything is under build/conformance/<version>/ and is installed once; a step whose inputs have changed runs again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Environment:
         return self.folder / "upstream"
 
     def prepare(self) -> None:
-        """Make what is missing.
+        """Run the steps that are missing.
 
         Raises:
             SetupError: pip failed, or this machine cannot build the kernels.

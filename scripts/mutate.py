@@ -158,7 +158,7 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
 
 
 def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
-    """The verdict on one mutation, and what failed first."""
+    """The verdict on one mutation, and the first failure."""
     source = copy.tree / mutation.file
     original = source.read_text()
     source.write_text(original.replace(mutation.text, mutation.replacement))
@@ -187,7 +187,7 @@ def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
 
 
 class Copy:
-    """A copy of the tree, where mutations happen, and its builds of the kernels."""
+    """A copy of the tree for mutations, and its builds of the kernels."""
 
     def __init__(self, directory: Path) -> None:
         self.tree = directory / "tree"

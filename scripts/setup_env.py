@@ -44,7 +44,7 @@ KERNEL_BUILD_REQUIRES = ["scikit-build-core", "cmake", "ninja"]
 
 
 class SetupError(Exception):
-    """One sentence for the user: what is missing and the command that mends it."""
+    """One sentence for the user: what is missing, and the command that fixes it."""
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 class Step:
-    """A named action and the texts it depends on; done when it has succeeded with these very texts."""
+    """A named action and the texts that it depends on. It is done if it has succeeded with the same texts."""
 
     def __init__(self, name: str, action: Callable[[], None], inputs: Callable[[], Iterable[str]]) -> None:
         self.name, self.action, self.inputs = name, action, inputs
@@ -88,12 +88,12 @@ class Step:
 
 
 def run_steps(steps: list[Step], record: Path | None = None) -> None:
-    """Run those of ``steps`` that are not done; ``record`` is the file that remembers it."""
+    """Run those of ``steps`` that are not done. ``record``: the file that lists finished steps."""
     record = record or DONE
     done = read_done(record)
     before = ""
     for number, step in enumerate(steps, 1):
-        # Each step depends on those before it: a new torch means a new vLLM.
+        # Each step depends on the previous ones: a new torch needs a new vLLM.
         before = step.fingerprint(before)
         if done.get(step.name) == before:
             continue
@@ -104,7 +104,7 @@ def run_steps(steps: list[Step], record: Path | None = None) -> None:
 
 
 def read_done(record: Path) -> dict[str, str]:
-    """Fingerprints of the finished steps; none where the file is absent or was cut short: then all run again."""
+    """Fingerprints of the finished steps. Empty if the file is missing or incomplete, so that all steps run again."""
     try:
         done: dict[str, str] = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def read_done(record: Path) -> dict[str, str]:
 
 
 class Progress:
-    """A line that shows the step and the seconds it has taken so far."""
+    """Shows a line with the step and its seconds so far."""
 
     def __init__(self, title: str) -> None:
         self.title, self.stop = title, threading.Event()
@@ -190,7 +190,7 @@ def install_vllm() -> None:
     pip("install", *arguments, environment=environment)
     problem = wrong_vllm(site_packages())
     if problem:
-        # pip's wheel cache ignores environment variables: a vLLM built for another device is taken for this one.
+        # pip's wheel cache ignores environment variables, so it may return a vLLM that was built for another device.
         log(f"{problem}: pip's wheel cache held another build; installing again without it")
         pip("install", "--no-cache-dir", "--force-reinstall", "--no-deps", *arguments[:-1], environment=environment)
         problem = wrong_vllm(site_packages())
@@ -222,7 +222,7 @@ def install_package() -> None:
 def package_inputs() -> Iterable[str]:
     yield (ROOT / "pyproject.toml").read_text()
     yield str(find_compiler())
-    # An editable install finds modules by a list made when it was installed: after a move it would lead nowhere.
+    # An editable install uses a list of paths made at installation, which is wrong after the folder has been moved.
     for path in sorted((ROOT / "fastattention_vllm").rglob("*.py")):
         yield str(path.relative_to(ROOT))
     for path in sorted((ROOT / "kernels" / "cpu").rglob("*")):
