@@ -22,7 +22,7 @@ tests = ["{test}"]
 """
 FITS = {
     "file": "fastattention_vllm/attention/cpu/kernels.py",
-    "text": "for it runs once per layer",
+    "text": "A call runs once per layer",
     "replacement": "",
     "test": "tests/attention/cpu/test_errors.py::test_can_run_gives_the_reason",
 }
@@ -58,7 +58,7 @@ def test_every_test_that_is_named_exists() -> None:
         ),
         ({"text": "no such text"}, "its text occurs 0 times"),
         ({"file": "gone.py"}, "gone.py does not exist"),
-        ({"replacement": "for it runs once per layer"}, "it names no test, or its replacement equals its text"),
+        ({"replacement": "A call runs once per layer"}, "it names no test, or its replacement equals its text"),
     ],
 )
 def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
