@@ -57,7 +57,7 @@ class AscendEnvironment:
 
     @property
     def kernels(self) -> Path:
-        """Of the CPU, beside which host layers compute."""
+        """The build folder of the CPU kernels, which host layers use."""
         return self.folder / "kernels"
 
     @property
@@ -66,7 +66,7 @@ class AscendEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a process of this environment needs beside the user's own."""
+        """The environment variables for a process of this environment."""
         return {
             "LD_LIBRARY_PATH": str(self.stubs),
             "PYTHONPATH": str(ROOT),

@@ -35,7 +35,7 @@ CHOSEN = (
     "8_bits and (e5m2-causal-64 or int8-causal-128 or (e4m3fn and it-80))",
     "every_number_is_cast",  # write_kv, of every kind of cache
 )
-"""Of prefill and decode, each with the V100's kernels and with Turing's where the GPU has both."""
+"""Tests of prefill and decode, with the V100 kernels and, if the GPU supports them, with the Turing kernels."""
 BROKEN = "every_feature and (prefill-causal-64 or decode-causal-64)"
 KERNELS = ("fa_volta_prefill", "fa_volta_decode")
 """Those with barriers."""

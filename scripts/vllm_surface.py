@@ -60,7 +60,7 @@ def surface(read: Callable[[str], str]) -> Surface:
 
 
 def installed() -> Surface:
-    """Of the vLLM in this environment."""
+    """The names of the vLLM in this environment."""
     import vllm
 
     folder = Path(vllm.__file__).parent.parent
@@ -77,12 +77,12 @@ def recorded(version: str) -> Surface | None:
 
 
 def versions() -> list[str]:
-    """Those that were recorded, oldest first."""
+    """The recorded versions, oldest first."""
     return sorted((file.stem for file in RECORDS.glob("*.json")), key=lambda text: [int(n) for n in text.split(".")])
 
 
 def differences(was: Surface, now: Surface) -> list[str]:
-    """One line for each name that came or went."""
+    """One line for each added or removed name."""
     lines = []
     for kind in sorted(set(was) | set(now)):
         old, new = set(was.get(kind, ())), set(now.get(kind, ()))
@@ -107,7 +107,7 @@ def _fields(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def _members(owner: ast.ClassDef) -> Iterator[str]:
-    """What the class itself answers: functions, and attributes with a value."""
+    """The functions of the class, and its attributes with a value."""
     for node in owner.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield node.name
@@ -118,7 +118,7 @@ def _members(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def _variables(source: str) -> Iterator[str]:
-    """The keys of the dictionary that says how each variable is read."""
+    """The keys of the dictionary of environment variables."""
     for node in ast.parse(source).body:
         if not isinstance(node, ast.AnnAssign | ast.Assign) or not isinstance(node.value, ast.Dict):
             continue

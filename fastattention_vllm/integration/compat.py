@@ -204,13 +204,13 @@ def before_gpu_profiling(callback: Callable[[Any, torch.nn.Module], None]) -> No
 
 
 def before_profiling(worker: Any, callback: Callable[[Any, torch.nn.Module], None]) -> None:
-    """Have ``callback(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
+    """Call ``callback(vllm_config, model)`` after the weights are loaded and before vLLM first runs the model.
 
-    All versions: on GPUs and NPUs a plugin has no hook between the two. Done in the worker process, only where it is
-    asked for.
+    All versions: on GPUs and NPUs, plugins have no hook between the two. The change is made in the worker process, and
+    only for features that need it.
 
     Args:
-        worker: its class.
+        worker: the worker's class.
     """
     if hasattr(worker, "_fastattention_before_profiling"):
         return

@@ -1,4 +1,4 @@
-"""Making host memory that is there already known to a device, so that copies to and from it run beside everything."""
+"""Pins existing host memory for a device, so that copies to and from it run asynchronously."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 ASCENDCL = "libascendcl.so"
 ACL_HOST_REG_PINNED = 0x10000000
-"""Of ``acl/acl_rt.h``."""
+"""A constant of ``acl/acl_rt.h``."""
 
 
 class Pinning(Protocol):
-    """One kind of device."""
+    """How one kind of device pins memory."""
 
     def register(self, address: int, size: int) -> None:
-        """Lock ``size`` bytes at ``address``, a multiple of the page size, for copies.
+        """Pin ``size`` bytes at ``address``, which must be a multiple of the page size.
 
         Raises:
-            MemoryError: the driver does not do it; one sentence.
+            MemoryError: the driver cannot pin them; one sentence.
         """
 
     def unregister(self, address: int) -> None: ...
 
 
 class CudaPinning:
-    """NVIDIA GPUs, which then address the memory themselves, too."""
+    """NVIDIA GPUs. Their kernels can also address pinned memory."""
 
     def register(self, address: int, size: int) -> None:
         status = torch.cuda.cudart().cudaHostRegister(address, size, 0)

@@ -47,7 +47,7 @@ COLLECTIVE = "hccl"
 
 
 class TiledRowParallelOp(CustomRowParallelOp):
-    """vLLM's plain row-parallel layer; one that is cut into blocks once :func:`enable_tiling` has found it fit."""
+    """vLLM's plain row-parallel layer, or a layer in blocks once :func:`enable_tiling` has selected it."""
 
     tiled_group: str | None = None
     """vLLM's name for the group of ranks."""
@@ -92,7 +92,7 @@ class TensorParallelSums(ProcessGroupCollective):
 
 
 class AscendTiling(Tiling):
-    """Of vllm-ascend's group of tensor-parallel ranks. What an ACL graph captures is not cut."""
+    """Tiling for vllm-ascend's group of tensor-parallel ranks. Layers in captured ACL graphs are not split."""
 
     def __init__(self, collective: Collective, cuts: row_parallel.Cuts, fused_linears: Mapping[str, Linear]) -> None:
         super().__init__(collective)

@@ -113,9 +113,9 @@ def heads_of(vllm_config: Any) -> tuple[int, int]:
 
 
 def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.Tensor:
-    """What any launch needs for parts of keys, fp32: one on ``device`` for all layers, which run one after the other.
+    """The fp32 workspace for the key parts of any launch. All layers on ``device`` share it, as they run one by one.
 
-    Layers ask for it when they are loaded, before vLLM measures what is left for the cache; builders then get the same.
+    Layers allocate it when they are loaded, before vLLM measures the memory for the cache. Builders get the same one.
     """
     kv_heads, group = heads_of(vllm_config)
     seqs, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len

@@ -1,4 +1,4 @@
-"""Which layers become host layers: the options, the model and the memory, put to ``placement.plan``."""
+"""Chooses the host layers: passes the options, the model and the memory to ``placement.plan``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Refuse what does not see, or would lose, a cache outside vLLM's own.
+    """Refuse features that ignore, or would lose, a KV cache outside vLLM's own cache.
 
     Raises:
         Refusal: names the flag to change.
@@ -60,13 +60,13 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def plan_without_gpu(vllm_config: VllmConfig) -> LayerPlacement:
-    """Decide in the API server already, where all numbers are known and a wrong one ends in one sentence.
+    """Choose the host layers in the API server, where all numbers are known and an error is one sentence.
 
     Raises:
-        Refusal: there are no such layers.
+        Refusal: the model has no such layers.
     """
     wanted, layers = options_of(vllm_config).host_kv_layers, layers_of(vllm_config)
-    # All memory is the host's: a second pool would hold nothing that vLLM's own cache could not.
+    # All memory is host memory, so "auto" uses no host layers: a second pool would add no capacity.
     placement = plan_layers(layers, vllm_config, 0 if wanted == "auto" else wanted, Limits(0, 0, 0))
     decide_host_layers(vllm_config, list(placement.host))
     if placement.host:
@@ -81,15 +81,15 @@ def length_is_automatic(vllm_config: VllmConfig) -> bool:
 
 
 def longest_request(placement: LayerPlacement, vllm_config: VllmConfig, kv_bytes: int, weight_bytes: int) -> int:
-    """The most tokens of one request in ``kv_bytes`` on the device and in what the host layers may take beside them.
+    """The longest request, in tokens, for ``kv_bytes`` on the device and the host layers' limit of host memory.
 
     Args:
-        placement: of all ranks.
-        kv_bytes: of each rank, not taken yet.
-        weight_bytes: of all ranks together, not in memory yet.
+        placement: the same on all ranks.
+        kv_bytes: bytes per rank that are not allocated yet.
+        weight_bytes: bytes of all ranks together that are not in memory yet.
 
     Raises:
-        Refusal: host_kv_gib is too little for any.
+        Refusal: host_kv_gib is too small for any request.
     """
     if not placement.host:
         return placement.device_size.longest_request(kv_bytes)
@@ -113,9 +113,9 @@ def plan_layers(layers: Layers, vllm_config: VllmConfig, wanted: Any, limits: Li
 
 
 def host_budget(asked_gib: float | None, local_ranks: int, spoken_for: int) -> int:
-    """Bytes of host memory that one rank may take: what was asked for, else a part that leaves the machine alive.
+    """Limit of one rank's host memory in bytes: the user's value, or half of what remains free.
 
-    ``spoken_for``: bytes that this rank is still going to take for something else.
+    ``spoken_for``: bytes that this rank will still allocate for other purposes.
     """
     if asked_gib is not None:
         return int(asked_gib * GIB)
