@@ -185,7 +185,7 @@ def test_between_two_the_nearer_one_is_followed() -> None:
 
 
 def test_blocks_that_are_not_the_rows_are_no_trial() -> None:
-    with pytest.raises(ValueError, match="are not 1024"):
+    with pytest.raises(ValueError, match="do not add up to 1024"):
         trial(1024, (512, 256))
 
 
