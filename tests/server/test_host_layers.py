@@ -150,7 +150,7 @@ def ask_at_once(servers: Sequence[Server], questions: Mapping[int, str], **optio
 def blocks_and_pool(server: Server) -> tuple[int, float]:
     """Blocks of the KV cache, and GiB of the host layers' pool, as the log has them."""
     log = server.log.read_text()
-    blocks = re.search(rf"(\d+) blocks of {BLOCK} tokens; the largest request", log)
+    blocks = re.search(rf"(\d+) blocks of {BLOCK} tokens; the longest request", log)
     pool = re.search(r" host +[\d.]+ +([\d.]+)", log)
     assert blocks
     assert pool
