@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
-from fastattention_vllm.attention import flash, functional, kernels_for
+from fastattention_vllm.attention import flash, functional
+from fastattention_vllm.attention.kernels import kernels_for
 from fastattention_vllm.attention.volta import kernels as volta
 from tests.attention import oracle
 from tests.attention.oracle import Case
