@@ -15,6 +15,7 @@ import torch
 from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
 
 ANY_PAGE_SIZE = False
+DEVICE = "cuda"
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_SIZE_MULTIPLE = 8
 MAX_HEAD_SIZE = 256
@@ -24,7 +25,7 @@ MAX_HEAD_SIZE = 256
 def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     query, size = problem.query, problem.query.shape[-1]
-    if query.device.type != "cuda":
+    if query.device.type != DEVICE:
         return f"query is on {query.device}, FlashAttention needs it on a GPU."
     if query.dtype not in DTYPES or {problem.key.dtype, problem.value.dtype} != {query.dtype}:
         return (

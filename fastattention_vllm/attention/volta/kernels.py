@@ -34,6 +34,7 @@ from fastattention_vllm.attention.volta.launch import (
 IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
 """``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx``, or ``sm_75``, of each variant, and their manifest."""
 ANY_PAGE_SIZE = False
+DEVICE = "cuda"
 LOG2E = math.log2(math.e)
 MOST_OFFSET = 1 << 32
 """Chunks of 16 bytes that the kernels can count in a cache."""
@@ -107,8 +108,10 @@ def target() -> Target:
 def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     query, key, value = problem.query, problem.key, problem.value
+    if query.shape[-1] not in HEAD_SIZES:
+        return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.device.type != "cuda":
+        if tensor.device.type != DEVICE:
             return f"{name} is on {tensor.device}, the Volta kernels need it on a GPU."
         if name == "query" and tensor.dtype != torch.float16:
             return f"query has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
@@ -121,8 +124,6 @@ def can_run(problem: AttentionProblem) -> str | None:
         aligned = CHUNK * tensor.element_size()
         if tensor.data_ptr() % aligned:
             return f"{name} begins at an address that is no multiple of {aligned} bytes, which the Volta kernels need."
-    if query.shape[-1] not in HEAD_SIZES:
-        return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
     if key.dtype != value.dtype:
         return f"key has dtype {key.dtype} and value {value.dtype}, they must be alike."
     if key.stride() != value.stride():
