@@ -23,7 +23,7 @@ from tests.doctor.machines import CPU, H100, V100, with_gpus
 
 WITHOUT_EXTRAS = """
 import sys
-for name in ("typer", "rich", "matplotlib", "vllm", "fastapi"):
+for name in ("typer", "rich", "matplotlib", "numba", "vllm", "fastapi"):
     sys.modules[name] = None
 from fastattention_vllm import cli
 sys.argv = ["fastattention", *sys.argv[1:]]
