@@ -62,7 +62,7 @@ HEALTHY = {
     ),
     "T4": (
         as_the_extra_volta(with_gpus(T4, rate=12e9)),
-        "GPU 0: this package's kernels, machine code for sm_75; tested through their PTX on a newer GPU, not yet run on a T4",
+        "GPU 0: this package's kernels, machine code for sm_75; tested through their PTX on a newer GPU, not yet run",
     ),
     "T4 with a newer torch": (with_gpus(T4, rate=12e9), "with code for compute capability 7.5"),
     "RTX 4090": (
