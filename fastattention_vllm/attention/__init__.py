@@ -2,34 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING
+from fastattention_vllm.attention.kernels import kernels_for
 
-if TYPE_CHECKING:
-    import torch
-
-
-def kernels_for(device: torch.device) -> ModuleType:
-    """The kernel family (a module with ``can_run`` and ``run``) for ``device``.
-
-    CPUs, NVIDIA GPUs below compute capability 8.0 (the Volta kernels) and newer ones (vLLM's FlashAttention), NPUs.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if device.type == "cpu":
-        from fastattention_vllm.attention.cpu import kernels as cpu
-
-        return cpu
-    if device.type == "cuda":
-        import torch
-
-        from fastattention_vllm.attention import flash
-        from fastattention_vllm.attention.volta import kernels as volta
-
-        return flash if torch.cuda.get_device_capability(device) >= (8, 0) else volta
-    if device.type == "npu":
-        from fastattention_vllm.attention import ascend
-
-        return ascend
-    raise ValueError(f"No attention kernels for device {device}; available: cpu, cuda, npu.")
+__all__ = ["kernels_for"]

@@ -26,6 +26,12 @@ def can_run(problem: AttentionProblem) -> str | None:
         return f"sinks need bfloat16, query is {problem.query.dtype}."
     if problem.alibi_slopes is not None:
         return "ALiBi is not computed over parts of the keys."
+    if problem.kv_start_loc is not None:
+        # The kernels are told lengths alone.
+        starts, lengths = problem.kv_start_loc.tolist(), problem.seq_lens.tolist()
+        expected = [0, *itertools.accumulate(lengths)][:-1]
+        if starts != expected:
+            return f"keys of the sequences begin at {starts}, FlashAttention needs them without gaps, at {expected}."
     return None
 
 

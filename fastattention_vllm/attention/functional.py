@@ -286,6 +286,7 @@ def _compute(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) ->
         return
     tokens = int(problem.query_start_loc[-1])
     found, sums = kernels.run(problem, return_lse=True)
+    assert sums is not None
     out[:tokens].copy_(found[:tokens])
     lse[:tokens].copy_(sums[:tokens])
 

@@ -33,7 +33,9 @@ with Hugging Face by hand. The versions between these were not run."""
 
 BACKEND_NAME = "FASTATTENTION"
 BACKEND_PATH = "fastattention_vllm.integration.cpu.backend.FastAttentionBackend"
-CUDA_BACKEND_PATH = "fastattention_vllm.integration.cuda.select.FastAttentionCudaBackend"
+BACKENDS = {"cuda": "fastattention_vllm.integration.cuda.select.FastAttentionCudaBackend"}
+"""Attention backends by the name of the vLLM platform that finds their device; BACKEND_PATH where none of them does.
+vllm-ascend's platform does not read it (``ascend/platform.py``)."""
 
 
 def check_vllm_version() -> None:
@@ -76,9 +78,10 @@ def backend_path() -> str:
     """The backend's class for the device that vLLM will find here, asked of the driver and without touching the GPU."""
     from vllm.platforms import builtin_platform_plugins
 
-    with contextlib.suppress(Exception):  # a probe that fails has found nothing; vLLM takes it the same way
-        if builtin_platform_plugins["cuda"]() is not None:
-            return CUDA_BACKEND_PATH
+    for platform, path in BACKENDS.items():
+        with contextlib.suppress(Exception):  # a probe that fails has found nothing; vLLM takes it the same way
+            if builtin_platform_plugins[platform]() is not None:
+                return path
     return BACKEND_PATH
 
 
