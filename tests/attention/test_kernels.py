@@ -4,55 +4,74 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+import fastattention_vllm
 from fastattention_vllm.attention import ascend, flash, kernels
-from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.attention.volta import kernels as volta
+from tests.test_arrows import imports
 
-FAMILIES: tuple[ModuleType, ...] = (cpu, volta, flash, ascend)
+PACKAGE = Path(str(fastattention_vllm.__file__)).parent
 FIELDS = {field.name for field in dataclasses.fields(AttentionProblem)}
-OF_FP8 = {"key_scale", "value_scale"}
-NOT_READ = {flash: OF_FP8}
+NOT_READ = {"fastattention_vllm.attention.flash": {"key_scale", "value_scale"}}
 """Factors of fp8 keys and values, which a check of dtypes refuses already."""
 
 
-def read_by(source: str) -> set[str]:
+def families() -> Iterator[str]:
+    """Every module of attention/ that has the functions of the protocol."""
+    for path in sorted((PACKAGE / "attention").rglob("*.py")):
+        functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        if {"can_run", "run"} <= functions:
+            yield ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+FAMILIES = tuple(families())
+
+
+def read_by(code: str) -> set[str]:
     """Fields of a problem that a module names: as an attribute, or as a string for ``getattr``."""
-    tree = ast.parse(source)
+    tree = ast.parse(code)
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return (attributes | strings) & FIELDS
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.removesuffix(".kernels"))
-def test_every_field_is_read_or_refused(family: ModuleType) -> None:
+def source(family: str) -> str:
+    return (PACKAGE.parent / family.replace(".", "/")).with_suffix(".py").read_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_in_the_registry(family: str) -> None:
+    assert family in set(imports(Path(str(kernels.__file__)).read_text(), kernels.__name__.rpartition(".")[0]))
+    assert len(FAMILIES) >= len(kernels.FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_is_read_or_refused(family: str) -> None:
     """A field that a family never names is computed as if it were not there: a wrong answer without a message."""
-    source = Path(str(family.__file__)).read_text()
-    assert FIELDS - read_by(source) == NOT_READ.get(family, set())
+    assert FIELDS - read_by(source(family)) == NOT_READ.get(family, set())
 
 
 def test_a_field_that_is_forgotten_is_noticed() -> None:
-    source = Path(str(ascend.__file__)).read_text()
-    assert FIELDS - read_by(source.replace("problem.sinks is not None", "False")) == {"sinks"}
+    assert FIELDS - read_by(source(ascend.__name__).replace("problem.sinks is not None", "False")) == {"sinks"}
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.removesuffix(".kernels"))
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("function", ["can_run", "run"])
-def test_every_family_has_the_functions_of_the_protocol(family: ModuleType, function: str) -> None:
+def test_every_family_has_the_functions_of_the_protocol(family: str, function: str) -> None:
     """mypy compares the types; the protocol's parameters are there, and what a family has beyond them is optional."""
     wanted = list(inspect.signature(getattr(kernels.Kernels, function)).parameters)[1:]
-    found = inspect.signature(getattr(family, function)).parameters
+    found = inspect.signature(getattr(importlib.import_module(family), function)).parameters
     assert set(wanted) <= set(found)
-    assert all(parameter.default is not inspect.Parameter.empty for name, parameter in found.items()
-               if name not in wanted)  # fmt: skip
+    more = [parameter for name, parameter in found.items() if name not in wanted]
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in more)
 
 
 def test_flash_attention_refuses_gaps_between_contiguous_keys() -> None:
