@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch._subclasses import FakeTensorMode
 
 import fastattention_vllm
-from fastattention_vllm.attention import ascend, flash, kernels
+from fastattention_vllm.attention import ascend, kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from tests.test_arrows import imports
 
 PACKAGE = Path(str(fastattention_vllm.__file__)).parent
 FIELDS = {field.name for field in dataclasses.fields(AttentionProblem)}
-NOT_READ = {"fastattention_vllm.attention.flash": {"key_scale", "value_scale"}}
-"""Factors of fp8 keys and values, which a check of dtypes refuses already."""
+OF_FP8 = {"key_scale", "value_scale"}
+"""Factors of fp8 keys and values, for families that refuse fp8 by its dtype."""
+NOT_READ = {
+    "fastattention_vllm.attention.flash": OF_FP8 | {"kv_start_loc"},  # reads contiguous keys one after the other
+    "fastattention_vllm.attention.torch_flash": OF_FP8,
+}
 
 
 def families() -> Iterator[str]:
@@ -61,27 +61,3 @@ def test_every_field_is_read_or_refused(family: str) -> None:
 
 def test_a_field_that_is_forgotten_is_noticed() -> None:
     assert FIELDS - read_by(source(ascend.__name__).replace("problem.sinks is not None", "False")) == {"sinks"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("function", ["can_run", "run"])
-def test_every_family_has_the_functions_of_the_protocol(family: str, function: str) -> None:
-    """mypy compares the types; the protocol's parameters are there, and what a family has beyond them is optional."""
-    wanted = list(inspect.signature(getattr(kernels.Kernels, function)).parameters)[1:]
-    found = inspect.signature(getattr(importlib.import_module(family), function)).parameters
-    assert set(wanted) <= set(found)
-    more = [parameter for name, parameter in found.items() if name not in wanted]
-    assert all(parameter.default is not inspect.Parameter.empty for parameter in more)
-
-
-def test_flash_attention_refuses_gaps_between_contiguous_keys() -> None:
-    """It is told lengths alone, so it would read the gaps as keys."""
-    with FakeTensorMode():
-        query = torch.empty(3, 4, 64, dtype=torch.float16, device="cuda")
-        key = torch.empty(20, 2, 64, dtype=torch.float16, device="cuda")
-    starts, lengths = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
-    problem = AttentionProblem(query, key, key, starts, lengths, 1.0, True)
-    for first, refused in (([0, 5], False), ([0, 8], True), ([2, 7], True)):
-        reason = flash.can_run(dataclasses.replace(problem, kv_start_loc=torch.tensor(first, dtype=torch.int32)))
-        assert (reason is not None) == refused, first
-    assert "[0, 5]" in str(reason)

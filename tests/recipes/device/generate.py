@@ -10,10 +10,12 @@ from pathlib import Path
 def main() -> None:
     import vllm.platforms
 
+    from fastattention_vllm.attention import kernels
+    from fastattention_vllm.integration import compat
     from tests.recipes.device import overlay
 
     overlay.add_files()
-    overlay.add_rows()
+    kernels.FAMILIES, compat.BACKENDS = overlay.families(), overlay.backends()
     vllm.platforms.builtin_platform_plugins["dummy"] = lambda: "tests.recipes.device.vllm_platform.DummyPlatform"
 
     from tests.integration.engine import engine, generate

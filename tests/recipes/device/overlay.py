@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import torch
 
 import fastattention_vllm.attention
 import fastattention_vllm.integration
-from fastattention_vllm.attention.kernels import FAMILIES, Kernels
+from fastattention_vllm.attention import kernels
 from fastattention_vllm.integration import compat
 
 FILES = Path(__file__).resolve().parent / "fastattention_vllm"
-BACKEND = "fastattention_vllm.integration.dummy.backend.FastAttentionDummyBackend"
 
 
-def _dummy(device: torch.device) -> Kernels:
+def _dummy() -> kernels.Kernels:
     from fastattention_vllm.attention import dummy  # type: ignore[attr-defined]
 
-    kernels: Kernels = dummy
-    return kernels
+    loaded: kernels.Kernels = dummy
+    return loaded
 
 
 ROOMS: Sequence[ModuleType] = (fastattention_vllm.attention, fastattention_vllm.integration)
-ROWS: Sequence[tuple[dict[str, Any], str, Any]] = (
-    (FAMILIES, "cpu", _dummy),  # the dummy device's tensors are the host's, so it takes the place of the CPU
-    (compat.BACKENDS, "dummy", BACKEND),
-)
+FAMILY = kernels.Family("dummy", "the dummy device's kernels", lambda device: device.kind == "cpu", _dummy)
+"""The row of ``FAMILIES``. The dummy device's tensors are the host's, so it stands before the CPU's row."""
+BACKEND = "fastattention_vllm.integration.dummy.backend.FastAttentionDummyBackend"
+"""The row of ``BACKENDS``, for the platform "dummy"."""
 
 
 def add_files() -> None:
@@ -37,6 +33,9 @@ def add_files() -> None:
         room.__path__ = [*room.__path__, str(FILES / room.__name__.rpartition(".")[2])]
 
 
-def add_rows() -> None:
-    for table, name, value in ROWS:
-        table[name] = value
+def families() -> tuple[kernels.Family, ...]:
+    return (FAMILY, *kernels.FAMILIES)
+
+
+def backends() -> dict[str, str]:
+    return {**compat.BACKENDS, "dummy": BACKEND}

@@ -9,6 +9,7 @@ import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 
+ANY_PAGE_SIZE = True
 DTYPES = (torch.float32, torch.float16)
 
 
@@ -30,13 +31,21 @@ def can_run(problem: AttentionProblem) -> str | None:
     return None
 
 
-def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute ``problem``: ``out`` as its query, ``lse`` ``[num_tokens, num_heads]`` fp32. Padding is zero."""
+def run(
+    problem: AttentionProblem,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute ``problem``, as :class:`~fastattention_vllm.attention.kernels.Kernels` says."""
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
-    out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
-    lse = torch.zeros(out.shape[:2], dtype=torch.float32, device=out.device)
+    if out is None:
+        out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
+    if lse is None:
+        lse = torch.zeros(out.shape[:2], dtype=torch.float32, device=out.device)
     starts, group = problem.query_start_loc.tolist(), problem.num_heads // problem.num_kv_heads
     for sequence, length in enumerate(problem.seq_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
