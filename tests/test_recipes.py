@@ -30,7 +30,8 @@ from fastattention_vllm.attention import kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import claims, compat, plugin
 from tests import test_arrows
-from tests.attention import oracle
+from tests.attention import oracle, test_families
+from tests.attention.families import FEATURES, UnderTest
 from tests.attention.oracle import Case
 from tests.attention.test_functional import batch, varlen
 from tests.attention.test_kernels import FIELDS, read_by
@@ -224,6 +225,16 @@ def test_the_public_functions_run_on_the_dummy_device(dummy: ModuleType, monkeyp
     monkeypatch.undo()
     torch.testing.assert_close(found, fast_attn_func(q, k, v, causal=True), rtol=1e-5, atol=2e-6)
     assert len(computed) == 2
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("page", ["contiguous", "paged"])
+def test_the_dummy_family_answers_the_tests_of_all_families(feature: str, page: str, dummy: ModuleType) -> None:
+    """With its row of ``UNDER_TEST``: what it computes, and what it refuses."""
+    lacking = dict.fromkeys(("softcap", "sinks", "alibi", "alibi per sequence"), "the dummy kernels do not compute")
+    tested = UnderTest(dummy, torch.float32, (1e-5, 2e-6), (1e-6, 4e-6), lacking)
+    assert set(lacking) < set(FEATURES)
+    test_families.test_ragged_sequences(tested, feature, next(iter(test_families.SEQUENCES)), page)
 
 
 def test_what_the_dummy_kernels_lack_is_refused(dummy: ModuleType) -> None:
