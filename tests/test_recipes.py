@@ -136,6 +136,25 @@ def test_a_test_that_does_not_exist_is_noticed() -> None:
     assert not is_there("tests/test_nowhere.py::test_nothing")
 
 
+def sources() -> str:
+    folders = (ROOT / "fastattention_vllm", ROOT / "kernels")
+    return "\n".join(
+        path.read_text()
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.removeprefix(".") in SUFFIXES
+    )
+
+
+def test_the_glossarys_words_are_in_the_code() -> None:
+    rows = [line for line in TEXTS["docs/architecture.md"].split("## Glossary\n")[1].splitlines() if line[:1] == "|"]
+    names = {name for row in rows[2:] for name in quoted(row.split("|")[3]) if name.isidentifier()}
+    assert len(rows) > 25
+    assert len(names) > 15
+    code = set(re.findall(r"\w+", sources()))
+    assert sorted(names - code) == []
+
+
 def test_contributing_is_short() -> None:
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) < MAX_LINES
 
@@ -189,6 +208,7 @@ def test_the_dummy_device_touches_what_the_recipe_lists_and_nothing_else() -> No
     assert files == new == {package + path for path in NEW_FILES}
     tables = {"FAMILIES": kernels, "BACKENDS": compat}
     assert changed == {Path(str(module.__file__)).relative_to(ROOT).as_posix() for module in tables.values()}
+    assert len(new | changed) == 5
     named = {word for step in steps("Add a device") for word in quoted(step)}
     assert set(tables) <= named
     assert all(hasattr(module, name) for name, module in tables.items())
