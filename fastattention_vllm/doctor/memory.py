@@ -48,13 +48,15 @@ class Memory:
     bandwidth: float | None
     """Bytes per second that the CPU kernels' threads read; None if not measured."""
     threads: int = 0
+    load: float = 0.0
+    """Programs that were running, averaged over the last minute."""
     not_measured: str = ""
     """Why."""
 
 
 def probe() -> Memory:
     memory = psutil.virtual_memory()
-    left = cgroups.memory_left(host_memory.CGROUP)
+    left, load = cgroups.memory_left(host_memory.CGROUP), os.getloadavg()[0]
     bandwidth, threads, reason = measure()
     enabled = cgroups.read_text(HUGE_PAGES, "")
     return Memory(
@@ -65,6 +67,7 @@ def probe() -> Memory:
         shared=_shared(),
         bandwidth=bandwidth,
         threads=threads,
+        load=load,
         not_measured=reason,
     )
 
@@ -123,12 +126,14 @@ def _bandwidth(memory: Memory) -> Finding:
         return Finding("warning", "bandwidth", f"not measured: {memory.not_measured}")
     threads = "1 thread" if memory.threads == 1 else f"{memory.threads} threads"
     tokens = memory.bandwidth / MODEL_BYTES
-    return Finding(
-        "OK",
-        "bandwidth",
+    text = (
         f"{memory.bandwidth / 1e9:.1f} GB/s read by {threads}: an 8B model in 16 bits decodes at most {tokens:.2g} "
-        "tokens/s on this CPU for one request",
+        "tokens/s on this CPU for one request"
     )
+    if memory.load > memory.threads:
+        busy = f"measured while other programs ran (load {memory.load:.0f})"
+        return Finding("warning", "bandwidth", f"{text}; {busy}", "Run the doctor again when they have ended.")
+    return Finding("OK", "bandwidth", text)
 
 
 def _pages(memory: Memory) -> Iterator[Finding]:

@@ -89,9 +89,10 @@ def test_no_library() -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name != "rich" else object())
+    monkeypatch.setattr(sys, "argv", ["fastattention", "bench", "cpu"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == "fastattention needs typer: pip install 'fastattention-vllm[bench]'"
+    assert stop.value.code == "fastattention bench needs typer: pip install 'fastattention-vllm[bench]'"
 
 
 WITHOUT_MATPLOTLIB = """
