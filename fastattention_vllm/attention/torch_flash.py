@@ -77,7 +77,7 @@ def run(
             False,
             scale=problem.scale,
             window_size_left=problem.window[0],
-            window_size_right=0 if problem.causal else problem.window[1],
+            window_size_right=problem.window[1],
         )
         sums = by_head.transpose(0, 1)
         sums = sums.masked_fill(sums == math.inf, -math.inf)  # its sign for a query that sees no key
