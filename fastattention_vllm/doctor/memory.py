@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from fastattention_vllm.attention.cpu import kernels as cpu
-from fastattention_vllm.attention.cpu import roof
+from fastattention_vllm.attention.cpu import roofline
 from fastattention_vllm.bench import machine
 from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.placement import cgroups, cpus, host_memory
@@ -30,7 +30,7 @@ LEAST, MOST = 512 << 20, 4 * GIB
 PART_OF_AVAILABLE = 4
 PAGE = 2 << 20
 SECONDS = 1.5
-METHODS = (roof.ReadMethod(0, 1), roof.ReadMethod(2048, 2), roof.ReadMethod(4096, 4))
+METHODS = (roofline.ReadMethod(0, 1), roofline.ReadMethod(2048, 2), roofline.ReadMethod(4096, 4))
 MODEL_BYTES = 16e9
 """Weights of an 8B model in 16 bits."""
 
@@ -90,7 +90,7 @@ def measure() -> tuple[float | None, int, str]:
         chosen = cpus.physical_cpus()
         cpu.set_num_threads(len(chosen), chosen)
         memory, _ = host_memory.commit(size)
-        reader = roof.PageReader([memory.data_ptr() + at for at in range(0, size, PAGE)], [PAGE] * (size // PAGE))
+        reader = roofline.PageReader([memory.data_ptr() + at for at in range(0, size, PAGE)], [PAGE] * (size // PAGE))
         best, deadline = float("inf"), time.perf_counter() + SECONDS
         while time.perf_counter() < deadline:
             for method in METHODS:
