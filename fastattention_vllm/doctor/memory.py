@@ -25,8 +25,8 @@ SHM_NEEDED = 1 * GIB
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SHARED = Path("/dev/shm")
 CACHES = 4
-"""So many times the last-level cache is read, and at least LEAST bytes."""
-LEAST, MOST = 512 << 20, 4 * GIB
+"""So many times the last-level cache is read, and at least MIN_BYTES."""
+MIN_BYTES, MAX_BYTES = 512 << 20, 4 * GIB
 PART_OF_AVAILABLE = 4
 PAGE = 2 << 20
 SECONDS = 1.5
@@ -82,9 +82,9 @@ def _shared() -> int | None:
 
 def measure() -> tuple[float | None, int, str]:
     """Bandwidth, threads, and if there is no bandwidth the reason. Takes two or three seconds."""
-    size = min(MOST, max(LEAST, CACHES * machine.last_level_cache()))
+    size = min(MAX_BYTES, max(MIN_BYTES, CACHES * machine.last_level_cache()))
     size = min(size, host_memory.available_bytes() // PART_OF_AVAILABLE) // PAGE * PAGE
-    if size < LEAST:
+    if size < MIN_BYTES:
         return None, 0, "too little memory is free"
     try:
         chosen = cpus.physical_cpus()

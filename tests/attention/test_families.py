@@ -222,6 +222,17 @@ def test_new_rows_are_written_into_pages(name: str, monkeypatch: pytest.MonkeyPa
             tested.module.write_kv(key, value, *caches, slots, 2.0, 1.0)
 
 
+def test_a_torch_that_pads_the_log_sum_exp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(families.use("torch_flash", monkeypatch), "causal", (5, 20, 1), (50, 20, 30))
+
+    def padded(query: torch.Tensor, *others: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(query), torch.zeros(3, query.shape[1], 20)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", padded)
+    with pytest.raises(ValueError, match=r"pads the log-sum-exp .*; install torch 2\.10 or newer"):
+        ask(problem, "causal")
+
+
 def test_every_family_of_the_registry_is_asked() -> None:
     assert {family.name for family in FAMILIES} == {*UNDER_TEST, "flash"}
     for name, tested in UNDER_TEST.items():

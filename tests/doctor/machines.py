@@ -21,7 +21,7 @@ GTX_1080 = Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8 * GIB, "0000:01:00.0")
 
 CODE_CU128 = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 """torch 2.10.0+cu128."""
-CODE_CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120")
+CODE_CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 """torch 2.11.0+cu130."""
 
 CPU = Facts(
