@@ -24,7 +24,8 @@ SAMPLE_BYTES = 2 << 30
 ENOUGH = 0.9
 """Part of the memory's rate from which on the CPU needs no help."""
 HAND_OVER_SECONDS = 0.0009
-"""From one host layer's attention to the next one's, when the CPU waits and the link does not (benchmarks/NOTES.md)."""
+"""From one host layer's attention to the next one's, when the CPU waits and the link does not (see
+benchmarks/notes/host_layers.md)."""
 ROUNDS = 3
 
 

@@ -27,7 +27,7 @@ from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit
 from fastattention_vllm.placement.step import Long, Short, Step
 
 LEAST_DIVIDED = 512 << 20
-"""Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
+"""Bytes of a layer. With less of it the CPU alone was faster (benchmarks/notes/host_layers.md)."""
 LEAST_SHARE = 1 << 20
 """Bytes. Less than that is not worth a transfer beside the CPU's work."""
 

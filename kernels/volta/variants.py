@@ -89,8 +89,8 @@ class Variant:
 
 
 def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """Tiles of the V100 were chosen on the simulated one (benchmarks/NOTES.md); Turing's are the largest that fit into
-    its 64 KiB of shared memory, and have been timed nowhere."""
+    """Tiles of the V100 were chosen on the simulated one (benchmarks/notes/volta.md); Turing's are the largest that fit
+    into its 64 KiB of shared memory, and have been timed nowhere."""
     if head_size <= 64:
         shape = (4, 64, 2)
     elif architecture == TURING:

@@ -28,7 +28,7 @@ SMS = 80
 PREFILL_WAVES = 4
 """The most that a prompt's keys are cut for: bounds what its parts need of memory, to 21 MB."""
 PART_KEYS = 128
-"""What a prompt's part costs beside its keys, as a number of keys (benchmarks/NOTES.md)."""
+"""What a prompt's part costs beside its keys, as a number of keys (benchmarks/notes/volta.md)."""
 CHUNK = 8
 """Numbers in 16 bytes: strides are multiples of it."""
 

@@ -16,7 +16,7 @@ from fastattention_vllm.placement.link import CudaLink, Link
 from fastattention_vllm.placement.pinning import CudaPinning
 
 HOST_BLOCK = 128
-"""Tokens. 16 of them give the CPU 0.9 of that rate (benchmarks/NOTES.md)."""
+"""Tokens. 16 of them give the CPU 0.9 of that rate (benchmarks/notes/host_layers.md)."""
 
 
 def preferred_block_size(otherwise: int) -> int:

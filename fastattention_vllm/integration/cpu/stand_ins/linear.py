@@ -1,8 +1,8 @@
 """bf16 linear layers on weights that torch's own oneDNN has packed once.
 
 Why: ``torch.nn.functional.linear`` has oneDNN read a weight as it lies, row by row; laid out for its kernels, the same
-oneDNN needs 10 to 25 % less time for the few tokens of a decoding step (benchmarks/NOTES.md). vLLM's compiled CPU ops,
-which a pure-Python vLLM lacks, do this too.
+oneDNN needs 10 to 25 % less time for the few tokens of a decoding step (benchmarks/notes/cpu_serving.md). vLLM's
+compiled CPU ops, which a pure-Python vLLM lacks, do this too.
 Remove when: vLLM publishes CPU wheels.
 """
 
