@@ -47,7 +47,7 @@ MOST_SPILLED = {
     "decode_d256.sm_75": 240,
 }
 """Bytes; 0 for all others. What prefill spills for the V100 is put aside before its loops, and read behind them
-(tests/volta/test_cache.py); Turing's decoding at 256 spills within its loop. The kernels' launch bounds
+(tests/kernels/volta/test_cache.py); Turing's decoding at 256 spills within its loop. The kernels' launch bounds
 limit registers."""
 
 

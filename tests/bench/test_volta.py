@@ -19,8 +19,8 @@ from fastattention_vllm.attention.volta import kernels
 from fastattention_vllm.bench import command, volta
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Layer, Sdpa, contenders
-from tests.volta import simulated_gpu
-from tests.volta.documented_xformers import memory_efficient_attention
+from tests.attention.volta import simulated_gpu
+from tests.integration.cuda.documented_xformers import memory_efficient_attention
 
 PREFILL = Case("prefill", 2, 2, 2, 64, 48)
 DECODE = Case("decode", 2, 8, 2, 64, 160)

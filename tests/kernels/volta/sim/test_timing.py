@@ -12,7 +12,7 @@ import pytest
 from kernels.volta.sim import V100, Occupancy, SimulationError, default_timing, static_bound
 from kernels.volta.sim.library import library
 from kernels.volta.sim.simulation import FIRST_ADDRESS
-from tests.volta.machine import Array, Listing, Run, control, more, run
+from tests.kernels.volta.machine import Array, Listing, Run, control, more, run
 
 ROUNDS = 128
 

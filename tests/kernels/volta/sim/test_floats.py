@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from tests.volta.machine import Array, compile_together, elementwise, more, types_of
+from tests.kernels.volta.machine import Array, compile_together, elementwise, more, types_of
 
 COUNT = 384
 ORDINARY = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 65504, 65520]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.volta import simulated_gpu
+from tests.attention.volta import simulated_gpu
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ from kernels.volta import variants
 from kernels.volta.emulator import Emulation, EmulationError
 from kernels.volta.sim import pack_parameters
 from tests.attention.oracle import Case
-from tests.volta import attention, machine
-from tests.volta.attention import SOURCES, emulated, simulated
-from tests.volta.machine import Array, more
+from tests.kernels.volta import attention, machine
+from tests.kernels.volta.attention import SOURCES, emulated, simulated
+from tests.kernels.volta.machine import Array, more
 
 FP16 = torch.float16
 

@@ -22,8 +22,9 @@ from fastattention_vllm.integration.cuda import xformers as backend_xformers
 from fastattention_vllm.integration.refusal import Refusal
 from tests.attention import oracle
 from tests.attention.oracle import Case
-from tests.volta.documented_xformers import Mask, memory_efficient_attention
-from tests.volta.test_backend import HEADS, KV_HEADS, PAGE, builder, common, config, slots
+from tests.attention.volta.conftest import described_kernels  # noqa: F401  an autouse fixture
+from tests.integration.cuda.documented_xformers import Mask, memory_efficient_attention
+from tests.integration.cuda.test_volta import HEADS, KV_HEADS, PAGE, builder, common, config, slots
 
 CPU = torch.device("cpu")
 

@@ -82,7 +82,7 @@ sys.exit(build.main())
 
 def test_kernels_are_compiled_with_nvrtc_alone(tmp_path: Path) -> None:
     """Neither torch nor vLLM nor the package above is imported; what comes out is what the launcher reads."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

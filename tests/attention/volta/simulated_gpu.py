@@ -16,7 +16,7 @@ from fastattention_vllm.attention.volta import launch
 from fastattention_vllm.attention.volta.launch import VOLTA
 from kernels.volta.sim import Simulation
 from kernels.volta.variants import VARIANTS, Variant, describe
-from tests.volta.attention import cubin, execute_all
+from tests.kernels.volta.attention import cubin, execute_all
 
 COMPILED = {describe(variant)["name"]: variant for variant in VARIANTS}
 

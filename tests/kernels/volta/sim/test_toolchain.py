@@ -11,7 +11,7 @@ from kernels.volta import nvrtc
 from kernels.volta.nvrtc import CompileError, compile_cuda
 from kernels.volta.sim import Cubin, Simulation, SimulationError, disassembly, pack_parameters
 from kernels.volta.sim.library import library
-from tests.volta.machine import Listing
+from tests.kernels.volta.machine import Listing
 
 ADD = """extern "C" __global__ void add(int* x, int n) { x[threadIdx.x] += n * FACTOR; }
 extern "C" __global__ void add_twice(int* x, int n) { x[threadIdx.x] += 2 * n; }"""

@@ -25,8 +25,8 @@ from fastattention_vllm.attention.volta.launch import (
 )
 from kernels.volta.variants import prefill
 from tests.attention.oracle import Case
-from tests.volta import attention
-from tests.volta.machine import more
+from tests.kernels.volta import attention
+from tests.kernels.volta.machine import more
 
 FP16 = torch.float16
 SOON = {

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.attention.volta.launch import HEAD_SIZES, TURING, VOLTA
 from tests.attention.oracle import Case
-from tests.volta import attention
-from tests.volta.attention import emulated, simulated
-from tests.volta.machine import more
+from tests.kernels.volta import attention
+from tests.kernels.volta.attention import emulated, simulated
+from tests.kernels.volta.machine import more
 
 FP16, E5M2, E4M3 = torch.float16, torch.float8_e5m2, torch.float8_e4m3fn
 DTYPES = [E5M2, E4M3, torch.int8]

@@ -22,8 +22,9 @@ from fastattention_vllm.integration.refusal import Refusal
 from kernels.volta import variants
 from tests.attention import oracle
 from tests.attention.oracle import Case
-from tests.volta import simulated_gpu
-from tests.volta.attention import TOLERANCE
+from tests.attention.volta import simulated_gpu
+from tests.attention.volta.conftest import described_kernels  # noqa: F401  an autouse fixture
+from tests.kernels.volta.attention import TOLERANCE
 
 HEADS, KV_HEADS, SIZE, PAGE = 8, 2, 64, 16
 WIDTH = 40

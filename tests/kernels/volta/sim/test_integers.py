@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from tests.volta.machine import Array, compile_together, elementwise, more, types_of
+from tests.kernels.volta.machine import Array, compile_together, elementwise, more, types_of
 
 COUNT = 384
 EDGES = [0, 1, 2, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0xFFFFFFFE, 0x00FF00FF]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from kernels.volta.sim import V100
+from tests.attention.volta.conftest import described_kernels  # noqa: F401  an autouse fixture
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from kernels.volta.sim import Simulation, SimulationError, pack_parameters
-from tests.volta.machine import Array, Listing, cubin, more, run
+from tests.kernels.volta.machine import Array, Listing, cubin, more, run
 
 
 def lanes(expression: str, values: Array) -> Array:

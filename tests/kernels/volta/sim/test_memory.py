@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from kernels.volta.sim import Simulation, SimulationError, pack_parameters
-from tests.volta.machine import cubin, more, run
+from tests.kernels.volta.machine import cubin, more, run
 
 COPY = """extern "C" __global__ void copy(const {type}* from, {type}* to, int stride, int n) {{
   int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from kernels.volta.sim import static_bound
-from tests.volta.machine import Array, run
+from tests.kernels.volta.machine import Array, run
 
 HEAD_SIZE, PAGE = 32, 16
 

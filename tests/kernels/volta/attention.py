@@ -22,7 +22,7 @@ from kernels.volta.sim import Cubin, Simulation
 from kernels.volta.variants import Variant
 from tests.attention import oracle
 
-SOURCES = Path(__file__).parents[2] / "kernels" / "volta" / "src"
+SOURCES = Path(__file__).parents[3] / "kernels" / "volta" / "src"
 TOLERANCE = 2e-3
 """Of outputs around one: weights are rounded to fp16, and so are outputs."""
 LSE_TOLERANCE = 2e-5

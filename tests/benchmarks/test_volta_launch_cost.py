@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.volta import simulated_gpu
+from tests.attention.volta import simulated_gpu
+from tests.attention.volta.conftest import described_kernels  # noqa: F401  an autouse fixture
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

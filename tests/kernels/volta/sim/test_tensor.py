@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from tests.volta.machine import Array, more, run
+from tests.kernels.volta.machine import Array, more, run
 
 QUADPAIRS = 4
 MEMBERS = [[4 * q + i for i in range(4)] + [16 + 4 * q + i for i in range(4)] for q in range(QUADPAIRS)]
