@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.ascend_env import TORCH, VLLM, AscendEnvironment  # noqa: E402
 from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
-TESTS = ["tests/ascend"]
+TESTS = ["tests/ascend", "tests/benchmarks/test_ascend_910b.py"]
 MUTATIONS = ROOT / "tests" / "mutations" / "genuine"
 TIMEOUT_S = 3600
 
