@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiling_all_reduce import LINKS, difference, join, lanes_of, result, run_all, why_not
+from tiling_all_reduce import LINKS, collectives_of, difference, join, result, run_all, why_not
 
 from fastattention_vllm.bench.ranks import World, leave, plain_layer
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
-from fastattention_vllm.parallel.plan import LEAST_GAIN, cut
+from fastattention_vllm.parallel.plan import MIN_GAIN, cut
 from fastattention_vllm.parallel.tiled_linear import compute_and_sum
 
 
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--lanes", nargs="+")
+    parser.add_argument("--collectives", nargs="+")
     parser.add_argument("--tiny", action="store_true", help="one small layer in fp32, to try the benchmark itself")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a link, after which it is ended")
@@ -98,7 +98,7 @@ def fields(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, A
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
     link, options = said
-    world = join(rank, folder, link, options.lanes or lanes_of(link), options.ranks)
+    world = join(rank, folder, link, options.collectives or collectives_of(link), options.ranks)
     for model, shape in {"tiny": TINY}.items() if options.tiny else [(name, MODELS[name]) for name in options.models]:
         for tokens in options.tokens:
             measure(world, Layer(shape, world, tokens), link, model, options)
@@ -147,29 +147,29 @@ class Layer:
         gate, up = (x @ self.gate_up_weight.t()).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def attention_unit(self, lane: str, blocks: Sequence[int]) -> torch.Tensor:
-        """Attention, o_proj and the sum; ``lane`` "" for the plain way."""
+    def attention_unit(self, collective: str, blocks: Sequence[int]) -> torch.Tensor:
+        """Attention, o_proj and the sum; ``collective`` "" for the plain way."""
         qkv = self.qkv()
-        if not lane:
+        if not collective:
             return self.sum_of(self.attend(qkv, slice(0, self.tokens)), self.o_weight)
         out = torch.empty_like(self.x)
         compute_and_sum(
             lambda rows, block: torch.mm(self.attend(qkv, rows), self.o_weight.t(), out=block),
             out,
             blocks,
-            self.world.lanes[lane],
+            self.world.collectives[collective],
         )
         return out
 
-    def mlp_unit(self, x: torch.Tensor, lane: str, blocks: Sequence[int]) -> torch.Tensor:
-        if not lane:
+    def mlp_unit(self, x: torch.Tensor, collective: str, blocks: Sequence[int]) -> torch.Tensor:
+        if not collective:
             return self.sum_of(self.mlp(x), self.down_weight)
         out = torch.empty_like(x)
         compute_and_sum(
             lambda rows, block: torch.mm(self.mlp(x[rows]), self.down_weight.t(), out=block),
             out,
             blocks,
-            self.world.lanes[lane],
+            self.world.collectives[collective],
         )
         return out
 
@@ -179,12 +179,15 @@ class Layer:
         return self.tiled(self.mlp(self.tiled(attended, self.o_weight, o)), self.down_weight, down)
 
     def tiled(self, x: torch.Tensor, weight: torch.Tensor, how: tuple[str, Sequence[int]]) -> torch.Tensor:
-        lane, blocks = how
-        if not lane:
+        collective, blocks = how
+        if not collective:
             return self.sum_of(x, weight)
         out = x.new_empty(x.shape[0], weight.shape[0])
         compute_and_sum(
-            lambda rows, block: torch.mm(x[rows], weight.t(), out=block), out, blocks, self.world.lanes[lane]
+            lambda rows, block: torch.mm(x[rows], weight.t(), out=block),
+            out,
+            blocks,
+            self.world.collectives[collective],
         )
         return out
 
@@ -199,12 +202,12 @@ def measure(world: World, layer: Layer, link: str, model: str, options: argparse
     tokens, whole = layer.tokens, ("", (layer.tokens,))
     place = {"link": link, "ranks": world.size, "model": model, "tokens": tokens}
     ways: dict[str, Callable[[], torch.Tensor]] = {"plain": lambda: layer.full(whole, whole)}
-    timer = LayerTimer(world.lanes, plain_layer, layer.o_weight, 128)
+    timer = LayerTimer(world.collectives, plain_layer, layer.o_weight, 128)
     if world.size == 1:
         report(world, layer, place, ways, timer.seconds([*ways.values()], options.rounds), {}, {"plain": []})
         return
     o, down = (
-        calibrate.measure(world.lanes, plain_layer, weight, tokens, tokens).of(tokens)
+        calibrate.measure(world.collectives, plain_layer, weight, tokens, tokens).of(tokens)
         for weight in (layer.o_weight, layer.down_weight)
     )
     attention = fastest(timer, layer, lambda how: layer.attention_unit(*how))
@@ -224,14 +227,17 @@ def measure(world: World, layer: Layer, link: str, model: str, options: argparse
 def fastest(
     timer: LayerTimer, layer: Layer, unit: Callable[[tuple[str, Sequence[int]]], object]
 ) -> tuple[str, Sequence[int]]:
-    """Of a few cuts by each lane, and of none."""
+    """Of a few cuts by each collective, and of none."""
     whole: tuple[str, Sequence[int]] = ("", (layer.tokens,))
-    tried = [whole, *((lane, cut(layer.tokens, weights, 128)) for lane in layer.world.lanes for weights in CUTS)]
+    tried = [
+        whole,
+        *((collective, cut(layer.tokens, weights, 128)) for collective in layer.world.collectives for weights in CUTS),
+    ]
     first = timer.seconds([lambda how=how: unit(how) for how in tried], 3)
     best = [how for _, how in sorted(zip(first, tried, strict=True), key=lambda pair: pair[0])[:4]]
     plain, *again = timer.seconds([lambda how=how: unit(how) for how in (whole, *best)])
     seconds, how = min(zip(again, best, strict=True), key=lambda pair: pair[0])
-    return how if seconds < (1 - LEAST_GAIN) * plain else whole
+    return how if seconds < (1 - MIN_GAIN) * plain else whole
 
 
 def report(
@@ -246,7 +252,7 @@ def report(
     for way, seconds in zip(ways, took, strict=True):
         row = place | {"way": way, "ms": 1e3 * seconds, "first token s": seconds * layer.shape.layers}
         row |= {"speedup": took[0] / seconds, "error": wrong.get(way, 0.0)}
-        world.tell(row | {"cuts": [(lane, list(blocks)) for lane, blocks in cuts[way]]})
+        world.tell(row | {"cuts": [(collective, list(blocks)) for collective, blocks in cuts[way]]})
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     """One new token of each sequence; 32 query heads."""
     kv_heads, mapped_heads = HEADS // group, 2
     variant = variants.decode(head_size)
-    least = volta_kernels.least_parts(kv_heads)
+    least = volta_kernels.min_parts(kv_heads)
     parts = volta_kernels.decode_parts(tokens, least)
     problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)
     out = torch.full((1, group * mapped_heads, head_size), 7.0, dtype=torch.float16)

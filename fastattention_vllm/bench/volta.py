@@ -25,7 +25,7 @@ from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Contende
 
 TOLERANCE = 1e-2
 """Largest difference to float64, of numbers of unit variance, of an answer that counts as right."""
-LEAST_ROTATED = 4
+MIN_ROTATED = 4
 """Decoding goes through so many times the L2 cache before it reads anything again."""
 
 
@@ -185,7 +185,7 @@ def _empty(case: Case, name: str) -> VoltaRow:
 
 def _layers(case: Case, device: torch.device, l2_bytes: int) -> list[Layer]:
     """Of unit variance. Decoding gets as many as it takes to leave the L2 cache behind."""
-    count = 1 if case.kind == "prefill" else max(1, -(-LEAST_ROTATED * l2_bytes // case.kv_bytes))
+    count = 1 if case.kind == "prefill" else max(1, -(-MIN_ROTATED * l2_bytes // case.kv_bytes))
     generator = torch.Generator(device=device).manual_seed(0)
 
     def numbers(tokens: int, heads: int) -> torch.Tensor:

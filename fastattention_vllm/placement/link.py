@@ -13,7 +13,7 @@ import torch
 FEW_RUNS = 32
 """Up to so many runs of neighbouring blocks are copied one by one, by the copy engine; more by one gathering kernel."""
 
-MOST_KEPT = 256
+MAX_KEPT = 256
 """Lists of blocks of which it is remembered how they were copied."""
 
 
@@ -175,7 +175,7 @@ class StreamLink(Link):
         """All layers of a step fetch the same ones."""
         kept = self._fetches.get(id(blocks))
         if kept is None:
-            if len(self._fetches) >= MOST_KEPT:
+            if len(self._fetches) >= MAX_KEPT:
                 self._fetches.clear()
             # With the tensor, so that its id stays its own.
             kept = self._fetches[id(blocks)] = (blocks, self._plan(blocks))

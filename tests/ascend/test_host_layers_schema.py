@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.placement import host_attention, link, npu, pinning
-from fastattention_vllm.placement.host_attention import Lane, Share
+from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import stand_in
 from tests.ascend.test_schema import meta
@@ -69,10 +69,12 @@ def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
 
     stand_in(monkeypatch)
     monkeypatch.setattr(ascend, "operator", lambda: checked)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
     monkeypatch.setattr(World, "compare", lambda *_: None)
     model = Model(8, 2, head_size, 16, torch.bfloat16, window)
-    world = World(model, 2, 100, Lane(npu.NpuLink(torch.device("cpu")), npu, share=Share(0.5)), 0)
+    world = World(
+        model, 2, 100, HostLayerGroup(npu.NpuLink(torch.device("cpu")), npu, stream_split=StreamSplit(0.5)), 0
+    )
     one = world.request(200)
     other = world.request(300, one, 6)
     used = Used()

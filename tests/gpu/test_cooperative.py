@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.placement import calibrate, host_attention, host_memory, link, prefetch
-from fastattention_vllm.placement.host_attention import Lane, Share
+from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.pinning import CudaPinning
 from tests.placement.world import Model, World, some_steps
 
@@ -34,8 +34,8 @@ MODELS = st.builds(
 def world_of(model: Model, share: float, seed: int, kernels: str = "flash") -> World:
     module = {"volta": "volta.kernels"}.get(kernels, kernels)
     device = importlib.import_module(f"fastattention_vllm.attention.{module}")
-    lane = Lane(link.CudaLink(torch.device("cuda:0")), device, share=Share(share))
-    return World(model, 3, 400, lane, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
+    group = HostLayerGroup(link.CudaLink(torch.device("cuda:0")), device, stream_split=StreamSplit(share))
+    return World(model, 3, 400, group, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_steps_equal_attention_over_the_whole_history(
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block)
-        patch.setattr(host_attention, "LEAST_SHARE", 1)
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
         patch.setattr(link, "FEW_RUNS", few_runs)
         some_steps(world_of(model, share, seed, kernels), random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400))
 

@@ -216,7 +216,7 @@ KEPT_BACK = 0.02
 """Seconds."""
 
 
-def measured(rank: int, outputs: int, inputs: int, least_rows: int, most_rows: int) -> Choice:
+def measured(rank: int, outputs: int, inputs: int, min_rows: int, max_rows: int) -> Choice:
     """A calibration in which the last rank's matmuls take longer by ``KEPT_BACK``."""
     original = torch.mm
 
@@ -227,8 +227,8 @@ def measured(rank: int, outputs: int, inputs: int, least_rows: int, most_rows: i
     if rank == dist.get_world_size() - 1:
         torch.mm = slow  # type: ignore[assignment]
     try:
-        lanes = {"first": COLLECTIVE, "second": COLLECTIVE}
-        return calibrate.measure(lanes, plain_layer, torch.zeros(outputs, inputs), least_rows, most_rows)
+        collectives = {"first": COLLECTIVE, "second": COLLECTIVE}
+        return calibrate.measure(collectives, plain_layer, torch.zeros(outputs, inputs), min_rows, max_rows)
     finally:
         torch.mm = original  # type: ignore[assignment]
 

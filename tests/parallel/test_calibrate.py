@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention_vllm.parallel import calibrate, calibration_file, layer_timer
-from fastattention_vllm.parallel.calibrate import MOST_SLOWDOWN, row_counts, slowdown
+from fastattention_vllm.parallel.calibrate import MAX_SLOWDOWN, row_counts, slowdown
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import CollectiveError
 from fastattention_vllm.parallel.layer_timer import Timed
@@ -121,7 +121,7 @@ def test_rows_are_doubled_until_the_longest_step_is_covered(most: int) -> None:
     assert len(numbers) == 1 or numbers[-2] < most
 
 
-@given(AFFINE, st.floats(1, MOST_SLOWDOWN), st.integers(2, 6))
+@given(AFFINE, st.floats(1, MAX_SLOWDOWN), st.integers(2, 6))
 def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) -> None:
     """By the time that a cut takes with it; exactly this slowdown, or one that makes no difference to the time."""
     blocks = even(4096, count)
@@ -134,7 +134,7 @@ def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) 
 
 @given(AFFINE)
 def test_a_cut_that_was_tried_and_lost_is_not_planned(pipeline: Pipeline) -> None:
-    """However fast the two lanes are alone."""
+    """However fast the two stages are alone."""
     blocks = plan(8192, pipeline).blocks
     slow = slowdown(pipeline.matmul, pipeline.all_reduce, blocks, 1.0)
     after = plan(8192, Pipeline(pipeline.matmul, pipeline.all_reduce, slow, slow))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.placement import prefetch
 from fastattention_vllm.placement.link import LocalLink
-from fastattention_vllm.placement.prefetch import Prefetcher, PrefetchError, Range, Visit
+from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, PrefetchError, Visit
 
 
 @dataclass(eq=False)
@@ -31,10 +31,10 @@ class Layer:
         self.number = number
         self.cache = torch.arange(10.0).view(10, 1, 1, 1) + 100 * number
         self.written: Any = f"written {number}"
-        self.kept: dict[int, list[Range]] = {}
+        self.kept: dict[int, list[KvRange]] = {}
 
-    def ranges(self, step: Step) -> Sequence[Range]:
-        made = [Range(0, len(blocks), torch.tensor(blocks)) for blocks in step.blocks[self.number]]
+    def ranges(self, step: Step) -> Sequence[KvRange]:
+        made = [KvRange(0, len(blocks), torch.tensor(blocks)) for blocks in step.blocks[self.number]]
         return self.kept.setdefault(id(step), made)
 
 

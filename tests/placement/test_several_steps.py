@@ -36,7 +36,7 @@ def two_blocks_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 2 * block)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
 
 def two_batches(world: World, kind: str) -> list[list[Work]]:
@@ -68,14 +68,14 @@ def forward(
         world.visit(layer, steps[batch], works[batch], upcoming=says(world, steps, turns[number:], forecast, numbers))
     if forecast == "right":
         world.assert_at_rest()
-    world.lane.prefetcher.discard()
+    world.group.prefetcher.discard()
     world.assert_at_rest()
 
 
 def says(
     world: World, steps: Sequence[Step], rest: Sequence[Turn], forecast: str, numbers: random.Random
 ) -> Callable[[], Iterator[Visit]] | None:
-    """What the integration says is to come: nothing (then the lane takes one step for all layers), or some turns."""
+    """What the integration says is to come: nothing (then all layers of the group take one step), or some turns."""
     if forecast == "none":
         return None
     said = list(rest)
@@ -127,7 +127,7 @@ def test_microbatches_in_any_order(
 ) -> None:
     """Each batch meets the layers in order, and the first meets each before the second does: that is causality."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_attention, "LEAST_SHARE", 1)
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
         world = world_with(share, link, window=window)
         works = two_batches(world, kind)
         turns: list[Turn] = []

@@ -16,7 +16,7 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionBackend, AscendAtt
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendSide
+from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendRuntime
 from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
@@ -84,7 +84,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        host_layers.place(self.vllm_config, AscendSide(self.vllm_config, HostLayerAscendBackend))
+        host_layers.set_up(self.vllm_config, AscendRuntime(self.vllm_config, HostLayerAscendBackend))
 
     def forward_fused_infer_attention(
         self,

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.fastattention")
 
-LANE = "hccl"
+COLLECTIVE = "hccl"
 
 
 class TiledRowParallelOp(CustomRowParallelOp):
-    """vLLM's plain row-parallel layer until :func:`adopt` has found it fit, then one that is cut into blocks."""
+    """vLLM's plain row-parallel layer; one that is cut into blocks once :func:`enable_tiling` has found it fit."""
 
     tiled_group: str | None = None
     """The ranks' group by vLLM's name."""
@@ -107,14 +107,14 @@ def _tiling(choose: Any) -> Any:
         config = get_current_vllm_config_or_none()
         if config is None or not row_parallel.asked_for(config):
             return chosen
-        compat.before_profiling(resolve_obj_by_qualname(config.parallel_config.worker_cls), adopt)
+        compat.before_profiling(resolve_obj_by_qualname(config.parallel_config.worker_cls), enable_tiling)
         return TiledRowParallelOp(layer) if chosen is None else chosen
 
     _get_row_parallel_op._fastattention = True  # type: ignore[attr-defined]
     return _get_row_parallel_op
 
 
-def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank.
 
     After the weights are loaded, which may change how they lie; before the first graph is traced.
@@ -135,7 +135,7 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     weights = [layer.weight for layer in tiled]
     timed = options_of(vllm_config).tiling_all_reduce == "auto"
     one_calls = _one_calls(coordinator, sums, weights) if timed and weights else {}
-    cut, how = row_parallel.decide_cuts(vllm_config, weights, {LANE: sums}, plain, one_calls)
+    cut, how = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, one_calls)
 
     def blocks(rows: int, weight: torch.Tensor) -> Sequence[int]:
         return (rows,) if _captures() else cut(rows, weight)[1]

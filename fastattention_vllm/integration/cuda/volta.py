@@ -28,7 +28,7 @@ from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
-from fastattention_vllm.integration.cuda.device import CudaSide, preferred_block_size
+from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
@@ -244,10 +244,10 @@ class FastAttentionVoltaImpl(Layer):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(device)
         if options_of(vllm_config).tiling_all_reduce != "off":
-            compat.before_gpu_profiling(row_parallel.adopt)
+            compat.before_gpu_profiling(row_parallel.enable_tiling)
         named = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", named)
-        host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerVoltaBackend, volta, named))
+        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, named))
 
     def do_kv_cache_update(
         self,

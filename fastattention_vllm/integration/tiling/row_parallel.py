@@ -1,8 +1,8 @@
 """vLLM's RowParallelLinear with the all-reduce hidden behind the matmul, where ``tiling_all_reduce`` asks for it.
 
 vLLM makes its layers through a registry in which a class of one's own takes the place of one of its own, in every
-version. Ours does what the registered one does, but for layers that :func:`adopt` has found fit. On a GPU this plugin's
-code first runs when layers are there already: those become ours when they are adopted.
+version. Ours does what the registered one does, but for layers that :func:`enable_tiling` has found fit. On a GPU this
+plugin's code first runs when layers are there already: those become ours when tiling is enabled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastattention_vllm.integration.tiling import calibration as tiling_times
 from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import DEFAULT_LANES, open_lanes
+from fastattention_vllm.parallel.named_collectives import DEFAULT_COLLECTIVES, open_named_collectives
 from fastattention_vllm.parallel.plan import even
 from fastattention_vllm.parallel.rows_ready import RowsReady
 from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
@@ -82,7 +82,7 @@ def install(vllm_config: VllmConfig) -> None:
     PluggableLayer.register_oot(type(NAME, (TiledRowParallel, registered), {}), name=NAME)
 
 
-def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank of the world.
 
     After the weights are loaded, which may change how they lie; before the first graph is traced.
@@ -101,9 +101,9 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
                 tiled.append(layer)
     device = group.device.type
     fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
-    names = DEFAULT_LANES[device][: 1 if fixed else None]
+    names = DEFAULT_COLLECTIVES[device][: 1 if fixed else None]
     logger.info_once("Tiling-AllReduce: %d layers fit; opening %s.", len(tiled), ", ".join(names))
-    lanes = open_lanes(
+    collectives = open_named_collectives(
         names,
         _all_tensor_parallel_groups(),
         dist.get_rank(),
@@ -117,18 +117,18 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
         return summed
 
-    cut, how = decide_cuts(vllm_config, [layer.weight for layer in tiled], lanes, plain, {})
-    first = next(iter(lanes.values()))
+    cut, how = decide_cuts(vllm_config, [layer.weight for layer in tiled], collectives, plain, {})
+    first = next(iter(collectives.values()))
     ready = None
     activate = None
     if options_of(vllm_config).tiling_full_form:
         ready = _follow_attention(tiled, reasons, cut)
-        activate = _adopt_mlps(model, group.unique_name)
+        activate = _enable_mlp_tiling(model, group.unique_name)
     tiling = Tiling(
         first,
         lambda rows, weight: cut(rows, weight)[1],
         plain,
-        lambda rows, weight: lanes.get(cut(rows, weight)[0], first),
+        lambda rows, weight: collectives.get(cut(rows, weight)[0], first),
         activate,
         ready,
     )
@@ -173,7 +173,7 @@ def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> Rows
     return ready
 
 
-def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _enable_mlp_tiling(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Turn on tiling in all MLPs that are fit for it; returns their activation."""
     fit: list[Any] = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
     activations = {type(module.act_fn) for module in fit}
@@ -203,7 +203,7 @@ def _fits(mlp: Any) -> bool:
 def decide_cuts(
     vllm_config: VllmConfig,
     weights: list[torch.Tensor],
-    lanes: Mapping[str, Collective],
+    collectives: Mapping[str, Collective],
     plain: Linear,
     one_calls: Mapping[str, Linear],
 ) -> tuple[Cut, str]:
@@ -214,7 +214,7 @@ def decide_cuts(
     """
     options = options_of(vllm_config)
     count, least = options.tiling_all_reduce, options.tiling_min_tokens
-    first = next(iter(lanes))
+    first = next(iter(collectives))
     if isinstance(count, int):
         return (
             lambda rows, weight: (first, even(rows, count) if rows >= least else (rows,)),
@@ -224,7 +224,7 @@ def decide_cuts(
     choices: dict[torch.Size, Choice] = {}
     for weight in weights if most >= least else []:
         if weight.shape not in choices:
-            choices[weight.shape] = choice = tiling_times.of(weight, lanes, plain, least, most, one_calls)
+            choices[weight.shape] = choice = tiling_times.of(weight, collectives, plain, least, most, one_calls)
             for trial in choice.trials:
                 logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
 
