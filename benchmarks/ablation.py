@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.bench.earlier import earlier_report
+from fastattention_vllm.bench.saved_report import saved_report
 
 RESULTS = Path(__file__).with_name("results")
 BUILDS = Path(__file__).resolve().parents[1] / "build" / "ablation"
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--v100-tokens", type=int, default=4096)
     parser.add_argument("--v100-head-sizes", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--from", type=earlier_report, dest="earlier", help="print the table of this file, and end")
+    parser.add_argument("--from", type=saved_report, dest="earlier", help="print the table of this file, and end")
     parser.add_argument("--answer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:

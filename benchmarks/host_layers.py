@@ -37,7 +37,7 @@ import torch
 
 from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
 from fastattention_vllm.bench import machine, plots
-from fastattention_vllm.bench.earlier import earlier_report
+from fastattention_vllm.bench.saved_report import saved_report
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw --from into this PNG file, and do nothing else")
-    parser.add_argument("--from", type=earlier_report, nargs="+", dest="results", help="results of earlier runs")
+    parser.add_argument("--from", type=saved_report, nargs="+", dest="results", help="results of earlier runs")
     options = parser.parse_args()
     if options.plot:
         draw(options.plot, options.results)

@@ -78,7 +78,7 @@ from volta_sim_report import (
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import CHUNK, Divisor, Split
-from fastattention_vllm.bench.earlier import earlier_report
+from fastattention_vllm.bench.saved_report import saved_report
 from kernels.volta import variants
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
 from kernels.volta.sim.dispatch import dispatch
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there, after each one")
     parser.add_argument("--plot", type=Path, help="draw a PNG")
     parser.add_argument(
-        "--from", dest="sources", type=earlier_report, nargs="+", help="simulate nothing, join these; later rows count"
+        "--from", dest="sources", type=saved_report, nargs="+", help="simulate nothing, join these; later rows count"
     )
     parser.add_argument("--libtorch", type=Path, help=f"libtorch_cuda.so of the PyPI wheel {volta_peer.WHEEL}")
     parser.add_argument("--no-peer", action="store_true", help="leave the peer out, and its download")

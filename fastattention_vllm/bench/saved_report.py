@@ -1,4 +1,4 @@
-"""Results of earlier runs as arguments of a benchmark."""
+"""A results file as an argument of a benchmark: for argparse's ``type``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 
-def earlier_report(text: str) -> Path:
-    """For argparse's ``type``: a file with rows, or a sentence that says why it is none."""
+def saved_report(text: str) -> Path:
+    """The path of a file with rows, or one sentence that says what is wrong with it."""
     path = Path(text)
     try:
         rows = json.loads(path.read_text())["rows"]
