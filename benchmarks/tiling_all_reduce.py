@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from fastattention_vllm.bench import machine
 from fastattention_vllm.bench import ranks as world
-from fastattention_vllm.bench.saved_report import saved_report
 from fastattention_vllm.bench.ranks import World, plain_layer
+from fastattention_vllm.bench.saved_report import saved_report
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.layer_timer import LayerTimer
@@ -77,9 +77,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a link, after which it is ended")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--draw", type=saved_report, help="draw the timelines in this file of an earlier run, and end"
-    )
+    parser.add_argument("--draw", type=saved_report, help="draw the timelines in this file of an earlier run, and end")
     parser.add_argument("--timeline", type=Path, help="picture of them")
     options = parser.parse_args()
     if options.draw:

@@ -89,7 +89,9 @@ def advantage(ours: float | None, other: float | None, better: Literal["higher",
     return ours / other if better == "higher" else other / ours
 
 
-def report(rows: Sequence[Row], hardware: str, versions: Mapping[str, str] | None = None, **more: Any) -> Report[Row]:
+def report(
+    rows: Sequence[Row], hardware: str | dict[str, str], versions: Mapping[str, str] | None = None, **more: Any
+) -> Report[Row]:
     """A report of today. ``more``: fields of this benchmark alone."""
     found = dict(machine.versions() if versions is None else versions)
     return Report[Row](hardware=hardware, versions=found, date=today(), rows=list(rows), **more)
