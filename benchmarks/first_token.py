@@ -48,7 +48,7 @@ import torch
 from tiling_all_reduce import LINKS, collectives_of, join, why_not
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.bench import ranks as world
+from fastattention_vllm.bench import ranks as rank_processes
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
@@ -477,7 +477,7 @@ def predicted_rows(
 def measured_parts(link: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """What :func:`measure_parts` tells, on two ranks; None if they did not come to their end."""
     found: list[dict[str, Any]] = []
-    if not world.run(measure_parts, 2, (link, options), LINKS[link], options.limit, found.append):
+    if not rank_processes.run(measure_parts, 2, (link, options), LINKS[link], options.limit, found.append):
         print(f"first_token: the parts of a layer were not measured within {options.limit:.0f} s.", flush=True)
         return None
     (row,) = [one for one in found if "sums" in one]
@@ -509,7 +509,7 @@ def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace]) 
         shapes = {"o_proj": (hidden, attended // ranks), "down_proj": (hidden, wide // ranks)}
         for name, size in (shapes | {"gate_up": (2 * wide // ranks, hidden)}).items():
             weight = torch.empty(*size, dtype=dtype, device=here.device).uniform_(-1, 1)
-            timer = LayerTimer(here.collectives, world.plain_layer, weight, options.tokens)
+            timer = LayerTimer(here.collectives, rank_processes.plain_layer, weight, options.tokens)
             seconds = timer.seconds([timer.matmul(rows) for rows in numbers], 3)
             matmuls.append((name, ranks, list(zip(numbers, seconds, strict=True))))
             if (name, ranks) == ("down_proj", 2):
@@ -524,7 +524,7 @@ def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace]) 
                     part = took / (matmul(options.tokens) + alone(options.tokens))
                     slow.append((collective, calibrate.slowdown(matmul, alone, blocks, part)))
     here.tell({"matmul": matmuls, "sums": sums, "slowdown": slow})
-    world.leave(here)
+    rank_processes.leave(here)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastattention_vllm.bench import machine
-from fastattention_vllm.bench import ranks as world
-from fastattention_vllm.bench.ranks import World, plain_layer
+from fastattention_vllm.bench import machine, ranks
+from fastattention_vllm.bench.ranks import RankContext, plain_layer
 from fastattention_vllm.bench.saved_report import saved_report
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.collective import Collective
@@ -112,7 +111,7 @@ def run_all(
         rows.append(row | fields(row, rows))
 
     for link in options.links:
-        complete &= world.run(work, options.ranks, (link, options), LINKS[link], options.limit, see)
+        complete &= ranks.run(work, options.ranks, (link, options), LINKS[link], options.limit, see)
         if options.json:
             report = {
                 "hardware": _hardware(link),
@@ -179,9 +178,9 @@ def collectives_of(link: str) -> list[str]:
     return DEFAULT_COLLECTIVES["cpu" if link == "gloo" else "cuda"]
 
 
-def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> World:
+def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> RankContext:
     device = "cpu" if link == "gloo" else "cuda"
-    return world.join(rank, folder, size, device, names, lambda sentence: {"link": link, "note": sentence})
+    return ranks.join(rank, folder, size, device, names, lambda sentence: {"link": link, "note": sentence})
 
 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
@@ -201,7 +200,7 @@ def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
             ).uniform_(-1, 1)
             measure = sweep if options.sweep else table
             measure(weight, here.collectives, place, options, here.tell)
-    world.leave(here)
+    ranks.leave(here)
 
 
 def table(
@@ -211,19 +210,19 @@ def table(
     options: argparse.Namespace,
     tell: Callable[[dict[str, Any]], None],
 ) -> None:
-    most = max(options.tokens)
+    maximum = max(options.tokens)
     began = time.perf_counter()
     choice = calibrate.measure(
         collectives,
         plain_layer,
         weight,
-        min(options.min_tokens, most),
-        most,
+        min(options.min_tokens, maximum),
+        maximum,
         say=lambda line: tell({"note": f"{line}, {time.perf_counter() - began:.1f} s"}),
     )
     seconds = time.perf_counter() - began
     tell(place | {"calibration seconds": seconds, "chosen": [(t.rows, t.collective, t.blocks) for t in choice.trials]})
-    timer = LayerTimer(collectives, plain_layer, weight, most)
+    timer = LayerTimer(collectives, plain_layer, weight, maximum)
     first = next(iter(collectives))
     for tokens in options.tokens:
         name, blocks = choice.of(tokens) if tokens >= options.min_tokens else ("", (tokens,))
@@ -244,7 +243,7 @@ def table(
         for (way, (collective, cuts)), one in zip({"plain": ("", (tokens,)), **ways}.items(), took, strict=True):
             seconds = one.seconds
             row = place | {"tokens": tokens, "way": way, "lane": collective, "blocks": list(cuts), "ms": 1e3 * seconds}
-            row["ordering ms"] = 1e3 * one.ordering
+            row["ordering ms"] = 1e3 * one.enqueue_seconds
             row |= {"matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain_seconds}
             row["hidden"] = (matmul + all_reduce - seconds) / min(matmul, all_reduce)
             row["speedup"] = plain_seconds / seconds

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tiling_all_reduce import LINKS, collectives_of, difference, join, result, run_all, why_not
 
-from fastattention_vllm.bench.ranks import World, leave, plain_layer
+from fastattention_vllm.bench.ranks import RankContext, leave, plain_layer
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import MIN_GAIN, cut
@@ -98,25 +98,25 @@ def fields(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, A
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
     link, options = said
-    world = join(rank, folder, link, options.collectives or collectives_of(link), options.ranks)
+    context = join(rank, folder, link, options.collectives or collectives_of(link), options.ranks)
     for model, shape in {"tiny": TINY}.items() if options.tiny else [(name, MODELS[name]) for name in options.models]:
         for tokens in options.tokens:
-            measure(world, Layer(shape, world, tokens), link, model, options)
-    leave(world)
+            measure(context, Layer(shape, context, tokens), link, model, options)
+    leave(context)
 
 
 class Layer:
     """Weights of one rank, as random as they are large."""
 
-    def __init__(self, shape: Shape, world: World, tokens: int) -> None:
-        ranks, dtype = world.size, torch.float32 if world.device == "cpu" else torch.float16
-        self.shape, self.tokens, self.world = shape, tokens, world
+    def __init__(self, shape: Shape, context: RankContext, tokens: int) -> None:
+        ranks, dtype = context.size, torch.float32 if context.device == "cpu" else torch.float16
+        self.shape, self.tokens, self.context = shape, tokens, context
         self.heads, self.kv_heads = shape.heads // ranks, max(1, shape.kv_heads // ranks)
         size, wide = shape.head_size, shape.intermediate // ranks
 
         def matrix(outputs: int, inputs: int) -> torch.Tensor:
             spread = inputs**-0.5
-            return torch.empty(outputs, inputs, dtype=dtype, device=world.device).uniform_(-spread, spread)
+            return torch.empty(outputs, inputs, dtype=dtype, device=context.device).uniform_(-spread, spread)
 
         self.qkv_weight = matrix((self.heads + 2 * self.kv_heads) * size, shape.hidden)
         self.o_weight = matrix(shape.hidden, self.heads * size)
@@ -157,7 +157,7 @@ class Layer:
             lambda rows, block: torch.mm(self.attend(qkv, rows), self.o_weight.t(), out=block),
             out,
             blocks,
-            self.world.collectives[collective],
+            self.context.collectives[collective],
         )
         return out
 
@@ -169,7 +169,7 @@ class Layer:
             lambda rows, block: torch.mm(self.mlp(x[rows]), self.down_weight.t(), out=block),
             out,
             blocks,
-            self.world.collectives[collective],
+            self.context.collectives[collective],
         )
         return out
 
@@ -187,7 +187,7 @@ class Layer:
             lambda rows, block: torch.mm(x[rows], weight.t(), out=block),
             out,
             blocks,
-            self.world.collectives[collective],
+            self.context.collectives[collective],
         )
         return out
 
@@ -195,19 +195,19 @@ class Layer:
         return self.mlp_unit(self.attention_unit(*attention), *mlp)
 
     def sum_of(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return plain_layer(x, weight, None) if self.world.size > 1 else F.linear(x, weight)
+        return plain_layer(x, weight, None) if self.context.size > 1 else F.linear(x, weight)
 
 
-def measure(world: World, layer: Layer, link: str, model: str, options: argparse.Namespace) -> None:
+def measure(context: RankContext, layer: Layer, link: str, model: str, options: argparse.Namespace) -> None:
     tokens, whole = layer.tokens, ("", (layer.tokens,))
-    place = {"link": link, "ranks": world.size, "model": model, "tokens": tokens}
+    place = {"link": link, "ranks": context.size, "model": model, "tokens": tokens}
     ways: dict[str, Callable[[], torch.Tensor]] = {"plain": lambda: layer.full(whole, whole)}
-    timer = LayerTimer(world.collectives, plain_layer, layer.o_weight, 128)
-    if world.size == 1:
-        report(world, layer, place, ways, timer.seconds([*ways.values()], options.rounds), {}, {"plain": []})
+    timer = LayerTimer(context.collectives, plain_layer, layer.o_weight, 128)
+    if context.size == 1:
+        report(context, layer, place, ways, timer.seconds([*ways.values()], options.rounds), {}, {"plain": []})
         return
     o, down = (
-        calibrate.measure(world.collectives, plain_layer, weight, tokens, tokens).of(tokens)
+        calibrate.measure(context.collectives, plain_layer, weight, tokens, tokens).of(tokens)
         for weight in (layer.o_weight, layer.down_weight)
     )
     attention = fastest(timer, layer, lambda how: layer.attention_unit(*how))
@@ -219,7 +219,7 @@ def measure(world: World, layer: Layer, link: str, model: str, options: argparse
     expected = ways["plain"]()
     wrong = {way: difference(expected, compute()) for way, compute in ways.items()}
     took = timer.seconds([*ways.values()], options.rounds)
-    report(world, layer, place, ways, took, wrong, {"plain": [], "linear": [o, down], "full": [attention, mlp]})
+    report(context, layer, place, ways, took, wrong, {"plain": [], "linear": [o, down], "full": [attention, mlp]})
     if max(wrong.values()) > WORST:
         sys.exit(f"wrong by {wrong}")
 
@@ -231,7 +231,11 @@ def fastest(
     whole: tuple[str, Sequence[int]] = ("", (layer.tokens,))
     tried = [
         whole,
-        *((collective, cut(layer.tokens, weights, 128)) for collective in layer.world.collectives for weights in CUTS),
+        *(
+            (collective, cut(layer.tokens, weights, 128))
+            for collective in layer.context.collectives
+            for weights in CUTS
+        ),
     ]
     first = timer.seconds([lambda how=how: unit(how) for how in tried], 3)
     best = [how for _, how in sorted(zip(first, tried, strict=True), key=lambda pair: pair[0])[:4]]
@@ -241,7 +245,7 @@ def fastest(
 
 
 def report(
-    world: World,
+    context: RankContext,
     layer: Layer,
     place: dict[str, object],
     ways: dict[str, Callable[[], torch.Tensor]],
@@ -252,7 +256,7 @@ def report(
     for way, seconds in zip(ways, took, strict=True):
         row = place | {"way": way, "ms": 1e3 * seconds, "first token s": seconds * layer.shape.layers}
         row |= {"speedup": took[0] / seconds, "error": wrong.get(way, 0.0)}
-        world.tell(row | {"cuts": [(collective, list(blocks)) for collective, blocks in cuts[way]]})
+        context.tell(row | {"cuts": [(collective, list(blocks)) for collective, blocks in cuts[way]]})
 
 
 if __name__ == "__main__":

@@ -88,9 +88,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--log", type=Path, help="keep all that the server says there")
     options = parser.parse_args()
-    for name, least in [("seconds", 1), ("clients", 1), ("tokens", 64)]:
-        if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)} is too small; use {least} or more.")
+    for name, minimum in [("seconds", 1), ("clients", 1), ("tokens", 64)]:
+        if getattr(options, name) < minimum:
+            parser.error(f"--{name} {getattr(options, name)} is too small; use {minimum} or more.")
     build_model_if_needed()
     command = ["serve", "--config", str(CONFIG), "--host", HOST, "--port", str(free_port())]
     command += shlex.split(options.server_arguments)

@@ -31,22 +31,22 @@ STYLES = {
 def draw(report: CpuReport, folder: Path) -> list[Path]:
     """Write PNG files into ``folder``, which is made. A line takes two points, a panel a line, a file a panel."""
     folder.mkdir(parents=True, exist_ok=True)
-    most = max((row.threads for row in report.rows), default=0)
+    maximum = max((row.threads for row in report.rows), default=0)
     written = []
     for kind in ("decode", "prefill"):
         rows = [row for row in report.rows if row.case.startswith(kind)]
-        widest = [row for row in rows if row.threads == most]
+        widest = [row for row in rows if row.threads == maximum]
         unit = rows[0].unit if rows else ""
         plots = [
             (
                 f"{kind}-roofline-by-context.png",
-                f"{kind}, {most} threads: part of the roofline",
+                f"{kind}, {maximum} threads: part of the roofline",
                 panels(widest, dtype_of, heads_of, context_of, lambda row: [percent_of_roofline(row)]),
                 by_context("% of the roofline"),
             ),
             (
                 f"{kind}-speed-by-context.png",
-                f"{kind}, {most} threads",
+                f"{kind}, {maximum} threads",
                 panels(widest, lambda row: f"{dtype_of(row)} {heads_of(row)}", None, context_of, speeds),
                 by_context(unit),
             ),

@@ -29,7 +29,7 @@ process finds it."""
 
 
 @dataclass
-class World:
+class RankContext:
     """What a rank has."""
 
     rank: int
@@ -82,7 +82,7 @@ def run(
 
 def join(
     rank: int, folder: str, size: int, device: str, collectives: Sequence[str], complain: Callable[[str], Row]
-) -> World:
+) -> RankContext:
     """Begin as one rank.
 
     Args:
@@ -114,12 +114,12 @@ def join(
     opened = open_named_collectives(
         names, everyone, rank, device, TIMEOUT, exchange, lambda sentence: tell(complain(sentence))
     )
-    return World(rank, size, device, opened, tell, exchange)
+    return RankContext(rank, size, device, opened, tell, exchange)
 
 
-def leave(world: World) -> None:
+def leave(context: RankContext) -> None:
     """End this process: communicators and shared memory go with it, whatever state they are in."""
-    world.exchange(None)
+    context.exchange(None)
     os._exit(0)
 
 

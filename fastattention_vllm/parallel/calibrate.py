@@ -81,10 +81,10 @@ def measure(
     return Choice(tuple(trials))
 
 
-def row_counts(most: int) -> list[int]:
-    """The granule and its doubles, the last of which has ``most`` rows or more."""
+def row_counts(maximum: int) -> list[int]:
+    """The granule and its doubles, the last of which has ``maximum`` rows or more."""
     numbers = [GRANULE]
-    while numbers[-1] < most:
+    while numbers[-1] < maximum:
         numbers.append(2 * numbers[-1])
     return numbers
 
@@ -123,7 +123,7 @@ def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times
         plain = timer.seconds([timer.plain(rows)])[0]
         return Trial(rows, "", (rows,), plain, plain, hideable)
     heat = timer.timed([timer.cut(*one) for one in first], FEW_ROUNDS)
-    timed = sorted((one.lasting, one.seconds, candidate) for one, candidate in zip(heat, first, strict=True))
+    timed = sorted((one.effective_seconds, one.seconds, candidate) for one, candidate in zip(heat, first, strict=True))
     best = [one for _, _, one in timed[:MAX_FINALISTS]]
     learned = []
     for name in sums:
@@ -133,10 +133,10 @@ def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times
             learned.append((name, plan(rows, Pipeline(matmul, sums[name], slow, slow)).blocks))
     final = _distinct([*best, *learned])
     heat = timer.timed([timer.cut(*one) for one in final])
-    _, (name, blocks) = min(zip([one.lasting for one in heat], final, strict=True))
+    _, (name, blocks) = min(zip([one.effective_seconds for one in heat], final, strict=True))
     works = [timer.plain(rows), timer.cut(name, blocks)]
     plain_seconds, _ = timer.seconds(works, MANY_ROUNDS)
-    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[1].lasting
+    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[1].effective_seconds
     if plain_seconds - seconds < max(MIN_GAIN * plain_seconds, MIN_HIDDEN * hideable):
         return Trial(rows, "", (rows,), plain_seconds, plain_seconds, hideable)
     return Trial(rows, name, blocks, seconds, plain_seconds, hideable)

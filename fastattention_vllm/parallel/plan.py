@@ -62,8 +62,8 @@ def plan(rows: int, pipeline: Pipeline, granule: int = GRANULE) -> Plan:
     if rows <= 0:
         return Plan((), 0.0, 0.0, 0.0)
     missing = -rows % granule
-    *most, last = _best_of_several(rows + missing, pipeline, granule)
-    blocks: tuple[int, ...] = (*most, last - missing)
+    *others, last = _best_of_several(rows + missing, pipeline, granule)
+    blocks: tuple[int, ...] = (*others, last - missing)
     seconds, one_block_seconds = pipeline.seconds(blocks), pipeline.seconds((rows,))
     if seconds > (1 - MIN_GAIN) * one_block_seconds:
         blocks, seconds = (rows,), one_block_seconds
@@ -103,10 +103,10 @@ def _best_of_several(rows: int, pipeline: Pipeline, granule: int) -> tuple[int, 
     return best
 
 
-def _shapes(most: int) -> Iterator[list[int]]:
+def _shapes(maximum: int) -> Iterator[list[int]]:
     """Sizes in proportion: equal ones, each larger than the one before, and one small one among equal ones."""
     for count in COUNTS:
-        if count > most:
+        if count > maximum:
             return
         yield from ([up**i * down ** (count - 1 - i) for i in range(count)] for up, down in RATIOS)
         yield from ([1, *[times] * (count - 1)] for times in SHORT_ENDS)

@@ -225,12 +225,12 @@ class HostAttention:
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
         """The ranges of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
-        most = self.group.prefetcher.blocks_per_buffer(self.cache)
+        max_blocks = self.group.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
         size = self.block_size
         return tuple(
-            KvRange(begin * size, min((begin + most) * size, tokens), blocks[begin : begin + most])
-            for begin in range(first, last, most)
+            KvRange(begin * size, min((begin + max_blocks) * size, tokens), blocks[begin : begin + max_blocks])
+            for begin in range(first, last, max_blocks)
         )
 
     def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -247,12 +247,12 @@ def copy_runs(cache: torch.Tensor, target: torch.Tensor, runs: Sequence[tuple[in
         target[begin : begin + count].copy_(cache[first : first + count], non_blocking=True)
 
 
-def runs_of(blocks: torch.Tensor, most: int | None = None) -> list[tuple[int, int, int]]:
+def runs_of(blocks: torch.Tensor, maximum: int | None = None) -> list[tuple[int, int, int]]:
     """``(begin, first block, count)`` of the runs of ascending neighbours in ``blocks``.
 
-    No more than ``most``, the last of which is then the rest, whatever it holds.
+    No more than ``maximum``, the last of which is then the rest, whatever it holds.
     """
-    breaks = (torch.diff(blocks) != 1).nonzero().flatten()[: None if most is None else most - 1] + 1
+    breaks = (torch.diff(blocks) != 1).nonzero().flatten()[: None if maximum is None else maximum - 1] + 1
     starts = [0, *breaks.tolist()]
     firsts = blocks[starts].tolist()
     ends = [*starts[1:], len(blocks)]

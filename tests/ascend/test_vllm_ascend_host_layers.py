@@ -273,7 +273,7 @@ class Model:
         return found
 
     def compare(self, computed: torch.Tensor, problem: AttentionProblem) -> None:
-        """As tests/placement/world.py does: parts that are merged are each rounded, and so is the result."""
+        """As tests/placement/scenario.py does: parts that are merged are each rounded, and so is the result."""
         expected, _ = attention(problem)
         size, _ = attention(replace(problem, value=problem.value.abs()))
         rtol, atol = OUTPUT_TOLERANCE[self.dtype]
@@ -448,7 +448,7 @@ def test_layers_that_are_not_ours_to_place_stop_the_start(
         if what == "fp8":
             layer.impl.kv_cache_dtype = "fp8"
         else:
-            layer.impl.theirs = what
+            layer.impl.upstream_reason = what
         return layer
 
     monkeypatch.setattr(Model, "attention_layer", attention_layer)

@@ -9,8 +9,7 @@ from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.named_collectives import open_named_collectives
 from fastattention_vllm.parallel.plan import even
-from fastattention_vllm.parallel.tiled_linear import Tiling
-from tests.parallel.tasks import exchange
+from tests.parallel.tasks import TilingBy, exchange
 
 GROUP = "gpu test"
 COLLECTIVES: dict[str, Collective] = {}
@@ -45,7 +44,7 @@ def sums(rank: int, name: str, sizes: list[int], dtype: torch.dtype) -> bool:
 def layer(rank: int, name: str, rows: int, count: int, graph: bool) -> float:
     """The largest difference between the op and float64, as a part of the largest number."""
     collective = COLLECTIVES[name]
-    tiled_linear.register(GROUP, Tiling(collective, lambda rows, weight: even(rows, count), _never))
+    tiled_linear.register(GROUP, TilingBy(collective, lambda rows, weight: even(rows, count), _never))
     generator = torch.Generator().manual_seed(rank)
     weight = torch.randn((512, 768), generator=generator).half()
     bias = torch.arange(512).half() / 64

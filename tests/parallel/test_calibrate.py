@@ -80,8 +80,8 @@ class Slowly:
     """In the place of a LayerTimer, on a GPU where 4096 rows take a millisecond to multiply and one to sum, each block
     costs a time to order, and nothing takes from anything else."""
 
-    def __init__(self, ordering: float) -> None:
-        self._ordering = ordering
+    def __init__(self, enqueue_seconds: float) -> None:
+        self._enqueue_seconds = enqueue_seconds
         self._lanes = Pipeline(MILLISECOND, MILLISECOND)
 
     def plain(self, rows: int) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Slowly:
         return blocks
 
     def timed(self, works: list[tuple[int, ...]], rounds: int = 0, rank: float = 0.5) -> list[Timed]:
-        return [Timed(self._lanes.seconds(blocks), self._ordering * len(blocks)) for blocks in works]
+        return [Timed(self._lanes.seconds(blocks), self._enqueue_seconds * len(blocks)) for blocks in works]
 
     def seconds(self, works: list[tuple[int, ...]], rounds: int = 0, rank: float = 0.5) -> list[float]:
         return [one.seconds for one in self.timed(works)]
@@ -101,15 +101,15 @@ MILLISECOND = affine(0, 1e-3 / 4096)
 
 
 @pytest.mark.parametrize(
-    ("ordering", "least", "most"),
+    ("enqueue_seconds", "least", "most"),
     [(0.0, 8, 16), (0.25e-3, 2, 5), (1e-3, 1, 1)],
     ids=["at once", "a few are as fast as their orders", "slower than plain"],
 )
-def test_a_cut_counts_no_less_than_its_orders(ordering: float, least: int, most: int) -> None:
-    timer: Any = Slowly(ordering)
+def test_a_cut_counts_no_less_than_its_orders(enqueue_seconds: float, least: int, most: int) -> None:
+    timer: Any = Slowly(enqueue_seconds)
     found = calibrate._trial(timer, 4096, MILLISECOND, {"nccl": MILLISECOND})
     assert least <= len(found.blocks) <= most
-    assert found.seconds >= ordering * len(found.blocks)
+    assert found.seconds >= enqueue_seconds * len(found.blocks)
     assert found.plain_seconds == pytest.approx(2e-3)
 
 

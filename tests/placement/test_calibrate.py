@@ -14,7 +14,7 @@ from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
 from fastattention_vllm.placement.host_attention import MIN_SPLIT_BYTES, HostAttention, HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.link import LocalLink
-from tests.placement.world import Model
+from tests.placement.scenario import Model
 
 RATE = st.floats(1e6, 1e12)
 

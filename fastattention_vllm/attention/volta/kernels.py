@@ -155,8 +155,8 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
     if len(problem.seq_lens):
-        most = int(torch.diff(problem.query_start_loc).max())
-        attend(_on(query.device, problem), Extent(most, int(problem.seq_lens.max())), out, lse)
+        maximum = int(torch.diff(problem.query_start_loc).max())
+        attend(_on(query.device, problem), Extent(maximum, int(problem.seq_lens.max())), out, lse)
     return out, lse if return_lse else None
 
 
@@ -201,12 +201,12 @@ def attend(
     max_rows = problem.num_heads // kv_heads * extent.max_tokens
     argument = parameters(problem, out, lse)
     stream = torch.cuda.current_stream(device).cuda_stream
-    decoding, least = max_rows <= DECODE_ROWS, 0
+    decoding, minimum = max_rows <= DECODE_ROWS, 0
     cache, architecture = CACHES[problem.key.dtype], target().architecture
     if decoding:
         variant = _variant("decode", head_size, cache=cache, architecture=architecture)
-        least = volta_kernels.min_parts(kv_heads)
-        parts = volta_kernels.decode_parts(extent.longest, least)
+        minimum = volta_kernels.min_parts(kv_heads)
+        parts = volta_kernels.decode_parts(extent.longest, minimum)
         grid = (kv_heads, seqs, parts)
     else:
         adjusted = _is_adjusted(problem)
@@ -220,7 +220,7 @@ def attend(
             )
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (kv_heads * parts, blocks[1], seqs)
-    split = Split(argument, parts=Divisor.by(parts), rows=max_rows, min_parts=least)
+    split = Split(argument, parts=Divisor.by(parts), rows=max_rows, min_parts=minimum)
     if decoding or parts > 1:
         rows = seqs * kv_heads * parts * max_rows
         needed = volta_kernels.floats_of_parts(head_size, rows)

@@ -133,24 +133,24 @@ def min_parts(num_kv_heads: int) -> int:
     return -(-FEW_CTAS // num_kv_heads)
 
 
-def part_length(kv_len: int, least: int) -> int:
+def part_length(kv_len: int, minimum: int) -> int:
     """Keys of one part of a sequence that is decoded; the kernels have it from ``problem.h``."""
     length = 128
-    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= least):
+    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= minimum):
         length *= 2
     return length
 
 
-def decode_parts(longest: int, least: int) -> int:
+def decode_parts(longest: int, minimum: int) -> int:
     """The most of any sequence of at most ``longest`` keys: shorter ones may have more parts than the longest."""
     lengths, length = [max(longest, 1)], 128
     while length < longest:
         grows_at = DECODE_PARTS * length + 1
         if length < LONGEST_PART:
-            grows_at = min(grows_at, 2 * length * least)
+            grows_at = min(grows_at, 2 * length * minimum)
         lengths.append(min(longest, grows_at - 1))
         length *= 2
-    return max(-(-kv_len // part_length(kv_len, least)) for kv_len in lengths)
+    return max(-(-kv_len // part_length(kv_len, minimum)) for kv_len in lengths)
 
 
 def prefill_grid(variant: Variant, max_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
@@ -175,8 +175,8 @@ def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) ->
         return -(-ctas * parts // at_once) * own_tiles
 
     room = max(1, longest // PART_KEYS)
-    most = [max(1, min(room, waves * at_once // ctas)) for waves in range(1, PREFILL_WAVES + 1)]
-    fewest = [-(-tiles // -(-tiles // parts)) for parts in most]  # for so many tiles in the largest part
+    limits = [max(1, min(room, waves * at_once // ctas)) for waves in range(1, PREFILL_WAVES + 1)]
+    fewest = [-(-tiles // -(-tiles // parts)) for parts in limits]  # for so many tiles in the largest part
     return min((1, *fewest), key=cost)
 
 

@@ -34,7 +34,7 @@ from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.parallel import mm_all_reduce, tiled_linear
-from fastattention_vllm.parallel.collective import ProcessGroupCollective
+from fastattention_vllm.parallel.collective import Collective, ProcessGroupCollective
 from fastattention_vllm.parallel.plan import GRANULE
 from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
 
@@ -91,11 +91,27 @@ class TensorParallelSums(ProcessGroupCollective):
         return found
 
 
+class AscendTiling(Tiling):
+    """Of vllm-ascend's group of tensor-parallel ranks. What an ACL graph captures is not cut."""
+
+    def __init__(self, collective: Collective, cuts: row_parallel.Cuts, fused_linears: Mapping[str, Linear]) -> None:
+        super().__init__(collective)
+        self._cuts = cuts
+        self._fused_linears = fused_linears
+
+    def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
+        return (rows,) if _captures() else self._cuts.of(rows, weight)[1]
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        chosen = "" if _captures() else self._cuts.of(x.shape[0], weight)[0]
+        return self._fused_linears.get(chosen, plain)(x, weight, bias)
+
+
 def install() -> None:
     """Have vllm-ascend's chooser answer with ours. Safe to call again and again; says nothing if not asked for."""
-    theirs = linear_op._get_row_parallel_op
-    if not getattr(theirs, "_fastattention", False):
-        linear_op._get_row_parallel_op = _tiling(theirs)
+    original = linear_op._get_row_parallel_op
+    if not getattr(original, "_fastattention", False):
+        linear_op._get_row_parallel_op = _tiling(original)
 
 
 def _tiling(choose: Any) -> Any:
@@ -134,20 +150,12 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
             layer.custom_op = None
     weights = [layer.weight for layer in tiled]
     timed = options_of(vllm_config).tiling_all_reduce == "auto"
-    one_calls = _one_calls(coordinator, sums, weights) if timed and weights else {}
-    cut, how = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, one_calls)
-
-    def blocks(rows: int, weight: torch.Tensor) -> Sequence[int]:
-        return (rows,) if _captures() else cut(rows, weight)[1]
-
-    def uncut(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        chosen = "" if _captures() else cut(x.shape[0], weight)[0]
-        return one_calls.get(chosen, plain)(x, weight, bias)
-
-    tiled_linear.register(coordinator.unique_name, Tiling(sums, blocks, uncut))
+    fused_linears = _fused_linears(coordinator, sums, weights) if timed and weights else {}
+    cuts = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, fused_linears)
+    tiled_linear.register(coordinator.unique_name, AscendTiling(sums, cuts, fused_linears))
     for layer in tiled:
         layer.custom_op.tiled_group = coordinator.unique_name
-    row_parallel.log_layers(len(tiled), how, Counter(reason for reason, _ in layers if reason))
+    row_parallel.log_layers(len(tiled), cuts, Counter(reason for reason, _ in layers if reason))
 
 
 def why_not(layer: Any, name: str) -> str:
@@ -175,7 +183,7 @@ def _captures() -> bool:
     return is_forward_context_available() and bool(_EXTRA_CTX.capturing)
 
 
-def _one_calls(coordinator: Any, sums: TensorParallelSums, weights: Sequence[torch.Tensor]) -> Mapping[str, Linear]:
+def _fused_linears(coordinator: Any, sums: TensorParallelSums, weights: Sequence[torch.Tensor]) -> Mapping[str, Linear]:
     """``npu_mm_all_reduce_base``, where all ranks can make it; else the log says why not."""
     one_machine = all(in_the_same_node_as(coordinator.cpu_group))
     problem = mm_all_reduce.why_not(weights[0].dtype, sums.size, one_machine)

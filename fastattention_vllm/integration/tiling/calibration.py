@@ -14,7 +14,7 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 
 from fastattention_vllm import __version__
-from fastattention_vllm.parallel import calibrate, calibration_file, one_call
+from fastattention_vllm.parallel import calibrate, calibration_file, fused_linear
 from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.layer_timer import LayerTimer
@@ -29,7 +29,7 @@ def of(
     plain: Linear,
     min_rows: int,
     max_rows: int,
-    one_calls: Mapping[str, Linear],
+    fused_linears: Mapping[str, Linear],
 ) -> Choice:
     """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
 
@@ -38,10 +38,10 @@ def of(
         collectives: those to choose from, by name.
         plain: the layer without a cut.
         max_rows: tokens of the longest step.
-        one_calls: what does the whole layer in one call, by name.
+        fused_linears: what does the whole layer in one call, by name.
     """
     first = next(iter(collectives.values()))
-    path, key = file(), key_of(weight, collectives, min_rows, max_rows, one_calls)
+    path, key = file(), key_of(weight, collectives, min_rows, max_rows, fused_linears)
     try:
         known = calibration_file.read(path, key)
     except ValueError as error:
@@ -57,9 +57,9 @@ def of(
         logger.info_once("Tiling-AllReduce: %s, %.1f s.", line, time.perf_counter() - began)
 
     measured = calibrate.measure(collectives, plain, weight, min_rows, max_rows, say=say)
-    for name, layer in one_calls.items() if measured.trials else []:
+    for name, layer in fused_linears.items() if measured.trials else []:
         timer = LayerTimer(collectives, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
-        measured = one_call.contest(measured, timer, name, layer)
+        measured = fused_linear.contest(measured, timer, name, layer)
         say(f"{name} is timed beside them")
     logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
     try:
@@ -78,7 +78,7 @@ def key_of(
     collectives: Mapping[str, Collective],
     min_rows: int,
     max_rows: int,
-    one_calls: Mapping[str, Linear],
+    fused_linears: Mapping[str, Linear],
 ) -> str:
     """All that times and what is timed depend on, in words."""
     if weight.device.type == "cpu":
@@ -95,7 +95,7 @@ def key_of(
     calibrated = calibrate.row_counts(max_rows)[-1]
     ranks = next(iter(collectives.values())).size
     return (
-        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*collectives, *one_calls])}, "
+        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*collectives, *fused_linears])}, "
         f"{min_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
         f"torch {torch.__version__}, fastattention {__version__}"

@@ -29,19 +29,19 @@ def section(blocks: Any) -> dict[str, Any]:
 
 def watch(worker: Any) -> None:
     """In a worker: keep what the op asks and what it is told."""
-    import dataclasses
-
     from fastattention_vllm.parallel import tiled_linear
 
-    ((group, tiling),) = tiled_linear._tilings.items()
+    (tiling,) = tiled_linear._tilings.values()
     worker.seen = []
 
+    ask: Any = tiling.blocks
+
     def blocks(rows: int, weight: Any) -> Any:
-        answer = tiling.blocks(rows, weight)
+        answer = ask(rows, weight)
         worker.seen.append((rows, tuple(answer)))
         return answer
 
-    tiled_linear.register(group, dataclasses.replace(tiling, blocks=blocks))
+    tiling.blocks = blocks  # type: ignore[method-assign]
 
 
 def seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:

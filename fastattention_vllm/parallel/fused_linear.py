@@ -39,9 +39,9 @@ def _trial(trial: Trial, timer: LayerTimer, name: str, layer: Linear) -> Trial:
     whole = functools.partial(layer, timer.x[:rows], timer.weight, None)
     works: list[Work] = [timer.plain(rows), best, whole]
     plain, before, _ = timer.timed(works, MANY_ROUNDS)
-    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[2].lasting
+    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[2].effective_seconds
     if plain.seconds - seconds < max(MIN_GAIN * plain.seconds, MIN_HIDDEN * trial.hideable_seconds):
         return trial
-    if trial.collective and before.lasting - seconds < MIN_GAIN * before.lasting:
+    if trial.collective and before.effective_seconds - seconds < MIN_GAIN * before.effective_seconds:
         return trial
     return Trial(rows, name, (rows,), seconds, plain.seconds, trial.hideable_seconds)

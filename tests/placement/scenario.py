@@ -76,7 +76,7 @@ class Work:
     new: int
 
 
-class World:
+class Scenario:
     """Some layers of one block table, their caches and requests.
 
     ``unwritten``: what the caches, and everything that may be overwritten, is filled with, so that it shows when read.
@@ -213,7 +213,7 @@ class World:
         assert float(excess.max()) <= 0, f"layer {index} is off by {float(excess.max()):.3g} more than allowed"
 
 
-def some_steps(world: World, numbers: random.Random, *, rounds: int, chunk: int, firsts: Sequence[int]) -> None:
+def some_steps(scenario: Scenario, numbers: random.Random, *, rounds: int, chunk: int, firsts: Sequence[int]) -> None:
     """Requests come, begin with what others have computed or just compute, and go on.
 
     ``chunk``: tokens of the longest step that goes on; ``firsts``: of steps that begin, the last the most of a prompt.
@@ -224,12 +224,12 @@ def some_steps(world: World, numbers: random.Random, *, rounds: int, chunk: int,
         for request in requests:
             left = request.tokens - request.done
             if left:
-                works.append(world.work(request, min(left, numbers.choice([1, 1, 5, chunk]))))
+                works.append(scenario.work(request, min(left, numbers.choice([1, 1, 5, chunk]))))
         if len(works) < 3:
             like = numbers.choice(requests) if requests and numbers.random() < 0.5 else None
-            shared = like.done // world.model.page_size if like else 0
-            request = world.request(shared * world.model.page_size + numbers.randint(1, firsts[-1]), like, shared)
+            shared = like.done // scenario.model.page_size if like else 0
+            request = scenario.request(shared * scenario.model.page_size + numbers.randint(1, firsts[-1]), like, shared)
             requests.append(request)
-            works.append(world.work(request, min(request.tokens - request.done, numbers.choice(firsts))))
+            works.append(scenario.work(request, min(request.tokens - request.done, numbers.choice(firsts))))
         numbers.shuffle(works)
-        world.attend(works)
+        scenario.attend(works)
