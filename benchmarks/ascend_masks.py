@@ -1,12 +1,13 @@
-"""Memory of a causal mask by sequence length: the whole mask, and the 2048 x 2048 triangle that the NPU's operator reads.
+"""Memory of a causal mask by sequence length: the whole mask, and the 2048 x 2048 triangle that the NPU's operator
+reads.
 
     python benchmarks/ascend_masks.py --json FILE
 
 Run by: contributors, for the table in docs/ascend.md.
 Needs: as much free host memory as the largest mask (4 GiB at 65536 tokens). No NPU.
 
-Each mask is allocated in a fresh process, in host memory, with one byte per number as the operator takes it. The process
-writes to it and reports how much memory it then occupies.
+Each mask is allocated in a fresh process, in host memory, with one byte per number as the operator takes it. The
+process writes to it and reports how much memory it then occupies.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 Run by: contributors who change how decoding is divided among threads (kernels/cpu/src/plan.cpp).
 Needs: this package. No more than one core is used, and nothing is measured.
 
-Threads of slightly different speeds take items of slightly different cost, one after the other. The result is the share
-of their time in which a thread finds nothing left to do before the last one ends, beside splits of equal size. ``splits``
-mirrors ``split_begin`` and ``make_plan`` of kernels/cpu/src/plan.cpp for one row block.
+Threads of slightly different speeds take items of slightly different cost, one after the other. The result is the
+share of their time in which a thread finds nothing left to do before the last one ends, beside splits of equal size.
+``splits`` mirrors ``split_begin`` and ``make_plan`` of kernels/cpu/src/plan.cpp for one row block.
 """
 
 from __future__ import annotations

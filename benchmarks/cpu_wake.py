@@ -5,8 +5,9 @@
 Run by: contributors who change the thread pool (kernels/cpu/src).
 Needs: this package with its CPU kernels, and an otherwise idle machine.
 
-The pool measures the time from a call until the last of its threads runs: called back to back, after a pause, and after a
-sleep. On a virtual machine most of the time after a long pause is the host's, which has taken the idle CPU away.
+The pool measures the time from a call until the last of its threads runs: called back to back, after a pause, and
+after a sleep. On a virtual machine most of the time after a long pause is the host's, which has taken the idle CPU
+away.
 """
 
 from __future__ import annotations

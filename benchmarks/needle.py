@@ -6,7 +6,8 @@
 Run by: contributors who change the demo model or `fast_attn_func`.
 Needs: transformers, which vLLM brings. With `--device cuda` an NVIDIA GPU.
 
-One prompt holds five needles. It is prefilled once, then each needle is asked for. The exit status is 1 if one is missed.
+One prompt holds five needles. It is prefilled once, then each needle is asked for. The exit status is 1 if one is
+missed.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import torch
 
 from fastattention_vllm.bench import machine
 from fastattention_vllm.bench.report import Row, compared, report
+from fastattention_vllm.bench.sampling import in_turn
 from fastattention_vllm.bench.serving import HOST, Server, ServerError
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec

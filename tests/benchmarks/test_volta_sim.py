@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import volta_launches
+import volta_peer
+import volta_sim_report
+import volta_sim_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from kernels.volta.sim import V100
 from tests.attention.volta.conftest import described_kernels  # noqa: F401  an autouse fixture
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-volta_peer = script("volta_peer")
-volta_launches = script("volta_launches")
-volta_sim_report = script("volta_sim_report")
-volta_sim = script("volta_sim")
-
 
 # --- times -----------------------------------------------------------------------------------------------------------
 
@@ -95,14 +77,14 @@ def test_samples(works: list[float], resident: int, alike: bool, patience: float
 
 def test_what_is_compiled_out_is_still_in_the_source() -> None:
     source = (volta_launches.SOURCES / "prefill.cu").read_text()
-    for edit in volta_sim.WITHOUT.values():
+    for edit in volta_sim_rows.WITHOUT.values():
         assert edit(source) != source
     with pytest.raises(RuntimeError, match="must learn what to take out"):
         volta_launches.compiled_out((("no such line", ""),), source)
 
 
 def test_a_kernel_without_masks_computes_the_same_for_whole_tiles() -> None:
-    edit = volta_sim.WITHOUT["masks, paging and ragged ends"]
+    edit = volta_sim_rows.WITHOUT["masks, paging and ragged ends"]
     launch, error = volta_launches.our_prefill(128, 64, False, page=None, edit=edit)
     launch.trace(0, 1)
     assert error() < 2e-3
@@ -113,7 +95,7 @@ def test_a_kernel_without_masks_computes_the_same_for_whole_tiles() -> None:
 
 
 def test_decoding_includes_the_sum_of_the_parts() -> None:
-    row = volta_sim.decode_row(64, 4, 784, 1024, 4)
+    row = volta_sim_rows.decode_row(64, 4, 784, 1024, 4)
     assert row["error"] < 2e-3
     assert 0 < row["combine_milliseconds"] < row["milliseconds"]
     read = 4 * 64 * 1024 * (volta_launches.HEADS // 4) * 4
@@ -159,7 +141,8 @@ def test_rows_have_the_fields_of_every_result() -> None:
     keys = ("metric", "ours", "peer_name", "peer", "ratio", "fraction_of_limit")
     peer, rate = volta_sim_report.PEER, "prefill rate"
     found = [
-        tuple(row[key] for key in keys) for row in volta_sim_report.report_of([*prefill, decode, masks, method])["rows"]
+        tuple(getattr(row, key) for key in keys)
+        for row in volta_sim_report.report_of([*prefill, decode, masks, method]).rows
     ]
     assert found == [
         (rate, 80, peer, 40, 2.0, 0.8),
