@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import tiling_all_reduce
+import tiling_layer
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks.conftest import BENCHMARKS
 
 
 def run(*arguments: str, script: str = "tiling_all_reduce.py", **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / script), *arguments]
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120
     )
-
-
-@pytest.fixture
-def tiling(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("tiling_all_reduce"), importlib.import_module("tiling_layer")
 
 
 def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None:
@@ -69,23 +63,26 @@ def test_without_gpus_links_between_them_are_refused_at_once(script: str, tmp_pa
     assert not file.exists()
 
 
-def test_cuts_of_a_sweep_stand_beside_the_plain_layer_of_their_place(tiling: tuple[Any, Any]) -> None:
-    script, _ = tiling
+def test_cuts_of_a_sweep_stand_beside_the_plain_layer_of_their_place() -> None:
     place = {"link": "host", "ranks": 2, "model": "8B", "layer": "o_proj"}
     plain = place | {"tokens": 512, "matmul ms": 3.0, "all-reduce ms": 5.0, "plain ms": 8.0}
     other = plain | {"tokens": 256, "plain ms": 4.0}
-    cuts = place | {"tokens": 512, "lane": "nccl", "sum ms": 5.0} | dict.fromkeys(script.SHAPES, 7.0) | {"even 4": 6.4}
-    found = script.fields(plain, [other])
-    assert (found["ours"], found["peer"], found["limit"], found["fraction_of_limit"]) == (8.0, None, 5.0, 5 / 8)
-    found = script.fields(cuts, [other, plain])
-    assert (found["ours"], found["peer_name"], found["peer"], found["ratio"]) == (6.4, "plain", 8.0, 8 / 6.4)
-    assert found["case"] == "512 tokens, 8B o_proj, 2 ranks, host, nccl, the fastest cut: even 4"
+    cuts = (
+        place
+        | {"tokens": 512, "lane": "nccl", "sum ms": 5.0}
+        | dict.fromkeys(tiling_all_reduce.SHAPES, 7.0)
+        | {"even 4": 6.4}
+    )
+    found = tiling_all_reduce.describe(plain, [other])
+    assert (found.ours, found.peer, found.limit, found.fraction_of_limit) == (8.0, None, 5.0, 5 / 8)
+    found = tiling_all_reduce.describe(cuts, [other, plain])
+    assert (found.ours, found.peer_name, found.peer, found.ratio) == (6.4, "plain", 8.0, 8 / 6.4)
+    assert found.case == "512 tokens, 8B o_proj, 2 ranks, host, nccl, the fastest cut: even 4"
 
 
-def test_ways_of_a_whole_layer_stand_beside_its_plain_way(tiling: tuple[Any, Any]) -> None:
-    _, script = tiling
+def test_ways_of_a_whole_layer_stand_beside_its_plain_way() -> None:
     plain = {"link": "host", "ranks": 2, "model": "8B", "tokens": 512, "way": "plain", "ms": 8.0}
     before = [{"note": "a lane is missing"}, plain | {"tokens": 256, "ms": 4.0}, plain]
-    found = script.fields(plain | {"way": "full", "ms": 5.0}, before)
-    assert (found["metric"], found["ours"], found["peer"], found["ratio"]) == ("overlap layer", 5.0, 8.0, 1.6)
-    assert script.fields(plain, before[:-1])["peer"] is None
+    found = tiling_layer.describe(plain | {"way": "full", "ms": 5.0}, before)
+    assert (found.metric, found.ours, found.peer, found.ratio) == ("overlap layer", 5.0, 8.0, 1.6)
+    assert tiling_layer.describe(plain, before[:-1]).peer is None
