@@ -6,44 +6,41 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ablation_cpu
+import ablation_h200
+import ablation_row
+import ablation_v100
+import cpu_variants
 import pytest
+import volta_launches
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def ablation() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCHMARKS))
-    import ablation
-
-    yield ablation
-    sys.path.remove(str(BENCHMARKS))
+from tests.benchmarks.conftest import BENCHMARKS
 
 
-def test_a_gain_is_above_one_in_every_unit(ablation: Any) -> None:
-    assert ablation.row("x", "CPU", "case", "prefill", "ms", 30.0, 20.0, "measured")["ratio"] == 1.5
-    found = ablation.row("x", "CPU", "case", "decode", "tokens/s", 20.0, 30.0, "measured", "file.json")
-    assert (found["ratio"], found["peer_name"], found["source"]) == (1.5, "without x", "file.json")
+def test_a_gain_is_above_one_in_every_unit() -> None:
+    assert ablation_row.row("x", "CPU", "case", "prefill", "ms", 30.0, 20.0, "measured").ratio == 1.5
+    found = ablation_row.row("x", "CPU", "case", "decode", "tokens/s", 20.0, 30.0, "measured", source="file.json")
+    assert (found.ratio, found.peer_name, found.source) == (1.5, "without x", "file.json")
 
 
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx512", "avx2", "neon", "scalar"])
-def test_what_is_taken_out_of_the_cpu_kernels_is_there(ablation: Any, isa: str, tmp_path: Path) -> None:
-    variants = ablation.cpu_variants
-    sources = variants.KERNELS / "src"
-    for number, edits in enumerate([variants.EVERY_KEY, variants.rows_of_one_panel(isa), variants.one_tile(isa, 8192)]):
+def test_what_is_taken_out_of_the_cpu_kernels_is_there(isa: str, tmp_path: Path) -> None:
+    sources = cpu_variants.KERNELS / "src"
+    for number, edits in enumerate(
+        [cpu_variants.EVERY_KEY, cpu_variants.rows_of_one_panel(isa), cpu_variants.one_tile(isa, 8192)]
+    ):
         copy = tmp_path / str(number)
         shutil.copytree(sources, copy)
-        variants.apply(edits, copy)
+        cpu_variants.apply(edits, copy)
         changed = {path.name for path in sources.iterdir() if path.read_bytes() != (copy / path.name).read_bytes()}
         assert changed == {edit.file for edit in edits}
     table = (copy / "tuning.h").read_text()
     assert table.count(", 8192, ") == 1
     with pytest.raises(RuntimeError, match="has 0 places like 'no such text'"):
-        variants.apply([variants.Edit("plan.cpp", "no such text", "")], copy)
+        cpu_variants.apply([cpu_variants.Edit("plan.cpp", "no such text", "")], copy)
 
 
 def talker(some: str) -> subprocess.Popen[str]:
@@ -53,28 +50,26 @@ def talker(some: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_builds_that_compute_something_else_are_no_ablation(ablation: Any) -> None:
-    took = ablation.in_turns({"": talker("0.5, 1"), "masks": talker("0.501, 1")})
-    assert took == {"": [1.0] * ablation.ROUNDS, "masks": [1.0] * ablation.ROUNDS}
+def test_builds_that_compute_something_else_are_no_ablation() -> None:
+    took = ablation_cpu.in_turns({"": talker("0.5, 1"), "masks": talker("0.501, 1")})
+    assert took == {"": [1.0] * ablation_cpu.ROUNDS, "masks": [1.0] * ablation_cpu.ROUNDS}
     for wrong in ("0.6, 1", "0.5, NaN"):
         with pytest.raises(SystemExit, match="without masks computes something else"):
-            ablation.in_turns({"": talker("0.5, 1"), "masks": talker(wrong)})
+            ablation_cpu.in_turns({"": talker("0.5, 1"), "masks": talker(wrong)})
 
 
-def test_a_simulated_kernel_without_skipping_or_levels_is_right_and_slower(ablation: Any) -> None:
-    import volta_launches
-
-    every_key = ablation.V100_EVERY_KEY + ablation.V100_COMPARED
+def test_a_simulated_kernel_without_skipping_or_levels_is_right_and_slower() -> None:
+    every_key = ablation_v100.V100_EVERY_KEY + ablation_v100.V100_COMPARED
     seconds = [
-        ablation.v100_seconds(volta_launches, 512, 64, edits, one_panel)
-        for edits, one_panel in (((), False), (ablation.V100_COMPARED, False), (every_key, False), ((), True))
+        ablation_v100.v100_seconds(volta_launches, 512, 64, edits, one_panel)
+        for edits, one_panel in (((), False), (ablation_v100.V100_COMPARED, False), (every_key, False), ((), True))
     ]
     assert min(seconds[1:]) > seconds[0]
     assert seconds[2] > seconds[1], "skipping and comparisons cost more than comparisons"
 
 
-def test_rows_of_earlier_runs_name_their_file(ablation: Any, tmp_path: Path) -> None:
-    assert ablation.stored_rows(tmp_path) == []
+def test_rows_of_earlier_runs_name_their_file(tmp_path: Path) -> None:
+    assert ablation_h200.stored_rows(tmp_path) == []
     layer = {"link": "host", "ranks": 2, "model": "8B", "tokens": 8192}
     ways = {"plain": 8.0, "linear": 7.0, "full": 5.0}
     write(tmp_path / "2026-01-02-tiling-layer-host.json", [layer | {"way": w, "ms": ms} for w, ms in ways.items()])
@@ -86,25 +81,25 @@ def test_rows_of_earlier_runs_name_their_file(ablation: Any, tmp_path: Path) -> 
     ]
     write(tmp_path / "2026-01-02-first-token-host.json", tokens)
     write(tmp_path / "2026-01-01-first-token-host.json", [row | {"peer": 50.0} for row in tokens])
-    found = ablation.stored_rows(tmp_path)
-    assert [(row["strategy"], row["ratio"]) for row in found] == [
-        ("tiling-AllReduce (row-parallel layers)", round(8 / 7, 4)),
+    found = ablation_h200.stored_rows(tmp_path)
+    assert [(row.strategy, row.ratio) for row in found] == [
+        ("tiling-AllReduce (row-parallel layers)", 8 / 7),
         ("tiling-AllReduce (full form)", 1.6),
         ("tiling-AllReduce (full form)", 1.5),
     ]
-    assert {row["source"] for row in found[:2]} == {"2026-01-02-tiling-layer-host.json"}
+    assert {row.source for row in found[:2]} == {"2026-01-02-tiling-layer-host.json"}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"rows": rows}))
 
 
-def test_the_results_that_are_kept_can_be_read(ablation: Any) -> None:
-    found = ablation.stored_rows(BENCHMARKS / "results")
-    assert {row["strategy"].split(" (")[0].split("'")[0] for row in found} >= {"tiling-AllReduce", "host layers"}
+def test_the_results_that_are_kept_can_be_read() -> None:
+    found = ablation_h200.stored_rows(BENCHMARKS / "results")
+    assert {row.strategy.split(" (")[0].split("'")[0] for row in found} >= {"tiling-AllReduce", "host layers"}
     for row in found:
-        assert row["kind"] == "measured"
-        assert (BENCHMARKS / "results" / row["source"]).is_file()
+        assert row.kind == "measured"
+        assert (BENCHMARKS / "results" / row.source).is_file()
 
 
 @pytest.mark.more
