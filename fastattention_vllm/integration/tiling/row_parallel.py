@@ -297,7 +297,7 @@ def describe(shape: torch.Size, trial: Trial) -> str:
 def log_layers(tiled: int, cuts: Cuts, reasons: Mapping[str, int]) -> None:
     """``reasons``: of how many layers each is why they are not tiled."""
     rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
-    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, cuts, rest)
+    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, str(cuts), rest)  # hashes them
 
 
 def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMethod) -> str:
