@@ -1,6 +1,8 @@
-"""One vLLM version's own environment for scripts/conformance.py: venv, vLLM as pure Python, its tests, this package.
+"""The environment of one vLLM version: venv, vLLM as pure Python, upstream's tests, this package.
 
-Everything lies under build/conformance/<version>/ and is made once; a step whose inputs changed is done anew.
+Used by: scripts/conformance.py and scripts/ascend_env.py.
+
+Everything is under build/conformance/<version>/ and is made once; a step whose inputs changed is done again.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
     python scripts/mutate.py [LIST.toml ...] [--only WORD] [--every N] [--jobs N]
 
-A list (tests/mutations/*.toml; all of them by default) names for each mutation a file, a text that occurs in it exactly
-once, what to put there, and the tests that must then fail. All happens in a copy of the tree. The same tests must pass
-on the copy as it is. Exits with 1 if a mutation survives, 2 if a list does not fit the code.
+Run by: contributors as `make mutate`; tests/scripts/test_mutate.py checks the lists and runs samples of them.
+Needs: `make setup-dev`, and a C++ compiler for the lists of kernels.
+Reads: CXX (C++ compiler), and what the tests read.
 
-Reads:  CXX (C++ compiler), and what the tests read.
+A list (tests/mutations/*.toml; all of them by default) names for each mutation a file, a text that occurs in it exactly
+once, its replacement, and the tests that must then fail. Everything happens in a copy of the tree. The same tests must
+pass on the unchanged copy. The exit status is 1 if a mutation survives, 2 if a list does not fit the code.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Run tests of the V100's and Turing's kernels on this machine's GPU under compute-sanitizer's memcheck and racecheck.
+"""Tests of the V100's and Turing's kernels on this machine's GPU, under compute-sanitizer's memcheck and racecheck.
 
     python -m scripts.sanitize_gpu --self-check
 
-Exits with 1 if a test fails or a tool reports anything. With --self-check the barriers of the block are then taken out
-of the kernels' PTX, and racecheck must report hazards in prefill and in decode. Each tensor has an allocation of its
-own, so that memcheck sees what lies outside of it.
+Run by: contributors as `make sanitize-gpu`.
+Needs: an NVIDIA GPU, compute-sanitizer (of the CUDA toolkit), what tests/gpu needs, and what `make volta` builds. It
+takes minutes more where the driver has not compiled the kernels' PTX before.
 
-Needs an NVIDIA GPU, compute-sanitizer (of the CUDA toolkit), what tests/gpu needs, and what `make volta` builds. Takes
-minutes more where the driver has not compiled the kernels' PTX before.
+The exit status is 1 if a test fails or a tool reports anything. With --self-check the barriers of the block are then
+taken out of the kernels' PTX, and racecheck must report hazards in prefill and in decode. Each tensor has its own
+allocation, so that memcheck sees accesses outside of it.
 """
 
 from __future__ import annotations

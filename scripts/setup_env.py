@@ -1,8 +1,11 @@
-"""Make .venv: official vLLM as pure Python, torch, and this package with its kernels built. Standard library only.
+"""Make .venv: official vLLM as pure Python, torch, and this package with its kernels built.
+
+Run by: users and contributors through `make serve`, `make setup` and `make setup-dev`.
+Needs: Python 3.11 or newer with venv, a C++ compiler, and a package index. Standard library only.
+Reads: CXX (C++ compiler), PIP_* (pip's own settings).
+Writes: .venv/ and .venv/setup.log.
 
 Safe to run every time: a step whose inputs have not changed is skipped in milliseconds.
-Reads:  CXX (C++ compiler), PIP_* (pip's own settings).
-Writes: .venv/ and .venv/setup.log.
 """
 
 from __future__ import annotations

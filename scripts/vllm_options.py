@@ -1,7 +1,8 @@
 """Every option of vLLM, from vllm_options.toml: it runs, does not concern attention or the KV cache, or is refused.
 
-A test compares the table with the options of every recorded version (scripts/vllm_surface.py), so that a new version
-cannot bring one in silence. docs/supported.md is written from it.
+Used by: scripts/docs.py, which writes docs/supported.md from it, and tests/scripts/test_vllm_options.py, which
+compares the table with the options of every recorded version (scripts/vllm_surface.py): a new version cannot bring one
+in silence.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """What is measured, on every device: one attention problem each, written as people say it.
 
+Used by: command.py, runner.py, volta.py and every contender.
+
     decode bf16 (32,8,128) 32K b16              16 sequences of 32768 tokens, one new token each
     decode bf16/fp8 (32,8,128) 32K b1 page16    an fp8 cache, 16 tokens a page
     prefill fp16 (8,1,64) 4K                    4096 tokens, causal

@@ -1,4 +1,8 @@
-"""`fastattention bench cpu` and `benchmarks/cpu_attention.py`."""
+"""The commands `fastattention bench cpu` and `fastattention bench volta`.
+
+Run by: users, as `fastattention bench` or benchmarks/cpu_attention.py.
+Needs: this package with its extra `bench`; for `volta` an NVIDIA GPU and what `make volta` builds.
+"""
 
 from __future__ import annotations
 

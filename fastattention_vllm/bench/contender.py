@@ -1,4 +1,7 @@
-"""What a contender is, on every device, and the batch that contenders on CPUs are given."""
+"""What a contender is, on every device, and the batch that contenders on CPUs are given.
+
+Used by: runner.py, volta.py and every contender.
+"""
 
 from __future__ import annotations
 

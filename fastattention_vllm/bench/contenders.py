@@ -1,4 +1,7 @@
-"""Who is measured on CPUs. All read the same raw memory, each in its own layout."""
+"""Who is measured on CPUs. All read the same raw memory, each in its own layout.
+
+Used by: command.py and runner.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Is a contender's answer right? A few rows of one layer against float64."""
+"""Is a contender's answer right? A few rows of one layer against float64.
+
+Used by: runner.py and volta.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows of `fastattention bench cpu`, and their geometric means by group and peer."""
+"""Rows of `fastattention bench cpu`, and their geometric means by group and peer.
+
+Used by: command.py, runner.py, table.py and plots.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One NVIDIA GPU: its name and versions, and times of what runs on it, by CUDA events."""
+"""One NVIDIA GPU: its name and versions, and times of what runs on it, by CUDA events.
+
+Used by: volta.py, benchmarks/volta_launch_cost.py and scripts/sanitize_gpu.py.
+"""
 
 from __future__ import annotations
 

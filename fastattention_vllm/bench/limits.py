@@ -1,4 +1,7 @@
-"""The roofline of a case: the longer of reading its pages and its arithmetic, both measured on the same threads."""
+"""The roofline of a case: the longer of reading its pages and its arithmetic, both measured on the same threads.
+
+Used by: runner.py.
+"""
 
 from __future__ import annotations
 

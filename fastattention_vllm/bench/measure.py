@@ -1,4 +1,7 @@
-"""Interleaved samples: every round times everyone once, so that a machine that slows down slows everyone down."""
+"""Interleaved samples: every round times everyone once, so that a machine that slows down slows everyone down.
+
+Used by: runner.py and limits.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The KV caches of all layers: one piece of huge-page memory that every contender reads in its own layout."""
+"""The KV caches of all layers: one piece of huge-page memory that every contender reads in its own layout.
+
+Used by: runner.py.
+"""
 
 from __future__ import annotations
 

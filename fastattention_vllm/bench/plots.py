@@ -1,4 +1,7 @@
-"""Plots of a report: fraction of the roofline and speed by context, speed by cores; one panel per group of cases."""
+"""Plots of a report: fraction of the roofline and speed by context, speed by cores; one panel per group of cases.
+
+Used by: command.py and benchmarks/host_layers_plot.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measures cases: everyone who can run one, next to the plain read of its pages and the arithmetic peak."""
+"""Measures cases: everyone who can run one, next to the plain read of its pages and the arithmetic peak.
+
+Used by: command.py.
+"""
 
 from __future__ import annotations
 

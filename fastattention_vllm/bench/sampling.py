@@ -1,4 +1,7 @@
-"""What every measurement shares: samples and their median, whose turn it is, and which copy of a cache comes next."""
+"""What every measurement shares: samples and their median, whose turn it is, and which copy of a cache comes next.
+
+Used by: measure.py, memory.py, gpu.py and the benchmarks that take turns.
+"""
 
 from __future__ import annotations
 

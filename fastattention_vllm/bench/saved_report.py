@@ -1,4 +1,7 @@
-"""A results file as an argument of a benchmark: for argparse's ``type``."""
+"""A results file as an argument of a benchmark: for argparse's ``type``.
+
+Used by: the benchmarks that draw or print saved runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch's scaled_dot_product_attention, on contiguous K and V in the same huge pages: the best layout it can have."""
+"""torch's scaled_dot_product_attention, on contiguous K and V in the same huge pages: the best layout it can have.
+
+Used by: contenders.py.
+"""
 
 from __future__ import annotations
 

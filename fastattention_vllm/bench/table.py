@@ -1,4 +1,7 @@
-"""Rows as people read them."""
+"""Rows as people read them.
+
+Used by: command.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""vLLM's own CPU attention, CPU_ATTN: the compiled operators of a vLLM built for CPUs, called as its backend does."""
+"""vLLM's own CPU attention, CPU_ATTN: the compiled operators of a vLLM built for CPUs, called as its backend does.
+
+Used by: contenders.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """`fastattention bench volta`: our V100 kernels beside torch's, xformers' and Hugging Face's attention on a real GPU.
 
+Used by: command.py and benchmarks/volta_launch_cost.py.
+
 The set-up is that of Figure 8 of FastAttention (arXiv 2410.16663): batch 8, 32 heads of 64, 1K to 16K tokens, causal
 and not. GPUs newer than Turing run our kernels through PTX: the V100's, whose m8n8k4 products are emulated there, or
 Turing's, whose m16n8k8 they have.

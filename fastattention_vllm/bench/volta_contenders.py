@@ -1,5 +1,7 @@
 """Who is measured by `fastattention bench volta`: our kernels, torch SDPA's, xformers, and Hugging Face's attention.
 
+Used by: volta.py.
+
 Everyone gets the same numbers in the layout that suits it best.
 """
 

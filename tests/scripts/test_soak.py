@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts import soak
+from scripts import soak, soak_load, soak_report, soak_server
 from tests.environment import USER_ENVIRONMENT
 from tests.server.conftest import ROOT
 
@@ -41,21 +41,21 @@ def test_a_number_that_is_too_small_is_refused() -> None:
 @pytest.mark.parametrize(
     ("after", "grown"),
     [
-        (soak.Quiet(10**9, 100, 50), []),
-        (soak.Quiet(10**9 + 2 * soak.MORE_BYTES, 100, 50), ["memory_bytes"]),
-        (soak.Quiet(10**9, 101 + soak.MORE_DESCRIPTORS, 50), ["descriptors"]),
-        (soak.Quiet(10**9, 100, 51 + soak.MORE_THREADS), ["threads"]),
+        (soak_report.Quiet(10**9, 100, 50), []),
+        (soak_report.Quiet(10**9 + 2 * soak_report.MORE_BYTES, 100, 50), ["memory_bytes"]),
+        (soak_report.Quiet(10**9, 101 + soak_report.MORE_DESCRIPTORS, 50), ["descriptors"]),
+        (soak_report.Quiet(10**9, 100, 51 + soak_report.MORE_THREADS), ["threads"]),
     ],
 )
-def test_what_grows_is_a_failure(after: soak.Quiet, grown: list[str]) -> None:
-    result = soak.Result(60.0, quiet=[soak.Quiet(10**9, 100, 50), after])
-    soak.compare(result)
+def test_what_grows_is_a_failure(after: soak_report.Quiet, grown: list[str]) -> None:
+    result = soak_report.Result(60.0, quiet=[soak_report.Quiet(10**9, 100, 50), after])
+    soak_report.compare(result)
     assert [failure.split()[0] for failure in result.failures] == grown
 
 
 def test_a_wrong_answer_is_a_failure() -> None:
-    result = soak.Result(60.0)
-    load = soak.Load("http://127.0.0.1:1", argparse.Namespace(tokens=64, clients=1), result, seed=0, bad=[])
+    result = soak_report.Result(60.0)
+    load = soak_load.Load("http://127.0.0.1:1", argparse.Namespace(tokens=64, clients=1), result, seed=0, bad=[])
     load.check(" 1234", "1234")
     assert result.failures == []
     load.check("1235", "1234")
@@ -63,7 +63,7 @@ def test_a_wrong_answer_is_a_failure() -> None:
 
 
 def test_a_server_that_dies_is_the_only_failure() -> None:
-    result = soak.Result(60.0, failures=["an earlier one"])
+    result = soak_report.Result(60.0, failures=["an earlier one"])
 
     async def ask_for_ever() -> None:
         while True:
@@ -71,7 +71,7 @@ def test_a_server_that_dies_is_the_only_failure() -> None:
             await asyncio.sleep(0.01)
 
     process = psutil.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    assert not asyncio.run(soak.unless_it_dies(process, ask_for_ever(), result))
+    assert not asyncio.run(soak_server.unless_it_dies(process, ask_for_ever(), result))
     assert result.failures == ["an earlier one", "the server died with exit code 3"]
 
 
