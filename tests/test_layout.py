@@ -9,8 +9,9 @@ import pytest
 from tests.conftest import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_MIRRORED = {*DEVICES, "conformance", "mutations", "server"}
-"""Beside devices: other people's suites, deliberate breaks, and servers as users start them."""
+NOT_MIRRORED = {*DEVICES, "conformance", "packaging", "recipes", "server"}
+"""Beside devices: other people's suites, the wheel as users install it, the recipes for contributors, and servers as
+users start them."""
 NAMED_AFTER_MODULES = {
     "tests/bench": "fastattention_vllm/bench",
     "tests/benchmarks": "benchmarks",
