@@ -69,4 +69,4 @@ def test_waiting_is_not_counted_and_a_slow_call_is_not_the_median(script: Any, m
     assert script.microseconds(call, 3, wait) == 9.0
     assert calls == 4 * script.AT_A_TIME
     found = script.row(32, 40.0, 8.0)
-    assert (found["ours"], found["peer"], found["ratio"]) == (40.0, 8.0, 0.2)
+    assert (found.ours, found.peer, found.ratio) == (40.0, 8.0, 0.2)
