@@ -37,8 +37,9 @@ test-ascend:      ## the Ascend path with genuine torch_npu and vllm-ascend, in 
 lint: setup-dev   ## ruff, mypy --strict, clang-format
 	$(VENV)/python scripts/lint.py
 
-docs: setup-dev   ## write the generated pages of docs/
+docs: setup-dev   ## write the generated pages of docs/, and build the site in build/site
 	$(VENV)/python -m scripts.docs
+	$(VENV)/python -m mkdocs build --strict --quiet
 
 sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, with a proof that each would report: needs g++
 	$(VENV)/python scripts/sanitize.py --self-check

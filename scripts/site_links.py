@@ -23,7 +23,8 @@ def on_page_markdown(markdown: str, *, config: Any, files: Any, **_: object) -> 
         if not source.exists():
             return link[0]  # which the strict build reports
         if not link["picture"]:
-            return f"{link['text']} (`{link['path']}`)" if link["text"].strip("`") != link["path"] else link["text"]
+            named = f"`{link['path']}`"
+            return named if link["text"].strip("`") == link["path"] else f"{link['text']} ({named})"
         target = str(PurePosixPath(PICTURES) / source.name)
         if target not in files.src_uris:
             files.append(File.generated(config, target, abs_src_path=str(source)))

@@ -230,7 +230,8 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "layers with their KV cache in host memory",
-        "`host_kv_layers`; on CPUs a second pool, of use for tests only; on GPUs see docs/host-layers.md, on NPUs docs/ascend.md",
+        "`host_kv_layers`; on CPUs a second pool, of use for tests only; for GPUs see docs/host-layers.md, for NPUs "
+        "docs/ascend.md",
         "tests/integration/host_layers/test_layers.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(

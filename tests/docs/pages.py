@@ -97,5 +97,3 @@ def node_exists(node: str) -> bool:
         isinstance(part, ast.FunctionDef) and part.name == name
         for part in ast.walk(ast.parse((ROOT / path).read_text()))
     )
-
-

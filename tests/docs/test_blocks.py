@@ -8,10 +8,10 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from fastattention_vllm.integration.options import KEY, Options
 from tests.docs.pages import (
@@ -67,7 +67,9 @@ def test_a_block_that_fails_is_a_failure(tmp_path: Path) -> None:
 
 def test_an_unmarked_block_is_a_failure(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("text\n```bash\nmake serve\n```\n<!-- test: tests/docs/test_blocks.py::nothing -->\n```bash\nls\n```\n")
+    page.write_text(
+        "text\n```bash\nmake serve\n```\n<!-- test: tests/docs/test_blocks.py::nothing -->\n```bash\nls\n```\n"
+    )
     unmarked, unknown = blocks_of(page)
     assert unmarked.kind == ""
     assert unknown.kind == "test"

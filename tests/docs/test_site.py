@@ -41,7 +41,9 @@ def copy(tmp_path: Path) -> Path:
 def test_faults_are_found(tmp_path: Path) -> None:
     folder = copy(tmp_path)
     index = folder / "docs" / "index.md"
-    index.write_text(index.read_text() + "\n[a](nowhere.md) [b](install.md#nowhere) ![c](../benchmarks/results/no.png)\n")
+    index.write_text(
+        index.read_text() + "\n[a](nowhere.md) [b](install.md#nowhere) ![c](../benchmarks/results/no.png)\n"
+    )
     (folder / "docs" / "outside.md").write_text("# Outside\n")
     result = build(folder, tmp_path / "site")
     assert result.returncode != 0
