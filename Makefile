@@ -16,7 +16,7 @@ serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for anothe
 
 test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 	$(VENV)/python scripts/lint.py
-	$(VENV)/python -m pytest -m "not more" $(TWO_AT_A_TIME)
+	$(VENV)/python -m pytest -m "not more and not full" $(TWO_AT_A_TIME)
 
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
 	$(VENV)/python -m pytest -m more $(TWO_AT_A_TIME)
