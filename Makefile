@@ -39,7 +39,7 @@ lint: setup-dev   ## ruff, mypy --strict, clang-format
 
 docs: setup-dev   ## write the generated pages of docs/, and build the site in build/site
 	$(VENV)/python -m scripts.docs
-	$(VENV)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/python -m mkdocs build --strict --quiet
 
 sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, with a proof that each would report: needs g++
 	$(VENV)/python scripts/sanitize.py --self-check
