@@ -18,7 +18,7 @@ def doctor(
     ] = None,
     model: Annotated[Path | None, typer.Option(help="Folder with the config.json; none: an 8B Llama's layers.")] = None,
     tokens: Annotated[int, typer.Option(min=256, help="--max-num-batched-tokens of the server.")] = 8192,
-    least_tokens: Annotated[int, typer.Option(min=2, help="tiling_min_tokens of the server.")] = 2048,
+    min_tokens: Annotated[int, typer.Option(min=2, help="tiling_min_tokens of the server.")] = 2048,
     limit: Annotated[float, typer.Option(min=1, help="Seconds, after which it is ended.")] = 300.0,
 ) -> None:
     """What this machine is, or with --tp what tiling_all_reduce "auto" would do for a model's row-parallel layers on
@@ -30,7 +30,7 @@ def doctor(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kinds = kinds_of(model) if model else LLAMA_8B
-        complete = examine(Order(kinds, tp, device, min(least_tokens, tokens), tokens), limit, typer.echo)
+        complete = examine(Order(kinds, tp, device, min(min_tokens, tokens), tokens), limit, typer.echo)
     except ValueError as error:
         typer.echo(f"fastattention doctor: {error}", err=True)
         raise typer.Exit(2) from None
