@@ -1,4 +1,4 @@
-"""What attention computes: one problem description and the kernel families that solve it."""
+"""Attention: one description of the problem, and the kernel families that compute it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 def kernels_for(device: torch.device) -> ModuleType:
     """The kernel family (a module with ``can_run`` and ``run``) for ``device``.
 
-    CPUs, NVIDIA GPUs below compute capability 8.0 (the Volta kernels) and newer ones (vLLM's FlashAttention), NPUs.
+    There are kernels for CPUs, NVIDIA GPUs below compute capability 8.0 (the Volta kernels), newer NVIDIA GPUs (vLLM's
+    FlashAttention), and NPUs.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are no kernels for this device.
     """
     if device.type == "cpu":
         from fastattention_vllm.attention.cpu import kernels as cpu

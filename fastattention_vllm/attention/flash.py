@@ -1,7 +1,7 @@
-"""Attention on NVIDIA GPUs of compute capability 8.0 and newer: the FlashAttention kernels that vLLM carries.
+"""Attention on NVIDIA GPUs of compute capability 8.0 and newer, with the FlashAttention kernels that vLLM includes.
 
-On these GPUs there is nothing to add to the kernels themselves; what this package adds is where the KV cache lies. This
-is the one module of ``attention`` that imports vLLM.
+These kernels need no replacement on these GPUs. This package adds only the placement of the KV cache. This is the only
+module of ``attention`` that imports vLLM.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ DTYPES = (torch.float16, torch.bfloat16)
 def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     if problem.query.device.type != "cuda":
-        return f"query is on {problem.query.device}, FlashAttention needs it on a GPU."
+        return f"query is on {problem.query.device}, but FlashAttention needs it on a GPU."
     if problem.query.dtype not in DTYPES or problem.key.dtype != problem.query.dtype:
-        return f"query is {problem.query.dtype} and key {problem.key.dtype}, both must be float16 or bfloat16."
+        return f"query is {problem.query.dtype} and key {problem.key.dtype}, but both must be float16 or both bfloat16."
     if problem.sinks is not None and problem.query.dtype != torch.bfloat16:
-        return f"sinks need bfloat16, query is {problem.query.dtype}."
+        return f"attention sinks need a bfloat16 query, not {problem.query.dtype}."
     if problem.alibi_slopes is not None:
-        return "ALiBi is not computed over parts of the keys."
+        return "ALiBi (alibi_slopes) is not supported here, because keys are processed in parts."
     return None
 
 
@@ -77,8 +77,8 @@ def write_kv(
 ) -> None:
     """Scatter ``key`` and ``value`` ``[num_tokens, num_kv_heads, head_size]`` into pages that the GPU can address.
 
-    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]`` of the same dtype, with any
-    strides but a contiguous last dimension; device memory, or pinned host memory seen from the device.
+    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]`` of the same dtype. The last
+    dimension must be contiguous, other strides are free. Device memory, or pinned host memory mapped to the device.
     """
     from vllm.v1.attention.backends.fa_utils import reshape_and_cache_flash
 
@@ -89,7 +89,7 @@ def write_kv(
 
 @functools.lru_cache(maxsize=1024)
 def _int32(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
-    """All layers of a step ask for the same few."""
+    """Cached, because all layers of a step need the same few tensors."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
