@@ -33,7 +33,9 @@ compared with Hugging Face by hand. The versions in between were not run."""
 
 BACKEND_NAME = "FASTATTENTION"
 BACKEND_PATH = "fastattention_vllm.integration.cpu.backend.FastAttentionBackend"
-CUDA_BACKEND_PATH = "fastattention_vllm.integration.cuda.select.FastAttentionCudaBackend"
+BACKENDS = {"cuda": "fastattention_vllm.integration.cuda.select.FastAttentionCudaBackend"}
+"""Attention backends by the name of the vLLM platform that finds their device; BACKEND_PATH where none of them does.
+vllm-ascend's platform does not read it (``ascend/platform.py``)."""
 
 
 def check_vllm_version() -> None:
@@ -77,9 +79,10 @@ def backend_path() -> str:
     """The backend class for the device that vLLM will detect. This queries the driver without initialising a GPU."""
     from vllm.platforms import builtin_platform_plugins
 
-    with contextlib.suppress(Exception):  # like vLLM, treat a failed probe as "not found"
-        if builtin_platform_plugins["cuda"]() is not None:
-            return CUDA_BACKEND_PATH
+    for platform, path in BACKENDS.items():
+        with contextlib.suppress(Exception):  # like vLLM, treat a failed probe as "not found"
+            if builtin_platform_plugins[platform]() is not None:
+                return path
     return BACKEND_PATH
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fastattention_vllm import cuda_driver
-from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.problem import AttentionProblem, deliver
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import (
@@ -33,6 +33,8 @@ from fastattention_vllm.attention.volta.launch import (
 
 IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
 """Folder with the manifest and, for each variant, ``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx`` (or ``sm_75``)."""
+ANY_PAGE_SIZE = False
+DEVICE = "cuda"
 LOG2E = math.log2(math.e)
 MAX_OFFSET = 1 << 32
 """Maximum number of 16-byte chunks in a cache that the kernels can address."""
@@ -106,8 +108,10 @@ def target() -> Target:
 def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     query, key, value = problem.query, problem.key, problem.value
+    if query.shape[-1] not in HEAD_SIZES:
+        return f"head_size is {query.shape[-1]}, but the Volta kernels support {', '.join(map(str, HEAD_SIZES))}."
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.device.type != "cuda":
+        if tensor.device.type != DEVICE:
             return f"{name} is on {tensor.device}, but the Volta kernels need it on a GPU."
         if name == "query" and tensor.dtype != torch.float16:
             return f"query has dtype {tensor.dtype}, but the Volta kernels need float16; pass --dtype float16."
@@ -122,9 +126,7 @@ def can_run(problem: AttentionProblem) -> str | None:
             )
         aligned = CHUNK * tensor.element_size()
         if tensor.data_ptr() % aligned:
-            return f"{name} begins at {tensor.data_ptr():#x}, but the Volta kernels need a multiple of {aligned} bytes."
-    if query.shape[-1] not in HEAD_SIZES:
-        return f"head_size is {query.shape[-1]}, but the Volta kernels support {', '.join(map(str, HEAD_SIZES))}."
+            return f"{name} begins at an address that is not a multiple of {aligned} bytes, as the Volta kernels need."
     if key.dtype != value.dtype:
         return f"key has dtype {key.dtype} and value {value.dtype}, but they must have the same dtype."
     if key.stride() != value.stride():
@@ -138,7 +140,13 @@ def can_run(problem: AttentionProblem) -> str | None:
     return None
 
 
-def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    problem: AttentionProblem,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute ``problem`` on its query's GPU, on torch's current stream.
 
     ``out``: ``[num_tokens, num_heads, head_size]`` fp16; ``lse``: ``[num_tokens, num_heads]`` fp32, natural logarithm.
@@ -155,11 +163,13 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
         raise ValueError(reason)
     query = problem.query
     tokens, heads, _ = query.shape
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    lse = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
+    # The kernels write answers in chunks, at addresses that fresh memory has.
+    found = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    sums = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
     if len(problem.seq_lens):
         maximum = int(torch.diff(problem.query_start_loc).max())
-        attend(_on(query.device, problem), Extent(maximum, int(problem.seq_lens.max())), out, lse)
+        attend(_on(query.device, problem), Extent(maximum, int(problem.seq_lens.max())), found, sums)
+    out, lse = deliver(problem, found, sums, out, lse)
     return out, lse if return_lse else None
 
 
