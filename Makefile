@@ -16,7 +16,7 @@ serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for anothe
 
 test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 	$(VENV)/python scripts/lint.py
-	$(VENV)/python -m pytest -m "not more" $(TWO_AT_A_TIME)
+	$(VENV)/python -m pytest -m "not more and not full" $(TWO_AT_A_TIME)
 
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
 	$(VENV)/python -m pytest -m more $(TWO_AT_A_TIME)
@@ -37,8 +37,9 @@ test-ascend:      ## the Ascend tests with genuine torch_npu and vllm-ascend, in
 lint: setup-dev   ## ruff, mypy --strict, clang-format
 	$(VENV)/python scripts/lint.py
 
-docs: setup-dev   ## generate the pages of docs/ that are made from the code
+docs: setup-dev   ## generate the pages of docs/ that are made from the code, and build the site in build/site
 	$(VENV)/python -m scripts.docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/python -m mkdocs build --strict --quiet
 
 sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, and a check that each of them reports a planted bug; needs g++
 	$(VENV)/python scripts/sanitize.py --self-check

@@ -1,0 +1,134 @@
+"""The headline figures of README.md and docs/ are those of the recorded results."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+PERFORMANCE = DOCS / "performance.md"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return found
+
+
+def row(name: str, case: str, metric: str) -> dict[str, Any]:
+    (found,) = (one for one in rows(name) if one["case"] == case and one["metric"] == metric)
+    return found
+
+
+LONG = "fp16 (32,8,128) 524288 tokens b1, 31 host layers"
+HOST = "2026-11-22-host-layers-h200-head-start"
+
+
+def test_the_request_of_512k_tokens() -> None:
+    text = " ".join(README.read_text().split())
+    needles = row(HOST, LONG, "cooperative needles")
+    decode = row(HOST, f"{LONG}, auto", "cooperative decode")
+    assert f"found all {needles['ours']} hidden numbers" in text
+    assert needles["ours"] == needles["limit"]
+    assert f"{decode['ours']:.2f} tokens per second: {decode['ratio']:.2f}x as fast" in text
+    assert f"{decode['fraction_of_limit']:.0%}".replace("%", " %") in text
+    assert "capped to 4 GiB" in text
+    assert "KV memory capped to 4.0 GiB" in json.loads((RESULTS / f"{HOST}.json").read_text())["hardware"]
+    alone = row(HOST, "fp16 (32,8,128) 31744 tokens b1, vLLM alone, KV on the device", "cooperative decode")
+    assert f"{alone['ours']:.0f} tokens per second at 31,744 tokens" in text
+    assert row(HOST, "524352 tokens, vLLM alone", "cooperative starts")["ours"] == 0
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [one["case"] for one in rows(HOST) if one["metric"] == "cooperative decode" and one["case"].endswith("auto")],
+)
+def test_every_row_of_host_layers_is_in_the_table(cell: str) -> None:
+    """Tokens, decoding speed and ratio of each, on one line."""
+    found = row(HOST, cell, "cooperative decode")
+    tokens = int(cell.split()[2])
+    requests = cell.split(" b")[1].split(",")[0]
+    wanted = (f"| {tokens:,} x {requests} |", f"| {found['ours']:.3g} |", f"{found['ratio']:.2f}x")
+    assert any(all(part in line for part in wanted) for line in PERFORMANCE.read_text().splitlines()), wanted
+
+
+CPU = {
+    ("2026-11-23-cpu-peers-decode-2-cores", "decode bf16"),
+    ("2026-11-23-cpu-peers-decode-2-cores", "decode fp16"),
+    ("2026-11-22-cpu-peers-avx512-1-thread", "prefill bf16"),
+    ("2026-11-22-cpu-peers-avx512-1-thread", "prefill fp16"),
+    ("2026-11-23-cpu-peers-2-of-16-cores-keys-first", "decode bf16"),
+    ("2026-11-23-cpu-peers-2-of-16-cores-keys-first", "prefill bf16"),
+    ("2026-11-23-cpu-peers-2-of-16-cores-keys-first", "prefill fp16"),
+    ("2026-11-23-cpu-peers-16-cores-keys-first", "decode bf16"),
+    ("2026-11-23-cpu-peers-16-cores", "decode bf16"),
+    ("2026-11-23-cpu-peers-16-cores", "decode fp16"),
+    ("2026-11-23-cpu-peers-16-cores", "prefill bf16"),
+}
+
+
+def cpu_ratios(name: str, kind: str) -> list[float]:
+    return [one["ratio"] for one in rows(name) if one["case"].startswith(kind) and one["ratio"] and one["reliable"]]
+
+
+@pytest.mark.parametrize(("name", "kind"), sorted(CPU))
+def test_cpu_attention(name: str, kind: str) -> None:
+    ratios = cpu_ratios(name, kind)
+    mean = math.exp(statistics.mean(map(math.log, ratios)))
+    cell = f"({min(ratios):.2f}x, {sum(ratio < 1 for ratio in ratios)} of {len(ratios)})"
+    line = next(line for line in PERFORMANCE.read_text().splitlines() if name.removeprefix("2026-11-") + "`" in line)
+    assert f"{mean:.2f}x {cell}" in line.replace("**", "")
+
+
+def test_the_range_of_cpu_decoding_in_the_readme() -> None:
+    """The present kernels' means of each machine, and the worst case."""
+    present = [name for name, kind in CPU if kind == "decode bf16" and name != "2026-11-23-cpu-peers-16-cores"]
+    means = [math.exp(statistics.mean(map(math.log, cpu_ratios(name, "decode bf16")))) for name in present]
+    text = " ".join(README.read_text().split())
+    assert f"{min(means):.2f}x to {max(means):.2f}x as fast as vLLM's own" in text
+    worst = cpu_ratios("2026-11-23-cpu-peers-16-cores-keys-first", "decode bf16")
+    assert f"{sum(ratio < 1 for ratio in worst)} of {len(worst)} cases lose, the worst at {min(worst):.2f}x" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [("2026-11-23-first-token-host-2-h200", "host memory"), ("2026-11-22-first-token-nvlink-2-h200", "NVLink")],
+)
+def test_first_token(name: str, link: str) -> None:
+    lines = PERFORMANCE.read_text().splitlines()
+    measured = [one for one in rows(name) if "predicted" not in one["case"] and one["case"].endswith(("auto", "full"))]
+    assert len(measured) == 2
+    for one in measured:
+        cell = f"{one['ours']:.1f} ms, {one['ratio']:.2f}x"
+        assert any(line.startswith(f"| {link} |") and cell in line for line in lines), cell
+
+
+@pytest.mark.parametrize("link", ["host", "nvlink"])
+def test_tiled_layers(link: str) -> None:
+    text = PERFORMANCE.read_text()
+    for one in rows(f"2026-11-22-tiling-layer-{link}-2-h200"):
+        if one["ratio"] and "2 ranks" in one["case"] and one["case"].split(", ")[-1] in ("linear", "full"):
+            assert f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" in text, one["case"]
+
+
+@pytest.mark.parametrize("head_size", ["64", "128", "256"])
+@pytest.mark.parametrize("mask", ["causal", "not causal"])
+def test_simulated_prefill(head_size: str, mask: str) -> None:
+    found = [
+        one
+        for one in rows("2026-11-23-volta-simulated")
+        if one["case"].startswith(f"prefill {head_size} ")
+        and one["case"].split(" ", 3)[3:] == [mask]
+        and one["unit"] == "TFLOPS"
+        and one["ours"] is not None
+    ]
+    speeds = [one["ours"] for one in found]
+    ratios = [one["ratio"] for one in found if one["ratio"]]
+    line = f"| head size {head_size}, {mask} | {min(speeds):.1f} to {max(speeds):.1f} |"
+    assert f"{line} {min(ratios):.2f}x to {max(ratios):.2f}x |" in PERFORMANCE.read_text()
