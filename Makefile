@@ -6,7 +6,7 @@ TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 SECONDS ?= 60
 
-.PHONY: help serve soak test test-more test-gpu test-ascend conformance lint docs sanitize sanitize-gpu mutate build volta setup setup-dev clean
+.PHONY: help serve soak test test-more test-full test-gpu test-ascend conformance lint docs sanitize sanitize-gpu mutate build volta wheel setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 14
@@ -16,11 +16,14 @@ serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for anothe
 
 test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 	$(VENV)/python scripts/lint.py
-	$(VENV)/python -m pytest -m "not more" $(TWO_AT_A_TIME)
+	$(VENV)/python -m pytest -m "not more and not full" $(TWO_AT_A_TIME)
 
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
-	$(VENV)/python -m pytest -m more $(TWO_AT_A_TIME)
+	$(VENV)/python -m pytest -m "more and not full" $(TWO_AT_A_TIME)
 	@$(PYTHON) scripts/ascend.py
+
+test-full: setup-dev volta-images ## what installs packages: the wheel in empty environments, every Python, aarch64, workflows: MINUTES minutes on 2 cores, 15 more where `make volta` has not run, 10 GB of downloads
+	$(VENV)/python -m pytest -m full --durations 0
 
 soak: setup-dev   ## the demo server under mixed load (SECONDS=..., ARGUMENTS='--server-arguments ... --json FILE', see `python -m scripts.soak --help`)
 	$(VENV)/python -m scripts.soak --seconds $(SECONDS) $(ARGUMENTS)
@@ -58,6 +61,16 @@ build: setup      ## build the CPU kernels into .venv
 
 volta: build/nvrtc/ready ## compile the V100 kernels into the package, which wheels built after that contain: no GPU, no CUDA toolkit, no torch
 	build/nvrtc/bin/python -m kernels.volta.build fastattention_vllm/lib/volta
+
+# Compiled where there are none, or of older sources.
+VOLTA_IMAGES := fastattention_vllm/lib/volta/manifest.json
+.PHONY: volta-images
+volta-images: $(VOLTA_IMAGES)
+$(VOLTA_IMAGES): $(wildcard kernels/volta/*.py kernels/volta/src/*)
+	@$(MAKE) volta
+
+wheel: $(VOLTA_IMAGES) ## build the wheel with the CPU, V100 and T4 kernels into dist/, for old Linux distributions too
+	$(PYTHON) scripts/wheel.py
 
 # An environment with the compiler alone, in the version that pyproject.toml names.
 build/nvrtc/ready: pyproject.toml
