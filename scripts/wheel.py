@@ -1,8 +1,8 @@
 """Build the wheel: the CPU kernels, and the V100 and T4 images of `make volta`, for any Linux with glibc 2.27 or newer.
 
-g++ compiles and links as in `make build`, so the kernels are the same machine code. It links against stubs of glibc 2.17,
-which zig makes, so the library also loads on Linux distributions from 2018. auditwheel reads which versions the library
-needs, and names the wheel after them.
+g++ compiles and links as in `make build`, so the kernels are the same machine code. It links against stubs of glibc
+2.17, which zig makes, so the library also loads on Linux distributions from 2018. auditwheel reads which versions the
+library needs, and names the wheel after them.
 
 Writes dist/fastattention_vllm-*.whl. Installs its tools into build/wheel, in the versions that pyproject.toml names.
 """
