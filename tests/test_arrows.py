@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "parallel": {"cuda_driver"},
     "integration": {PACKAGE, "attention", "placement", "parallel"},
     "bench": {"attention", "placement", "parallel"},
-    "doctor": {"attention", "placement", "parallel", "bench"},
+    "doctor": {PACKAGE, "attention", "placement", "parallel", "integration", "bench"},
     "demo": set(),
     "cli": {"bench", "doctor"},
 }

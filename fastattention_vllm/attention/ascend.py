@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import torch
 
-from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.pages import write_kv as write_kv
+from fastattention_vllm.attention.problem import AttentionProblem, deliver
 
+ANY_PAGE_SIZE = False
 DTYPES = (torch.float16, torch.bfloat16)
 MASK_SIZE = 2048
 UNLIMITED = 2**31 - 1
@@ -158,7 +160,13 @@ def arguments(problem: AttentionProblem, call: Call, lse: bool = False) -> dict[
     return found
 
 
-def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    problem: AttentionProblem,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute ``problem`` on its query's NPU, on torch's current stream.
 
     ``out``: ``[num_tokens, num_heads, head_size]`` in the query's dtype; ``lse``: ``[num_tokens, num_heads]`` fp32.
@@ -169,6 +177,15 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
+    with_lse = return_lse or lse is not None
+    found, sums = _run(problem, with_lse)
+    if sums is None:
+        sums = found.new_empty(0)
+    out, lse = deliver(problem, found, sums, out, lse)
+    return out, lse if return_lse else None
+
+
+def _run(problem: AttentionProblem, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     calls = plan(problem)
     if len(calls) == 1 and rows_of(problem, calls[0]) == slice(0, len(problem.query)):
         return _compute(problem, calls[0], return_lse)  # the usual case: nothing to copy

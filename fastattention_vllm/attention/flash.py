@@ -8,28 +8,50 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import torch
 
-from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
 
+ANY_PAGE_SIZE = False
+DEVICE = "cuda"
 DTYPES = (torch.float16, torch.bfloat16)
+HEAD_SIZE_MULTIPLE = 8
+MAX_HEAD_SIZE = 256
+"""Of FlashAttention 2 and 3."""
 
 
 def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
-    if problem.query.device.type != "cuda":
-        return f"query is on {problem.query.device}, FlashAttention needs it on a GPU."
-    if problem.query.dtype not in DTYPES or problem.key.dtype != problem.query.dtype:
-        return f"query is {problem.query.dtype} and key {problem.key.dtype}, both must be float16 or bfloat16."
-    if problem.sinks is not None and problem.query.dtype != torch.bfloat16:
-        return f"sinks need bfloat16, query is {problem.query.dtype}."
+    query, size = problem.query, problem.query.shape[-1]
+    if query.device.type != DEVICE:
+        return f"query is on {query.device}, FlashAttention needs it on a GPU."
+    if query.dtype not in DTYPES or {problem.key.dtype, problem.value.dtype} != {query.dtype}:
+        return (
+            f"query is {query.dtype}, key {problem.key.dtype} and value {problem.value.dtype}; FlashAttention needs "
+            "all three in float16 or all three in bfloat16."
+        )
     if problem.alibi_slopes is not None:
-        return "ALiBi is not computed over parts of the keys."
+        return "vLLM's FlashAttention does not support alibi_slopes here; use the CPU."
+    if size % HEAD_SIZE_MULTIPLE:
+        return f"head_size is {size}, FlashAttention takes multiples of {HEAD_SIZE_MULTIPLE}."
+    if size > MAX_HEAD_SIZE and version(size) < 4:
+        return f"head_size is {size}, FlashAttention {version(size)} takes up to {MAX_HEAD_SIZE}."
+    if problem.sinks is not None and query.dtype != torch.bfloat16:
+        return f"sinks need bfloat16, query is {query.dtype}."
+    if problem.sinks is not None and version(size) < 3:
+        return "FlashAttention 2, which vLLM chooses on this GPU, does not support sinks; compute capability 9.0 does."
     return None
 
 
-def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    problem: AttentionProblem,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute ``problem`` on its query's GPU, on torch's current stream.
 
     ``out``: ``[num_tokens, num_heads, head_size]`` in the query's dtype; ``lse``: ``[num_tokens, num_heads]`` fp32.
@@ -41,18 +63,22 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
+    if problem.is_empty:
+        out, lse = deliver(problem, *no_keys(problem), out, lse)
+        return out, lse if return_lse else None
     device, lengths = problem.query.device, tuple(problem.seq_lens.tolist())
     starts = tuple(problem.query_start_loc.tolist())
+    new = [end - begin for begin, end in itertools.pairwise(starts)]
     if problem.block_table is None:
         keys = {"cu_seqlens_k": _int32(device, (0, *itertools.accumulate(lengths)))}
     else:
         keys = {"seqused_k": _int32(device, lengths), "block_table": problem.block_table.to(device)}
-    out, lse = flash_attn_varlen_func(
+    found, by_head = flash_attn_varlen_func(
         q=problem.query,
         k=problem.key,
         v=problem.value,
         cu_seqlens_q=_int32(device, starts),
-        max_seqlen_q=max(end - begin for begin, end in itertools.pairwise(starts)),
+        max_seqlen_q=max(new),
         max_seqlen_k=max(lengths),
         softmax_scale=problem.scale,
         causal=problem.causal,
@@ -63,7 +89,11 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
         fa_version=version(problem.head_size),
         **keys,
     )
-    return out, lse.transpose(0, 1) if return_lse else None
+    sums = by_head.transpose(0, 1)
+    if any(count > keys_of for count, keys_of in zip(new, lengths, strict=True)):
+        sums = sums.masked_fill(sums == math.inf, -math.inf)  # FlashAttention 2's sign for a query that sees no key
+    out, lse = deliver(problem, found, sums, out, lse)
+    return out, lse if return_lse else None
 
 
 def write_kv(

@@ -16,8 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from fastattention_vllm.attention import kernels_for
-from fastattention_vllm.attention.cpu import kernels as cpu
+from fastattention_vllm.attention.kernels import kernels_for
 from fastattention_vllm.attention.problem import AttentionProblem
 
 
@@ -186,15 +185,15 @@ def _attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    if kernels_for(q.device) is cpu:
+    kernels = kernels_for(q.device)
+    if kernels.ANY_PAGE_SIZE:
         # Each batch row is one page as long as the sequence: any strides pass without a copy.
         problem = replace(problem, block_table=torch.arange(batch, dtype=torch.int32).unsqueeze(1))
     else:
-        # Pages of any length are the CPU's alone.
         first_rows = torch.arange(batch, dtype=torch.int32) * k.shape[1]
         key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
         problem = replace(problem, key=key, value=value, kv_start_loc=first_rows)
-    _compute(problem, out.view(-1, num_heads, head_size), token_lse)
+    kernels.run(problem, out=out.view(-1, num_heads, head_size), lse=token_lse)
     lse.copy_(token_lse.view(batch, seqlen_q, num_heads).transpose(1, 2))
     return out, lse
 
@@ -255,7 +254,7 @@ def _varlen_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    _compute(problem, out, lse.transpose(0, 1))
+    kernels_for(q.device).run(problem, out=out, lse=lse.transpose(0, 1))
     return out, lse
 
 
@@ -276,18 +275,6 @@ def _varlen_attention_fake(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-def _compute(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Into ``out`` ``[tokens, heads, head_size]`` and ``lse`` ``[tokens, heads]``; rows of padding stay as they are."""
-    kernels = kernels_for(problem.query.device)
-    if kernels is cpu:
-        cpu.run(problem, out, lse)
-        return
-    tokens = int(problem.query_start_loc[-1])
-    found, sums = kernels.run(problem, return_lse=True)
-    out[:tokens].copy_(found[:tokens])
-    lse[:tokens].copy_(sums[:tokens])
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:

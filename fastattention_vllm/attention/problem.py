@@ -6,6 +6,7 @@ here; nothing below this line knows where a problem came from.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -78,3 +79,34 @@ class AttentionProblem:
     @property
     def is_paged(self) -> bool:
         return self.block_table is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query token, or no sequence has a key."""
+        return int(self.query_start_loc[-1]) == 0 or not bool(self.seq_lens.any())
+
+
+def no_keys(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """The answers to queries that see no key, for kernels that must not be launched without work."""
+    out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
+    lse = problem.query.new_full(problem.query.shape[:2], -math.inf, dtype=torch.float32)
+    return out, lse if problem.sinks is None else lse.copy_(problem.sinks.to(lse.device))
+
+
+def deliver(
+    problem: AttentionProblem,
+    found: torch.Tensor,
+    found_lse: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the answers of real query tokens into the tensors of the caller, or return them where there are none.
+
+    For kernels that allocate what they return. Rows of padding in ``out`` and ``lse`` stay as they are.
+    """
+    tokens = int(problem.query_start_loc[-1])
+    if out is not None:
+        out[:tokens].copy_(found[:tokens])
+    if lse is not None:
+        lse[:tokens].copy_(found_lse[:tokens])
+    return found if out is None else out, found_lse if lse is None else lse

@@ -44,19 +44,6 @@ def bias(q_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool, window:
     return blocks.make_causal_from_bottomright()
 
 
-def places(block_table: torch.Tensor, kv_lens: Sequence[int], page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block and row in it of every KV token, sequence by sequence: int64 ``[sum of kv_lens]`` each.
-
-    ``block_table``: int32 ``[num_seqs, blocks]``.
-    """
-    device = block_table.device
-    lengths = torch.tensor(kv_lens, device=device)
-    sequence = torch.repeat_interleave(torch.arange(len(kv_lens), device=device), lengths)
-    begins = torch.cumsum(lengths, 0) - lengths
-    position = torch.arange(len(sequence), device=device) - begins[sequence]
-    return block_table[sequence, position // page].long(), position % page
-
-
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float) -> torch.Tensor:
     """``query [tokens, heads, head_size]``, ``key`` and ``value`` ``[kv_tokens, KV heads, head_size]`` in one piece;
     ``mask`` by :func:`bias`. Returns what is like ``query``.

@@ -1,40 +1,76 @@
-"""`fastattention doctor`."""
+"""`fastattention doctor`. It needs nothing but the package's own dependencies."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
-from fastattention_vllm.doctor.basics import basics
+from fastattention_vllm.doctor import report
 from fastattention_vllm.doctor.tensor_parallel import LLAMA_8B, Order, examine, kinds_of
 
+DESCRIPTION = """\
+Say what this machine, its drivers and its Python packages can run, and what to do about problems. Takes a few seconds,
+during which it reads memory and copies to the GPUs at full speed.
+"""
+EXIT_CODES = """\
+Exit code: 0 without problems (warnings may be there), 1 with a problem or an incomplete --tp measurement, 2 for wrong
+arguments.
+"""
 
-def doctor(
-    tp: Annotated[
-        int | None, typer.Option(min=2, help="Ranks of tensor parallelism to try here; none: say what this machine is.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder with the config.json; none: an 8B Llama's layers.")] = None,
-    tokens: Annotated[int, typer.Option(min=256, help="--max-num-batched-tokens of the server.")] = 8192,
-    least_tokens: Annotated[int, typer.Option(min=2, help="tiling_min_tokens of the server.")] = 2048,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds, after which it is ended.")] = 300.0,
-) -> None:
-    """What this machine is, or with --tp what tiling_all_reduce "auto" would do for a model's row-parallel layers on
-    it, and what that gains."""
-    if tp is None:
-        for line in basics():
-            typer.echo(line)
-        return
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="fastattention doctor", description=DESCRIPTION, epilog=EXIT_CODES)
+    made.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    tiling = made.add_argument_group(
+        'tensor parallelism: what tiling_all_reduce "auto" would do for a model\'s row-parallel layers here'
+    )
+    tiling.add_argument("--tp", type=int, metavar="N", help="measure with so many ranks instead, 2 or more")
+    tiling.add_argument("--model", type=Path, help="folder with the config.json; none: an 8B Llama's layers")
+    tiling.add_argument("--tokens", type=int, default=8192, help="--max-num-batched-tokens of the server")
+    tiling.add_argument("--least-tokens", type=int, default=2048, help="tiling_min_tokens of the server")
+    tiling.add_argument("--limit", type=float, default=300.0, help="seconds after which it is ended")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    made = parser()
+    asked = made.parse_args(arguments)
+    if asked.tp is not None:
+        for name, value, least in (
+            ("tp", asked.tp, 2),
+            ("tokens", asked.tokens, 256),
+            ("least-tokens", asked.least_tokens, 2),
+            ("limit", asked.limit, 1),
+        ):
+            if value < least:
+                made.error(f"--{name} is {value:g}; it must be at least {least}")
+        if asked.json:
+            made.error("--json goes without --tp")
+        return tensor_parallel(asked)
+    facts = report.probe()
+    found = report.findings(facts)
+    print(report.as_json(facts, found) if asked.json else "\n".join(report.as_text(found)))
+    return 1 if report.counts(found)["problem"] else 0
+
+
+def tensor_parallel(asked: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kinds = kinds_of(model) if model else LLAMA_8B
-        complete = examine(Order(kinds, tp, device, min(least_tokens, tokens), tokens), limit, typer.echo)
+        kinds = kinds_of(asked.model) if asked.model else LLAMA_8B
+        order = Order(kinds, asked.tp, device, min(asked.least_tokens, asked.tokens), asked.tokens)
+        complete = examine(order, asked.limit, lambda line: print(line, flush=True))
     except ValueError as error:
-        typer.echo(f"fastattention doctor: {error}", err=True)
-        raise typer.Exit(2) from None
+        print(f"fastattention doctor: {error}", file=sys.stderr)
+        return 2
     if not complete:
-        reason = f"a rank failed, and its own message is above, or not all was measured within --limit {limit:g} s."
-        typer.echo(f"fastattention doctor: {reason}", err=True)
-        raise typer.Exit(1)
+        reason = (
+            f"a rank failed, and its own message is above, or not all was measured within --limit {asked.limit:g} s."
+        )
+        print(f"fastattention doctor: {reason}", file=sys.stderr)
+        return 1
+    return 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
-from fastattention_vllm.attention import functional, kernels_for
+from fastattention_vllm.attention import functional, kernels
 from fastattention_vllm.attention.cpu import kernels as cpu
-from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.kernels import kernels_for
+from fastattention_vllm.attention.problem import AttentionProblem, deliver
 from tests.attention import oracle
 from tests.attention.oracle import Case
 
@@ -175,33 +178,58 @@ def test_devices_without_kernels_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "family"),
+    ("device", "capability", "vllm_flash", "family"),
     [
-        ("cpu", None, "cpu"),
-        ("cuda:1", (7, 0), "volta"),
-        ("cuda", (7, 5), "volta"),
-        ("cuda", (8, 0), "flash"),
-        ("npu", None, "ascend"),
+        ("cpu", None, True, "cpu"),
+        ("cuda:1", (7, 0), True, "volta"),
+        ("cuda", (7, 5), False, "volta"),
+        ("cuda", (8, 0), True, "flash"),
+        ("cuda", (8, 9), False, "torch_flash"),
+        ("cuda", (12, 0), False, "torch_flash"),
+        ("npu", None, False, "ascend"),
     ],
 )
 def test_every_device_has_kernels(
-    device: str, capability: tuple[int, int] | None, family: str, monkeypatch: pytest.MonkeyPatch
+    device: str, capability: tuple[int, int] | None, vllm_flash: bool, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "vllm_has_flash", lambda: vllm_flash)
     asked = SimpleNamespace(type=device.partition(":")[0])  # a torch without a GPU knows no device "npu"
-    assert kernels_for(asked).__name__.removesuffix(".kernels") == f"fastattention_vllm.attention.{family}"  # type: ignore[arg-type]
+    module = kernels_for(asked)  # type: ignore[arg-type]
+    assert module.__name__.removesuffix(".kernels") == f"fastattention_vllm.attention.{family}"  # type: ignore[attr-defined]
+
+
+def test_a_gpu_before_the_v100_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    with pytest.raises(ValueError, match=r"compute capability 6\.1; 7\.0 \(V100\) or newer is needed"):
+        kernels_for(torch.device("cuda"))
+
+
+def test_compiled_flash_attention_is_found_without_importing_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    found = kernels.vllm_has_flash.__wrapped__
+    (tmp_path / "vllm_flash_attn").mkdir()
+    assert not found(), "a vLLM without compiled kernels"
+    (tmp_path / "vllm_flash_attn" / "_vllm_fa2_C.abi3.so").touch()
+    assert found()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not found(), "no vLLM"
 
 
 class OfADevice:
     """Kernels that are given contiguous keys or pages as vLLM has them, lengths on the host, and answer new tensors."""
 
+    ANY_PAGE_SIZE = False
+
     @staticmethod
-    def run(problem: AttentionProblem, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        assert return_lse
-        out, lse = oracle.attention(problem)
+    def run(problem: AttentionProblem, *, out: torch.Tensor, lse: torch.Tensor) -> None:
+        found, sums = oracle.attention(problem)
         real = int(problem.query_start_loc[-1])
-        out[real:], lse[real:] = math.nan, math.nan  # padding: whatever
-        return out.to(problem.query.dtype), lse.float()
+        found[real:], sums[real:] = math.nan, math.nan  # padding: whatever
+        deliver(problem, found, sums, out, lse)
 
 
 def test_kernels_of_other_devices_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 from fastattention_vllm.attention.cpu.library import AttentionArguments, WriteArguments, check, library
 from fastattention_vllm.attention.problem import AttentionProblem
 
+ANY_PAGE_SIZE = True
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fastattention_vllm import cuda_driver
-from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.problem import AttentionProblem, deliver
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import (
@@ -33,6 +33,8 @@ from fastattention_vllm.attention.volta.launch import (
 
 IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
 """``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx``, or ``sm_75``, of each variant, and their manifest."""
+ANY_PAGE_SIZE = False
+DEVICE = "cuda"
 LOG2E = math.log2(math.e)
 MOST_OFFSET = 1 << 32
 """Chunks of 16 bytes that the kernels can count in a cache."""
@@ -106,8 +108,10 @@ def target() -> Target:
 def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     query, key, value = problem.query, problem.key, problem.value
+    if query.shape[-1] not in HEAD_SIZES:
+        return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.device.type != "cuda":
+        if tensor.device.type != DEVICE:
             return f"{name} is on {tensor.device}, the Volta kernels need it on a GPU."
         if name == "query" and tensor.dtype != torch.float16:
             return f"query has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
@@ -120,8 +124,6 @@ def can_run(problem: AttentionProblem) -> str | None:
         aligned = CHUNK * tensor.element_size()
         if tensor.data_ptr() % aligned:
             return f"{name} begins at an address that is no multiple of {aligned} bytes, which the Volta kernels need."
-    if query.shape[-1] not in HEAD_SIZES:
-        return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
     if key.dtype != value.dtype:
         return f"key has dtype {key.dtype} and value {value.dtype}, they must be alike."
     if key.stride() != value.stride():
@@ -135,7 +137,13 @@ def can_run(problem: AttentionProblem) -> str | None:
     return None
 
 
-def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    problem: AttentionProblem,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute ``problem`` on its query's GPU, on torch's current stream.
 
     ``out``: ``[num_tokens, num_heads, head_size]`` fp16; ``lse``: ``[num_tokens, num_heads]`` fp32, natural logarithm.
@@ -152,11 +160,13 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
         raise ValueError(reason)
     query = problem.query
     tokens, heads, _ = query.shape
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    lse = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
+    # The kernels write answers in chunks, at addresses that fresh memory has.
+    found = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    sums = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
     if len(problem.seq_lens):
         most = int(torch.diff(problem.query_start_loc).max())
-        attend(_on(query.device, problem), Extent(most, int(problem.seq_lens.max())), out, lse)
+        attend(_on(query.device, problem), Extent(most, int(problem.seq_lens.max())), found, sums)
+    out, lse = deliver(problem, found, sums, out, lse)
     return out, lse if return_lse else None
 
 

@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 
-from fastattention_vllm.attention import xformers
+from fastattention_vllm.attention import pages, xformers
 from fastattention_vllm.attention.volta.launch import HEAD_SIZES
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.base import Backend, Layer
@@ -130,7 +130,7 @@ class XformersMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         seqs = common.num_reqs
         starts = common.query_start_loc_cpu[: seqs + 1]
         kv_lens = common.seq_lens[:seqs].tolist()
-        where = xformers.places(common.block_table_tensor[:seqs], kv_lens, self.page)
+        where = pages.places(common.block_table_tensor[:seqs], kv_lens, self.page)
         return XformersMetadata(torch.diff(starts).tolist(), kv_lens, where, causal)
 
 

@@ -1,0 +1,198 @@
+"""The same questions to every kernel family: each answers as the definition says, or refuses by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
+from fastattention_vllm.attention import flash
+from fastattention_vllm.attention.kernels import FAMILIES
+from fastattention_vllm.attention.problem import AttentionProblem
+from tests.attention import families, oracle
+from tests.attention.families import FEATURES, UNDER_TEST, UnderTest
+from tests.attention.oracle import Case
+
+SEQUENCES = {"varlen": ((5, 20, 1), (50, 20, 30)), "long and single": ((1, 70, 1), (200, 90, 1))}
+
+
+@pytest.fixture(params=UNDER_TEST)
+def tested(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> UnderTest:
+    return families.use(request.param, monkeypatch)
+
+
+def problem_of(tested: UnderTest, feature: str, q_lens: Any, kv_lens: Any, **changes: Any) -> AttentionProblem:
+    """The problem of the oracle that stands for the arguments of ``feature``."""
+    given = FEATURES[feature]
+    case = Case(
+        q_lens,
+        kv_lens,
+        **{
+            "head_size": tested.head_size,
+            "page_size": 0,
+            "dtype": tested.dtype,
+            "layout": "NHD",
+            "causal": given.get("causal", False),
+            "window": given.get("window_size", (-1, -1)),
+            "softcap": given.get("softcap", 0.0),
+            "scale": given.get("softmax_scale"),
+        }
+        | changes,
+    )
+    problem = case.build()
+    parts = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+    tidy = {name: parts[name].float().nan_to_num(0.0).to(parts[name].dtype).contiguous() for name in ("key", "value")}
+    return AttentionProblem(**parts | tidy | {name: given.get(name) for name in ("alibi_slopes", "sinks")})
+
+
+def ask(problem: AttentionProblem, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` and ``lse`` of ``fast_attn_varlen_func``, ``lse`` as ``[tokens, heads]``."""
+    lengths = problem.seq_lens
+    key, value = problem.key, problem.value
+    if problem.kv_start_loc is not None:  # this interface has no gaps between sequences
+        rows = torch.cat([torch.arange(s, s + n) for s, n in zip(problem.kv_start_loc, lengths, strict=True)])
+        key, value = key[rows], value[rows]
+    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+    longest = int(torch.diff(problem.query_start_loc).max()), int(lengths.max())
+    out, lse, _ = fast_attn_varlen_func(
+        problem.query,
+        key,
+        value,
+        problem.query_start_loc,
+        ends,
+        *longest,
+        return_attn_probs=True,
+        block_table=problem.block_table,
+        **FEATURES[feature],
+    )
+    return out, lse.T
+
+
+def assert_right(tested: UnderTest, problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    expected, expected_lse = oracle.attention(problem)
+    rtol, atol = tested.output
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=tested.lse[0], atol=tested.lse[1])
+
+
+def refused(tested: UnderTest, what: str, call: Any) -> bool:
+    """Whether the family refuses ``what``; then it does so by name, in one sentence."""
+    sentence = tested.refuses.get(what)
+    if sentence is None:
+        return False
+    with pytest.raises(ValueError, match=sentence) as error:
+        call()
+    assert len(re.findall(r"\. [A-Z]", str(error.value))) == 0, "one sentence"
+    return True
+
+
+@pytest.mark.parametrize("page", ["contiguous", "paged"])
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_ragged_sequences(tested: UnderTest, feature: str, sequences: str, page: str) -> None:
+    problem = problem_of(tested, feature, *SEQUENCES[sequences], page_size=tested.page if page == "paged" else 0)
+    if not refused(tested, feature, lambda: ask(problem, feature)):
+        assert_right(tested, problem, *ask(problem, feature))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads first"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_sequences_of_one_length(tested: UnderTest, feature: str, layout: str) -> None:
+    problem = problem_of(tested, feature, (20, 20, 20), (50, 50, 50))
+    assert problem.kv_start_loc is not None
+    q = problem.query.unflatten(0, (3, 20))
+    k, v = (
+        torch.stack([rows[start : start + 50] for start in problem.kv_start_loc.tolist()])
+        for rows in (problem.key, problem.value)
+    )
+    if layout == "heads first":  # [B, H, S, D] in memory, as torch SDPA has them
+        q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v))
+    if refused(tested, feature, lambda: fast_attn_func(q, k, v, **FEATURES[feature])):
+        return
+    out, lse, _ = fast_attn_func(q, k, v, return_attn_probs=True, **FEATURES[feature])
+    assert_right(tested, problem, out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1))
+    assert torch.equal(fast_attn_func(q, k, v, **FEATURES[feature]), out)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)], ids=str)
+def test_query_heads_share_kv_heads(tested: UnderTest, heads: tuple[int, int]) -> None:
+    problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), num_heads=heads[0], num_kv_heads=heads[1])
+    assert_right(tested, problem, *ask(problem, "causal"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_dtypes(tested: UnderTest, dtype: torch.dtype) -> None:
+    problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), dtype=dtype)
+    if refused(tested, str(dtype), lambda: ask(problem, "causal")):
+        return
+    out, _ = ask(problem, "causal")
+    expected, _ = oracle.attention(problem)
+    rtol, atol = oracle.OUTPUT_TOLERANCE[dtype]
+    rounding = oracle.weight_rounding(problem).max().item() if tested is UNDER_TEST["cpu"] else 0.0
+    slack = max(atol, tested.output[1]) + rounding * float(problem.value.abs().max())
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=slack)
+
+
+def test_head_sizes(tested: UnderTest) -> None:
+    problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), head_size=128)
+    assert_right(tested, problem, *ask(problem, "causal"))
+    odd = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), head_size=20)
+    assert refused(tested, "head size 20", lambda: ask(odd, "causal"))
+
+
+def test_queries_before_the_first_key_see_nothing(tested: UnderTest) -> None:
+    problem = problem_of(tested, "causal", (5, 20, 1), (50, 8, 30))
+    if tested is UNDER_TEST["ascend"]:
+        with pytest.raises(ValueError, match="a sequence has 20 query tokens but only 8 keys"):
+            ask(problem, "causal")
+        return
+    out, lse = ask(problem, "causal")
+    assert (out[5:17] == 0).all()
+    assert (lse[5:17] == -math.inf).all()
+    assert_right(tested, problem, out, lse)
+
+
+def test_no_query_and_no_key(tested: UnderTest) -> None:
+    q, k = torch.zeros(2, 3, 4, 64, dtype=tested.dtype), torch.zeros(2, 0, 2, 64, dtype=tested.dtype)
+    out, lse, _ = fast_attn_func(q, k, k, return_attn_probs=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert fast_attn_func(q[:, :0], q[:, :, :2], q[:, :, :2]).shape == (2, 0, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "sentence"),
+    [
+        (2, {"sinks": families.SINKS}, "FlashAttention 2, which vLLM chooses on this GPU, does not support sinks"),
+        (3, {"sinks": families.SINKS, "dtype": torch.float16}, r"sinks need bfloat16, query is torch\.float16"),
+        (3, {"alibi_slopes": families.SLOPES}, "vLLM's FlashAttention does not support alibi_slopes here; use the CPU"),
+        (2, {"dtype": torch.float32}, r"query is torch\.float32, .* FlashAttention needs"),
+        (2, {"head_size": 20}, "head_size is 20, FlashAttention takes multiples of 8"),
+        (3, {"head_size": 320}, "head_size is 320, FlashAttention 3 takes up to 256"),
+        (4, {"head_size": 320}, None),
+        (3, {"sinks": families.SINKS}, None),
+        (2, {"softcap": 3.0}, None),
+        (2, {"window": (7, 3)}, None),
+    ],
+)
+def test_what_vllms_flash_attention_refuses(
+    version: int, changes: dict[str, Any], sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.refuse_flash(monkeypatch, version)
+    tensors = {name: changes.get(name) for name in ("sinks", "alibi_slopes")}
+    numbers = {name: changes[name] for name in changes.keys() - tensors.keys()}
+    case = Case((5, 1), (50, 30), **{"dtype": torch.bfloat16, "page_size": 0} | numbers)
+    problem = case.build()
+    parts = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+    reason = flash.can_run(AttentionProblem(**parts | tensors))
+    assert reason is None if sentence is None else re.search(sentence, str(reason))
+
+
+def test_every_family_of_the_registry_is_asked() -> None:
+    assert {family.name for family in FAMILIES} == {*UNDER_TEST, "flash"}
+    for name, tested in UNDER_TEST.items():
+        assert next(family for family in FAMILIES if family.name == name).load() is tested.module
