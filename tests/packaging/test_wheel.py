@@ -32,14 +32,14 @@ EPSILON = {"torch.float32": 1e-5, "torch.float16": 2e-3, "torch.bfloat16": 1.6e-
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What the command printed on stdout; where it fails, the test does, with all that it printed."""
+def run(*command: str | Path, cwd: Path, status: int = 0, **environment: str) -> str:
+    """What the command printed on stdout. With another exit status the test fails, with all that it printed."""
     without = ("PYTHONPATH", "FASTATTENTION_CPU_LIBRARY", "FASTATTENTION_CPU_ISA")
     clean = {name: value for name, value in os.environ.items() if name not in without}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=clean | environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == status, f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
@@ -75,6 +75,14 @@ def environment(python: Path, folder: Path, *requirements: str) -> Path:
     tools = folder / "env" / "bin"
     run(tools / "python", "-m", "pip", "install", "--quiet", *requirements, cwd=folder)
     return tools
+
+
+def problems(tools: Path, folder: Path, status: int = 0) -> set[str]:
+    """What `fastattention doctor` finds wrong with the environment."""
+    report = json.loads(run(tools / "fastattention", "doctor", "--json", cwd=folder, status=status))
+    findings = [finding for group in report["findings"].values() for finding in group]
+    assert {"torch", "V100 and T4"} <= {finding["subject"] for finding in findings}
+    return {finding["subject"] for finding in findings if finding["level"] == "problem"}
 
 
 def test_auditwheel_confirms_the_name(wheel: Path) -> None:
@@ -116,6 +124,7 @@ def test_it_works_in_an_empty_environment(wheel: Path, folder: Path, version: st
         "vllm.general_plugins": [PROJECT["entry-points"]["vllm.general_plugins"]["fastattention"]],
         "vllm.platform_plugins": [PROJECT["entry-points"]["vllm.platform_plugins"]["fastattention"]],
     }
+    assert problems(tools, folder, status=1) == {"vLLM"}  # which this environment lacks
     package = tools.parent / "lib" / f"python{version}" / "site-packages" / "fastattention_vllm"
     run(tools / "python", "-m", "compileall", "-f", "-q", package, cwd=folder)
 
@@ -128,6 +137,7 @@ def test_the_extra_for_the_v100_installs_and_registers(wheel: Path, folder: Path
     for requirement in EXTRAS["volta"]:
         name, version = requirement.split("==")
         assert versions[name] == version
+    assert problems(tools, folder) == set()
     printed = run(tools / "python", "-I", HERE / "in_vllm.py", cwd=folder)
     assert printed.strip().splitlines()[-1] == (
         f"vLLM {versions['vllm']}: FastAttentionBackend on FastAttentionCpuPlatform"
