@@ -56,6 +56,7 @@ mutate: setup-dev ## break the code in many places and demand that the tests not
 	$(VENV)/python scripts/mutate.py tests/mutations/volta.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/parallel.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/ascend.toml
+	$(VENV)/python scripts/mutate.py tests/mutations/doctor.toml
 
 build: setup      ## build the CPU kernels into .venv
 

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.bench.earlier import earlier_report
+from fastattention_vllm.bench.saved_report import saved_report
 
 RESULTS = Path(__file__).with_name("results")
 BUILDS = Path(__file__).resolve().parents[1] / "build" / "ablation"
@@ -63,17 +63,17 @@ def main() -> int:
     parser.add_argument("--v100-tokens", type=int, default=4096)
     parser.add_argument("--v100-head-sizes", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--from", type=earlier_report, dest="earlier", help="print the table of this file, and end")
+    parser.add_argument("--from", type=saved_report, dest="saved", help="print the table of this file, and end")
     parser.add_argument("--answer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
         answer(*map(json.loads, options.answer))
         return 0
-    if options.earlier:
+    if options.saved:
         try:
-            show(json.loads(options.earlier.read_text())["rows"])
+            show(json.loads(options.saved.read_text())["rows"])
         except (ValueError, LookupError, TypeError):
-            sys.exit(f"ablation: {options.earlier} was not written by this script's --json.")
+            sys.exit(f"ablation: {options.saved} was not written by this script's --json.")
         return 0
     rows: list[Row] = []
     for place in options.where:

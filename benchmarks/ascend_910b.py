@@ -29,7 +29,7 @@ import torch
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import calibrate, host_memory, npu
-from fastattention_vllm.placement.host_attention import HostAttention, Lane, Share
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.pinning import NpuPinning
 from fastattention_vllm.placement.step import Batch, divide
 
@@ -173,7 +173,7 @@ class HostLayer:
         """With a cache in pinned host memory."""
         memory, _ = host_memory.commit(HOST_CACHE, pin=NpuPinning() if device.type == "npu" else None)
         cache = memory.view(torch.float16).view(-1, self.kv_heads, PAGE, 2 * self.head_size)
-        return HostAttention(Lane(npu.NpuLink(device), npu, share=Share(share)), self, cache)
+        return HostAttention(HostLayerGroup(npu.NpuLink(device), npu, stream_split=StreamSplit(share)), self, cache)
 
 
 def host_layer(device: torch.device, tokens: int = 6000) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""CPU attention next to torch SDPA, vLLM's CPU_ATTN and the roof of the machine: `fastattention bench cpu` as a script.
+"""CPU attention next to torch SDPA, vLLM's CPU_ATTN and the machine's roofline: `fastattention bench cpu` as a script.
 
 python benchmarks/cpu_attention.py --suite quick
 python benchmarks/cpu_attention.py --case "decode bf16 (32,8,128) 32K b1" --threads 1,2 --json result.json

@@ -44,7 +44,7 @@ def rows_of_one_panel(isa: str) -> tuple[Edit, ...]:
 def one_tile(isa: str, tokens: int) -> tuple[Edit, ...]:
     """The keys are one tile: what a panel works on is as long as the context."""
     table = "kTuning" + "".join(word.capitalize() for word in isa.split("_"))
-    return (Edit("tuning.h", rf"({table} = \{{[^,]*, )\d+", rf"\g<1>{tokens}"),)
+    return (Edit("tuning.h", rf"({table} = \{{[^}}]*\.kv_tile = )\d+", rf"\g<1>{tokens}"),)
 
 
 class Variants:

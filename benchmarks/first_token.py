@@ -45,10 +45,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiling_all_reduce import LINKS, join, lanes_of, why_not
+from tiling_all_reduce import LINKS, collectives_of, join, why_not
 
 from fastattention_vllm.bench import machine
-from fastattention_vllm.bench import ranks as world
+from fastattention_vllm.bench import ranks as rank_processes
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--model", choices=list(MODELS), default="8B")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--least-tokens", type=int, default=2048, help="tiling_min_tokens")
+    parser.add_argument("--min-tokens", type=int, default=2048, help="tiling_min_tokens")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs, else eager")
     parser.add_argument("--no-prediction", action="store_true")
@@ -331,7 +331,7 @@ def save_config(folder: Path, options: argparse.Namespace) -> Path:
 
 def settings_of(model: Path, ranks: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
     room = options.tokens + 64
-    section = {"host_kv_layers": 0, "tiling_min_tokens": options.least_tokens} | WAYS[way]
+    section = {"host_kv_layers": 0, "tiling_min_tokens": options.min_tokens} | WAYS[way]
     if section["host_kv_layers"] == "half":
         section |= {"host_kv_layers": options.layers // 2, "host_kv_gib": 8.0}
     return {
@@ -405,9 +405,9 @@ class Parts:
     matmul: Mapping[tuple[str, int], Times]
     """By o_proj, down_proj or gate_up and ranks: that of one rank."""
     sums: Mapping[str, Times]
-    """Of two ranks, by lane; the first is the one that is used without tiling."""
+    """Of two ranks, by collective; the first is the one that is used without tiling."""
     slowdown: Mapping[str, float]
-    """How many times as long both lanes take beside each other."""
+    """How many times as long matmul and sum take beside each other."""
 
 
 def over(ranks: int, of_two: Times) -> Times:
@@ -435,12 +435,12 @@ def predicted(parts: Parts, measured: Mapping[int, float], layers: int, tokens: 
 
     rest = measured[1] - tiled(1)
     divided = min(rest, 2 * (rest - (measured[2] - tiled(2)))) if 2 in measured else rest
-    sums = {lane: over(ranks, times) for lane, times in parts.sums.items()}
+    sums = {collective: over(ranks, times) for collective, times in parts.sums.items()}
 
     def saved(matmul: Times) -> float:
         cuts = [
-            plan(tokens, Pipeline(matmul, times, parts.slowdown[lane], parts.slowdown[lane])).seconds
-            for lane, times in sums.items()
+            plan(tokens, Pipeline(matmul, times, parts.slowdown[collective], parts.slowdown[collective])).seconds
+            for collective, times in sums.items()
         ]
         return max(0.0, matmul(tokens) + next(iter(sums.values()))(tokens) - min(cuts))
 
@@ -477,7 +477,7 @@ def predicted_rows(
 def measured_parts(link: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """What :func:`measure_parts` tells, on two ranks; None if they did not come to their end."""
     found: list[dict[str, Any]] = []
-    if not world.run(measure_parts, 2, (link, options), LINKS[link], options.limit, found.append):
+    if not rank_processes.run(measure_parts, 2, (link, options), LINKS[link], options.limit, found.append):
         print(f"first_token: the parts of a layer were not measured within {options.limit:.0f} s.", flush=True)
         return None
     (row,) = [one for one in found if "sums" in one]
@@ -490,7 +490,7 @@ def parts_of(raw: Mapping[str, Any]) -> Parts:
 
     return Parts(
         {(name, ranks): times(points) for name, ranks, points in raw["matmul"]},
-        {lane: times(points) for lane, points in raw["sums"]},
+        {collective: times(points) for collective, points in raw["sums"]},
         dict(raw["slowdown"]),
     )
 
@@ -498,7 +498,7 @@ def parts_of(raw: Mapping[str, Any]) -> Parts:
 def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
     link, options = said
-    here = join(rank, folder, link, lanes_of(link), 2)
+    here = join(rank, folder, link, collectives_of(link), 2)
     shape = TINY if options.tiny else MODELS[options.model]
     hidden, wide = shape["hidden_size"], shape["intermediate_size"]
     attended = shape["num_attention_heads"] * shape["head_dim"]
@@ -509,22 +509,22 @@ def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace]) 
         shapes = {"o_proj": (hidden, attended // ranks), "down_proj": (hidden, wide // ranks)}
         for name, size in (shapes | {"gate_up": (2 * wide // ranks, hidden)}).items():
             weight = torch.empty(*size, dtype=dtype, device=here.device).uniform_(-1, 1)
-            timer = LayerTimer(here.lanes, world.plain_layer, weight, options.tokens)
+            timer = LayerTimer(here.collectives, rank_processes.plain_layer, weight, options.tokens)
             seconds = timer.seconds([timer.matmul(rows) for rows in numbers], 3)
             matmuls.append((name, ranks, list(zip(numbers, seconds, strict=True))))
             if (name, ranks) == ("down_proj", 2):
                 matmul = Times.measured(matmuls[-1][2])
                 sums, slow = [], []
                 blocks = even(options.tokens, 4)
-                for lane in here.lanes:
-                    seconds = timer.seconds([timer.all_reduce(lane, rows) for rows in numbers], 3)
-                    sums.append((lane, list(zip(numbers, seconds, strict=True))))
+                for collective in here.collectives:
+                    seconds = timer.seconds([timer.all_reduce(collective, rows) for rows in numbers], 3)
+                    sums.append((collective, list(zip(numbers, seconds, strict=True))))
                     alone = Times.measured(sums[-1][1])
-                    (took,) = timer.seconds([timer.cut(lane, blocks)])
+                    (took,) = timer.seconds([timer.cut(collective, blocks)])
                     part = took / (matmul(options.tokens) + alone(options.tokens))
-                    slow.append((lane, calibrate.slowdown(matmul, alone, blocks, part)))
+                    slow.append((collective, calibrate.slowdown(matmul, alone, blocks, part)))
     here.tell({"matmul": matmuls, "sums": sums, "slowdown": slow})
-    world.leave(here)
+    rank_processes.leave(here)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the ways are switched in t
 
 import torch
 
-from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
+from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
 from fastattention_vllm.bench import machine, plots
-from fastattention_vllm.bench.earlier import earlier_report
+from fastattention_vllm.bench.saved_report import saved_report
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
@@ -47,7 +47,7 @@ NEEDLES = {"alpha": "7319", "beta": "2046", "gamma": "90", "delta": "5", "omega"
 DEPTHS = [0.0, 0.1, 0.5, 0.9, 1.0]
 SHAPES = {
     "8b": {"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_size": 128}
-    | {"least_hidden_size": 4096, "least_intermediate_size": 14336},
+    | {"min_hidden_size": 4096, "min_intermediate_size": 14336},
     "small": {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_size": 128},
 }
 GIB = 1 << 30
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw --from into this PNG file, and do nothing else")
-    parser.add_argument("--from", type=earlier_report, nargs="+", dest="results", help="results of earlier runs")
+    parser.add_argument("--from", type=saved_report, nargs="+", dest="results", help="results of earlier runs")
     options = parser.parse_args()
     if options.plot:
         draw(options.plot, options.results)
@@ -191,7 +191,7 @@ def measure(
 
 def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     from fastattention_vllm.integration.host_layers import layers as host_layers
-    from fastattention_vllm.placement.host_attention import Share
+    from fastattention_vllm.placement.host_attention import StreamSplit
 
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
         options.batch
@@ -207,15 +207,15 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
     )
     rows = []
     try:
-        house = host_layers.find(llm.llm_engine.vllm_config)
-        assert house is not None
-        chosen = house.lane.share
-        ways = (("stream all", Share(1.0)), ("CPU alone", Share(0.0)), ("auto", chosen))
-        placement = house.placement
+        layers = host_layers.find(llm.llm_engine.vllm_config)
+        assert layers is not None
+        chosen = layers.group.stream_split
+        ways = (("stream all", StreamSplit(1.0)), ("CPU alone", StreamSplit(0.0)), ("auto", chosen))
+        placement = layers.placement
         per_layer = placement.bytes_per_block // placement.device_size.block_size
         per_token = per_layer * len(placement.host)
-        assert house.pool is not None
-        plain = plain_read(house.pool.memory)
+        assert layers.pool is not None
+        plain = plain_read(layers.pool.memory)
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
             case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
@@ -227,19 +227,19 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[dict[str, 
             rates = []
             for _ in range(options.rounds):
                 rates.append(plain())
-                for way, share in ways:
-                    house.set_share(share)
+                for way, split in ways:
+                    layers.set_stream_split(split)
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
-            house.set_share(chosen)
+            layers.set_stream_split(chosen)
             streamed = statistics.median(times["stream all"])
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
-            for way, share in ways:
+            for way, split in ways:
                 step = statistics.median(times[way])
                 rows.append(
                     row(f"{case}, {way}", "cooperative decode", "tokens/s", batch / step, limit)
                     | {"peer_name": "stream all", "peer": batch / streamed, "ratio": streamed / step}
                     | {
-                        "share": round(share.of(per_layer * tokens * batch), 3),
+                        "share": round(split.of(per_layer * tokens * batch), 3),
                         "step_ms": [round(1000 * value, 2) for value in times[way]],
                     }
                     | {"host_gb_per_s": round(per_token * tokens * batch / step / 1e9, 1)}

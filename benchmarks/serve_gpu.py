@@ -38,7 +38,7 @@ METRICS = {  # name in vLLM's result: (name in ours, unit, whether more is bette
     "median_ttft_ms": ("serve time to first token", "ms", False),
     "median_tpot_ms": ("serve time per token", "ms", False),
 }
-SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "least_hidden_size": 4096}
+SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "min_hidden_size": 4096}
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def main() -> int:
             num_layers=options.layers,
             dtype="float16",
             max_position_embeddings=1 << 20,
-            least_intermediate_size=14336,
+            min_intermediate_size=14336,
             **SHAPE,
         )
         build_demo_model(options.model, spec)

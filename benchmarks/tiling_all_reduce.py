@@ -10,7 +10,7 @@ A row is a layer, a number of tokens and a way: "plain" (matmul, then NCCL's all
 of rounds in which all ways take turns, the mean of the ranks, by events on the GPU. "hidden" is (matmul + all-reduce -
 time) / min(matmul, all-reduce), both alone and of the plain layer; "speedup" is plain / time. "ordering ms" is what
 Python takes to order it, which the times are free of. Each way's result is compared with the plain layer's.
-`--sweep LANE...` times cuts by each of these lanes (see parallel/lanes.py) instead.
+`--sweep COLLECTIVE...` times cuts by each of these collectives (see parallel/named_collectives.py) instead.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastattention_vllm.bench import machine
-from fastattention_vllm.bench import ranks as world
-from fastattention_vllm.bench.earlier import earlier_report
-from fastattention_vllm.bench.ranks import World, plain_layer
+from fastattention_vllm.bench import machine, ranks
+from fastattention_vllm.bench.ranks import RankContext, plain_layer
+from fastattention_vllm.bench.saved_report import saved_report
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import DEFAULT_LANES
 from fastattention_vllm.parallel.layer_timer import LayerTimer
+from fastattention_vllm.parallel.named_collectives import DEFAULT_COLLECTIVES
 from fastattention_vllm.parallel.plan import cut, even
 
 LAYERS = {  # model: layer: (inputs of all ranks, outputs)
@@ -67,17 +66,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--least-tokens", type=int, default=2048, help="auto cuts none below")
-    parser.add_argument("--lanes", nargs="+", help="for auto to choose from")
-    parser.add_argument("--sweep", nargs="+", metavar="LANE", help="time cuts by each of these lanes instead")
+    parser.add_argument("--min-tokens", type=int, default=2048, help="auto cuts none below")
+    parser.add_argument("--collectives", nargs="+", help="for auto to choose from")
+    parser.add_argument(
+        "--sweep", nargs="+", metavar="COLLECTIVE", help="time cuts by each of these collectives instead"
+    )
     parser.add_argument("--tiny", action="store_true", help="one small layer in fp32, to try the benchmark itself")
     parser.add_argument("--models", nargs="+", choices=list(LAYERS), default=list(LAYERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a link, after which it is ended")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--draw", type=earlier_report, help="draw the timelines in this file of an earlier run, and end"
-    )
+    parser.add_argument("--draw", type=saved_report, help="draw the timelines in this file of an earlier run, and end")
     parser.add_argument("--timeline", type=Path, help="picture of them")
     options = parser.parse_args()
     if options.draw:
@@ -112,7 +111,7 @@ def run_all(
         rows.append(row | fields(row, rows))
 
     for link in options.links:
-        complete &= world.run(work, options.ranks, (link, options), LINKS[link], options.limit, see)
+        complete &= ranks.run(work, options.ranks, (link, options), LINKS[link], options.limit, see)
         if options.json:
             report = {
                 "hardware": _hardware(link),
@@ -175,19 +174,19 @@ def result(
     }
 
 
-def lanes_of(link: str) -> list[str]:
-    return DEFAULT_LANES["cpu" if link == "gloo" else "cuda"]
+def collectives_of(link: str) -> list[str]:
+    return DEFAULT_COLLECTIVES["cpu" if link == "gloo" else "cuda"]
 
 
-def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> World:
+def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> RankContext:
     device = "cpu" if link == "gloo" else "cuda"
-    return world.join(rank, folder, size, device, names, lambda sentence: {"link": link, "note": sentence})
+    return ranks.join(rank, folder, size, device, names, lambda sentence: {"link": link, "note": sentence})
 
 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
     link, options = said
-    here = join(rank, folder, link, options.sweep or options.lanes or lanes_of(link), options.ranks)
+    here = join(rank, folder, link, options.sweep or options.collectives or collectives_of(link), options.ranks)
     models = TINY if options.tiny else {name: LAYERS[name] for name in options.models}
     for model, layers in models.items():
         for layer, (inputs, outputs) in layers.items():
@@ -200,40 +199,40 @@ def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
                 device=here.device,
             ).uniform_(-1, 1)
             measure = sweep if options.sweep else table
-            measure(weight, here.lanes, place, options, here.tell)
-    world.leave(here)
+            measure(weight, here.collectives, place, options, here.tell)
+    ranks.leave(here)
 
 
 def table(
     weight: torch.Tensor,
-    lanes: dict[str, Collective],
+    collectives: dict[str, Collective],
     place: dict[str, Any],
     options: argparse.Namespace,
     tell: Callable[[dict[str, Any]], None],
 ) -> None:
-    most = max(options.tokens)
+    maximum = max(options.tokens)
     began = time.perf_counter()
     choice = calibrate.measure(
-        lanes,
+        collectives,
         plain_layer,
         weight,
-        min(options.least_tokens, most),
-        most,
+        min(options.min_tokens, maximum),
+        maximum,
         say=lambda line: tell({"note": f"{line}, {time.perf_counter() - began:.1f} s"}),
     )
     seconds = time.perf_counter() - began
     tell(place | {"calibration seconds": seconds, "chosen": [(t.rows, t.collective, t.blocks) for t in choice.trials]})
-    timer = LayerTimer(lanes, plain_layer, weight, most)
-    first = next(iter(lanes))
+    timer = LayerTimer(collectives, plain_layer, weight, maximum)
+    first = next(iter(collectives))
     for tokens in options.tokens:
-        name, blocks = choice.of(tokens) if tokens >= options.least_tokens else ("", (tokens,))
+        name, blocks = choice.of(tokens) if tokens >= options.min_tokens else ("", (tokens,))
         ways: dict[str, tuple[str, Sequence[int]]] = {"auto": (name, blocks)}
         ways |= {str(count): (first, even(tokens, count)) for count in FIXED if len(even(tokens, count)) > 1}
         plain = plain_layer(timer.x[:tokens], weight, None)
         works = [timer.matmul(tokens), plain_sum(timer, tokens), timer.plain(tokens)]
         wrong = {}
-        for way, (lane, cuts) in ways.items():
-            work = timer.cut(lane, cuts) if lane else timer.plain(tokens)
+        for way, (collective, cuts) in ways.items():
+            work = timer.cut(collective, cuts) if collective else timer.plain(tokens)
             works.append(work)
             timer.out.zero_()
             result = work()
@@ -241,10 +240,10 @@ def table(
         rounds = options.rounds * (3 if tokens <= SHORT else 1)
         alone, sum_alone, *took = timer.timed(works, rounds)
         matmul, all_reduce, plain_seconds = alone.seconds, sum_alone.seconds, took[0].seconds
-        for (way, (lane, cuts)), one in zip({"plain": ("", (tokens,)), **ways}.items(), took, strict=True):
+        for (way, (collective, cuts)), one in zip({"plain": ("", (tokens,)), **ways}.items(), took, strict=True):
             seconds = one.seconds
-            row = place | {"tokens": tokens, "way": way, "lane": lane, "blocks": list(cuts), "ms": 1e3 * seconds}
-            row["ordering ms"] = 1e3 * one.ordering
+            row = place | {"tokens": tokens, "way": way, "lane": collective, "blocks": list(cuts), "ms": 1e3 * seconds}
+            row["ordering ms"] = 1e3 * one.enqueue_seconds
             row |= {"matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain_seconds}
             row["hidden"] = (matmul + all_reduce - seconds) / min(matmul, all_reduce)
             row["speedup"] = plain_seconds / seconds
@@ -253,20 +252,20 @@ def table(
         if max(wrong.values()) > WORST:
             sys.exit(f"wrong by {wrong}")
         if (name and tokens == 8192) or options.tiny:
-            lane_name, cuts = (name, blocks) if name else (first, even(tokens, 2))
-            found = timeline(timer, lanes[lane_name], cuts)
-            tell(place | {"tokens": tokens, "lane": lane_name, "blocks": list(cuts), "timeline": found})
+            name, cuts = (name, blocks) if name else (first, even(tokens, 2))
+            found = timeline(timer, collectives[name], cuts)
+            tell(place | {"tokens": tokens, "lane": name, "blocks": list(cuts), "timeline": found})
 
 
 def sweep(
     weight: torch.Tensor,
-    lanes: dict[str, Collective],
+    collectives: dict[str, Collective],
     place: dict[str, Any],
     options: argparse.Namespace,
     tell: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Each lane alone, and cuts of several shapes by it, with and without multiprocessors left free."""
-    timer = LayerTimer(lanes, plain_layer, weight, max(options.tokens))
+    """Each collective alone, and cuts of several shapes by it, with and without multiprocessors left free."""
+    timer = LayerTimer(collectives, plain_layer, weight, max(options.tokens))
     for tokens in options.tokens:
         works = [timer.matmul(tokens), plain_sum(timer, tokens), timer.plain(tokens)]
         matmul, all_reduce, plain = timer.seconds(works, options.rounds)
@@ -274,7 +273,7 @@ def sweep(
             place
             | {"tokens": tokens, "matmul ms": 1e3 * matmul, "all-reduce ms": 1e3 * all_reduce, "plain ms": 1e3 * plain}
         )
-        for name, lane in lanes.items():
+        for name, collective in collectives.items():
             cuts = {shape: cut(tokens, weights, 128) for shape, weights in SHAPES.items()}
             parts = [tokens, max(128, tokens // 8)]
             works = [timer.all_reduce(name, part) for part in parts] + [timer.cut(name, one) for one in cuts.values()]
@@ -282,10 +281,10 @@ def sweep(
             row = place | {"tokens": tokens, "lane": name, "sum ms": 1e3 * alone, "sum of an eighth ms": 1e3 * part}
             row["launch of even 8 ms"] = launch(timer.cut(name, cuts["even 8"]))
             row |= {shape: 1e3 * seconds for shape, seconds in zip(cuts, took, strict=True)}
-            if lane.multiprocessors:
-                kept, lane.multiprocessors = lane.multiprocessors, 0
+            if collective.multiprocessors:
+                kept, collective.multiprocessors = collective.multiprocessors, 0
                 took = timer.seconds([timer.cut(name, one) for one in cuts.values()], options.rounds)
-                lane.multiprocessors = kept
+                collective.multiprocessors = kept
                 row |= {f"{shape}, none free": 1e3 * one for shape, one in zip(cuts, took, strict=True)}
             tell(row)
 
@@ -311,7 +310,7 @@ def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
     return ((expected - found).abs().max() / expected.abs().max().clamp_min(1e-20)).item()
 
 
-def timeline(timer: LayerTimer, lane: Collective, blocks: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
+def timeline(timer: LayerTimer, collective: Collective, blocks: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
     """(begin, end) in ms of each block's matmul and sum, as this rank sees them. A sum begins when its matmul has ended
     and the sum before it has."""
     rows = sum(blocks)
@@ -327,11 +326,11 @@ def timeline(timer: LayerTimer, lane: Collective, blocks: Sequence[int]) -> dict
             begins.append(clock.now())
             torch.mm(timer.x[part], timer.weight.t(), out=out[part])
             ends.append(clock.now())
-            started.append(lane.start(out[part]))
-            sums.append(clock.when(lambda one=started[-1]: lane.wait(one)))
+            started.append(collective.start(out[part]))
+            sums.append(clock.when(lambda one=started[-1]: collective.wait(one)))
             begin += count
         for one in started:
-            lane.wait(one)
+            collective.wait(one)
     times = [clock.milliseconds(origin, marks) for marks in (begins, ends, sums)]
     matmuls = list(zip(times[0], times[1], strict=True))
     reduces = [
@@ -391,7 +390,7 @@ class _GpuClock:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The timelines among ``rows``, one above the other, each with two lanes."""
+    """The timelines among ``rows``, one above the other, each with a row for matmuls and one for sums."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -402,8 +401,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         sys.exit("tiling_all_reduce: no timeline in these rows.")
     figure, axes = plt.subplots(len(chosen), 1, figsize=(10, 1.7 * len(chosen)), squeeze=False, layout="constrained")
     for axis, row in zip(axes[:, 0], chosen, strict=True):
-        for height, (lane, color) in enumerate({"all-reduce": "#c95f3c", "matmul": "#3c6fc9"}.items()):
-            for at, (begin, end) in enumerate(row["timeline"][lane]):
+        for height, (stage, color) in enumerate({"all-reduce": "#c95f3c", "matmul": "#3c6fc9"}.items()):
+            for at, (begin, end) in enumerate(row["timeline"][stage]):
                 axis.barh(
                     height,
                     end - begin,

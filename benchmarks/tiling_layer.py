@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiling_all_reduce import LINKS, difference, join, lanes_of, result, run_all, why_not
+from tiling_all_reduce import LINKS, collectives_of, difference, join, result, run_all, why_not
 
-from fastattention_vllm.bench.ranks import World, leave, plain_layer
+from fastattention_vllm.bench.ranks import RankContext, leave, plain_layer
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
-from fastattention_vllm.parallel.plan import LEAST_GAIN, cut
+from fastattention_vllm.parallel.plan import MIN_GAIN, cut
 from fastattention_vllm.parallel.tiled_linear import compute_and_sum
 
 
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--lanes", nargs="+")
+    parser.add_argument("--collectives", nargs="+")
     parser.add_argument("--tiny", action="store_true", help="one small layer in fp32, to try the benchmark itself")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a link, after which it is ended")
@@ -98,25 +98,25 @@ def fields(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, A
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
     """One rank."""
     link, options = said
-    world = join(rank, folder, link, options.lanes or lanes_of(link), options.ranks)
+    context = join(rank, folder, link, options.collectives or collectives_of(link), options.ranks)
     for model, shape in {"tiny": TINY}.items() if options.tiny else [(name, MODELS[name]) for name in options.models]:
         for tokens in options.tokens:
-            measure(world, Layer(shape, world, tokens), link, model, options)
-    leave(world)
+            measure(context, Layer(shape, context, tokens), link, model, options)
+    leave(context)
 
 
 class Layer:
     """Weights of one rank, as random as they are large."""
 
-    def __init__(self, shape: Shape, world: World, tokens: int) -> None:
-        ranks, dtype = world.size, torch.float32 if world.device == "cpu" else torch.float16
-        self.shape, self.tokens, self.world = shape, tokens, world
+    def __init__(self, shape: Shape, context: RankContext, tokens: int) -> None:
+        ranks, dtype = context.size, torch.float32 if context.device == "cpu" else torch.float16
+        self.shape, self.tokens, self.context = shape, tokens, context
         self.heads, self.kv_heads = shape.heads // ranks, max(1, shape.kv_heads // ranks)
         size, wide = shape.head_size, shape.intermediate // ranks
 
         def matrix(outputs: int, inputs: int) -> torch.Tensor:
             spread = inputs**-0.5
-            return torch.empty(outputs, inputs, dtype=dtype, device=world.device).uniform_(-spread, spread)
+            return torch.empty(outputs, inputs, dtype=dtype, device=context.device).uniform_(-spread, spread)
 
         self.qkv_weight = matrix((self.heads + 2 * self.kv_heads) * size, shape.hidden)
         self.o_weight = matrix(shape.hidden, self.heads * size)
@@ -147,29 +147,29 @@ class Layer:
         gate, up = (x @ self.gate_up_weight.t()).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def attention_unit(self, lane: str, blocks: Sequence[int]) -> torch.Tensor:
-        """Attention, o_proj and the sum; ``lane`` "" for the plain way."""
+    def attention_unit(self, collective: str, blocks: Sequence[int]) -> torch.Tensor:
+        """Attention, o_proj and the sum; ``collective`` "" for the plain way."""
         qkv = self.qkv()
-        if not lane:
+        if not collective:
             return self.sum_of(self.attend(qkv, slice(0, self.tokens)), self.o_weight)
         out = torch.empty_like(self.x)
         compute_and_sum(
             lambda rows, block: torch.mm(self.attend(qkv, rows), self.o_weight.t(), out=block),
             out,
             blocks,
-            self.world.lanes[lane],
+            self.context.collectives[collective],
         )
         return out
 
-    def mlp_unit(self, x: torch.Tensor, lane: str, blocks: Sequence[int]) -> torch.Tensor:
-        if not lane:
+    def mlp_unit(self, x: torch.Tensor, collective: str, blocks: Sequence[int]) -> torch.Tensor:
+        if not collective:
             return self.sum_of(self.mlp(x), self.down_weight)
         out = torch.empty_like(x)
         compute_and_sum(
             lambda rows, block: torch.mm(self.mlp(x[rows]), self.down_weight.t(), out=block),
             out,
             blocks,
-            self.world.lanes[lane],
+            self.context.collectives[collective],
         )
         return out
 
@@ -179,12 +179,15 @@ class Layer:
         return self.tiled(self.mlp(self.tiled(attended, self.o_weight, o)), self.down_weight, down)
 
     def tiled(self, x: torch.Tensor, weight: torch.Tensor, how: tuple[str, Sequence[int]]) -> torch.Tensor:
-        lane, blocks = how
-        if not lane:
+        collective, blocks = how
+        if not collective:
             return self.sum_of(x, weight)
         out = x.new_empty(x.shape[0], weight.shape[0])
         compute_and_sum(
-            lambda rows, block: torch.mm(x[rows], weight.t(), out=block), out, blocks, self.world.lanes[lane]
+            lambda rows, block: torch.mm(x[rows], weight.t(), out=block),
+            out,
+            blocks,
+            self.context.collectives[collective],
         )
         return out
 
@@ -192,19 +195,19 @@ class Layer:
         return self.mlp_unit(self.attention_unit(*attention), *mlp)
 
     def sum_of(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return plain_layer(x, weight, None) if self.world.size > 1 else F.linear(x, weight)
+        return plain_layer(x, weight, None) if self.context.size > 1 else F.linear(x, weight)
 
 
-def measure(world: World, layer: Layer, link: str, model: str, options: argparse.Namespace) -> None:
+def measure(context: RankContext, layer: Layer, link: str, model: str, options: argparse.Namespace) -> None:
     tokens, whole = layer.tokens, ("", (layer.tokens,))
-    place = {"link": link, "ranks": world.size, "model": model, "tokens": tokens}
+    place = {"link": link, "ranks": context.size, "model": model, "tokens": tokens}
     ways: dict[str, Callable[[], torch.Tensor]] = {"plain": lambda: layer.full(whole, whole)}
-    timer = LayerTimer(world.lanes, plain_layer, layer.o_weight, 128)
-    if world.size == 1:
-        report(world, layer, place, ways, timer.seconds([*ways.values()], options.rounds), {}, {"plain": []})
+    timer = LayerTimer(context.collectives, plain_layer, layer.o_weight, 128)
+    if context.size == 1:
+        report(context, layer, place, ways, timer.seconds([*ways.values()], options.rounds), {}, {"plain": []})
         return
     o, down = (
-        calibrate.measure(world.lanes, plain_layer, weight, tokens, tokens).of(tokens)
+        calibrate.measure(context.collectives, plain_layer, weight, tokens, tokens).of(tokens)
         for weight in (layer.o_weight, layer.down_weight)
     )
     attention = fastest(timer, layer, lambda how: layer.attention_unit(*how))
@@ -216,7 +219,7 @@ def measure(world: World, layer: Layer, link: str, model: str, options: argparse
     expected = ways["plain"]()
     wrong = {way: difference(expected, compute()) for way, compute in ways.items()}
     took = timer.seconds([*ways.values()], options.rounds)
-    report(world, layer, place, ways, took, wrong, {"plain": [], "linear": [o, down], "full": [attention, mlp]})
+    report(context, layer, place, ways, took, wrong, {"plain": [], "linear": [o, down], "full": [attention, mlp]})
     if max(wrong.values()) > WORST:
         sys.exit(f"wrong by {wrong}")
 
@@ -224,18 +227,25 @@ def measure(world: World, layer: Layer, link: str, model: str, options: argparse
 def fastest(
     timer: LayerTimer, layer: Layer, unit: Callable[[tuple[str, Sequence[int]]], object]
 ) -> tuple[str, Sequence[int]]:
-    """Of a few cuts by each lane, and of none."""
+    """Of a few cuts by each collective, and of none."""
     whole: tuple[str, Sequence[int]] = ("", (layer.tokens,))
-    tried = [whole, *((lane, cut(layer.tokens, weights, 128)) for lane in layer.world.lanes for weights in CUTS)]
+    tried = [
+        whole,
+        *(
+            (collective, cut(layer.tokens, weights, 128))
+            for collective in layer.context.collectives
+            for weights in CUTS
+        ),
+    ]
     first = timer.seconds([lambda how=how: unit(how) for how in tried], 3)
     best = [how for _, how in sorted(zip(first, tried, strict=True), key=lambda pair: pair[0])[:4]]
     plain, *again = timer.seconds([lambda how=how: unit(how) for how in (whole, *best)])
     seconds, how = min(zip(again, best, strict=True), key=lambda pair: pair[0])
-    return how if seconds < (1 - LEAST_GAIN) * plain else whole
+    return how if seconds < (1 - MIN_GAIN) * plain else whole
 
 
 def report(
-    world: World,
+    context: RankContext,
     layer: Layer,
     place: dict[str, object],
     ways: dict[str, Callable[[], torch.Tensor]],
@@ -246,7 +256,7 @@ def report(
     for way, seconds in zip(ways, took, strict=True):
         row = place | {"way": way, "ms": 1e3 * seconds, "first token s": seconds * layer.shape.layers}
         row |= {"speedup": took[0] / seconds, "error": wrong.get(way, 0.0)}
-        world.tell(row | {"cuts": [(lane, list(blocks)) for lane, blocks in cuts[way]]})
+        context.tell(row | {"cuts": [(collective, list(blocks)) for collective, blocks in cuts[way]]})
 
 
 if __name__ == "__main__":

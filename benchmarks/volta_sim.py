@@ -78,7 +78,7 @@ from volta_sim_report import (
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import CHUNK, Divisor, Split
-from fastattention_vllm.bench.earlier import earlier_report
+from fastattention_vllm.bench.saved_report import saved_report
 from kernels.volta import variants
 from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
 from kernels.volta.sim.dispatch import dispatch
@@ -127,8 +127,8 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     """One new token of each sequence; 32 query heads."""
     kv_heads, mapped_heads = HEADS // group, 2
     variant = variants.decode(head_size)
-    least = volta_kernels.least_parts(kv_heads)
-    parts = volta_kernels.decode_parts(tokens, least)
+    minimum = volta_kernels.min_parts(kv_heads)
+    parts = volta_kernels.decode_parts(tokens, minimum)
     problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)
     out = torch.full((1, group * mapped_heads, head_size), 7.0, dtype=torch.float16)
     partial_out = numpy.full((mapped_heads, parts, group, head_size), numpy.nan, numpy.float16)
@@ -138,7 +138,7 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
         simulation = Simulation(cubin(variant), variant.kernel)
         argument = volta.parameters(problem, out, None, mapped(simulation))
         where = simulation.map(partial_out), simulation.map(partial_lse)
-        whole = Split(argument, *where, Divisor.by(parts), group, least)
+        whole = Split(argument, *where, Divisor.by(parts), group, minimum)
         simulation.launch(grid, (threads, 1, 1), bytes(whole), variant.shared_bytes)
         return simulation
 
@@ -146,7 +146,7 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     combine = ready(COMBINE, (group, mapped_heads, 1), head_size // CHUNK)
     seconds = []
     time_of_parts: dict[str, float] = {}
-    length = volta_kernels.part_length(tokens, least)
+    length = volta_kernels.part_length(tokens, minimum)
     keys = [max(0.0, min(length, tokens - x * length)) for x in range(parts)]  # 0: there is room for more than it has
     for simulation, works in ((attention, keys), (combine, [1.0] * group)):
         traces: dict[float, list[Trace]] = {work: [] for work in works}
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there, after each one")
     parser.add_argument("--plot", type=Path, help="draw a PNG")
     parser.add_argument(
-        "--from", dest="sources", type=earlier_report, nargs="+", help="simulate nothing, join these; later rows count"
+        "--from", dest="sources", type=saved_report, nargs="+", help="simulate nothing, join these; later rows count"
     )
     parser.add_argument("--libtorch", type=Path, help=f"libtorch_cuda.so of the PyPI wheel {volta_peer.WHEEL}")
     parser.add_argument("--no-peer", action="store_true", help="leave the peer out, and its download")

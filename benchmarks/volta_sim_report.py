@@ -43,12 +43,12 @@ def musts(rows: list[Row]) -> list[Must]:
     prefill = [row for row in rows if row["kind"] == "prefill"]
     ours = [row for row in prefill if row["kernel"] == OURS]
 
-    def least(text: str, chosen: list[Row], key: str, limit: float, unit: str = "") -> None:
+    def at_least(text: str, chosen: list[Row], key: str, limit: float, unit: str = "") -> None:
         if chosen:
             worst = min(chosen, key=lambda row: row[key])
             found.append(Must(text, f"{worst[key]:.3g}{unit} ({label(worst)})", worst[key] >= limit))
 
-    def most(text: str, chosen: list[Row], key: str, limit: float) -> None:
+    def at_most(text: str, chosen: list[Row], key: str, limit: float) -> None:
         if chosen:
             worst = max(chosen, key=lambda row: row[key])
             found.append(Must(text, f"{worst[key]:.2g} ({label(worst)})", worst[key] <= limit))
@@ -56,24 +56,24 @@ def musts(rows: list[Row]) -> list[Must]:
     for head_size in (64, 128):
         for causal, limit in ((False, 76), (True, 72)):
             mine = [r for r in ours if r["head_size"] == head_size and r["causal"] == causal and r["tokens"] >= 4096]
-            least(f"prefill {head_size}, {kind(causal)}, 4K and up: at least {limit} TFLOPS", mine, "tflops", limit)
+            at_least(f"prefill {head_size}, {kind(causal)}, 4K and up: at least {limit} TFLOPS", mine, "tflops", limit)
     for causal in (False, True):
         mine = [r for r in ours if r["head_size"] == 256 and r["causal"] == causal and r["tokens"] >= 4096]
-        least(f"prefill 256, {kind(causal)}, 4K and up: at least 55 TFLOPS", mine, "tflops", 55)
+        at_least(f"prefill 256, {kind(causal)}, 4K and up: at least 55 TFLOPS", mine, "tflops", 55)
     ratios = against_peer(rows)
     if ratios:
         mean = math.exp(sum(math.log(row["ratio"]) for row in ratios) / len(ratios))
         text = f"the peer's speed 1.75 times, geometric mean of {len(ratios)}"
         found.append(Must(text, f"{mean:.3g}", mean >= 1.75))
-    least("the peer's speed 1.6 times, every row", ratios, "ratio", 1.6)
-    most("masks and paging cost 5 % at most", [row for row in rows if row["kind"] == "masks"], "cost", 0.05)
+    at_least("the peer's speed 1.6 times, every row", ratios, "ratio", 1.6)
+    at_most("masks and paging cost 5 % at most", [row for row in rows if row["kind"] == "masks"], "cost", 0.05)
     decode = [row for row in rows if row["kind"] == "decode"]
     for head_size, limit in ((64, 0.92), (128, 0.92), (256, 0.85)):
         for tokens, _ in CONTEXTS:
             mine = [row for row in decode if (row["head_size"], row["tokens"]) == (head_size, tokens)]
             text = f"decode {head_size}, {tokens // 1024}K: {100 * limit:.0f} % of the feed, sum of the parts included"
-            least(text, mine, "part_of_feed", limit)
-    most("error against float64 2e-3 at most", ours + decode, "error", 2e-3)
+            at_least(text, mine, "part_of_feed", limit)
+    at_most("error against float64 2e-3 at most", ours + decode, "error", 2e-3)
     return found
 
 

@@ -70,7 +70,7 @@ SANITIZERS = (
             "tests/attention/cpu/test_threads.py",
             "tests/attention/cpu/test_write_kv.py",
             "tests/attention/cpu/test_memory.py",
-            "tests/attention/cpu/test_roof.py",
+            "tests/attention/cpu/test_roofline.py",
             # Of the largest grids a part: what `make test` runs of them, and of two the most rows, and features at a
             # broken and at a whole vector.
             "-m",
@@ -110,10 +110,10 @@ SANITIZERS = (
             "tests/attention/cpu/test_attention.py",
             "tests/attention/cpu/test_write_kv.py",
             "tests/attention/cpu/test_memory.py",
-            "tests/attention/cpu/test_roof.py",
+            "tests/attention/cpu/test_roofline.py",
             "-k",
             "((test_cpu_threads or test_cpu_start) and not fork) or discarded or split_and_merged or (slots and 700)"
-            " or test_roof",
+            " or test_roofline",
         ),
         bugs=(
             Bug(

@@ -37,7 +37,7 @@ from scripts.serve import BIN, CONFIG, HOST, ROOT, build_model_if_needed, free_p
 START_TIMEOUT_S = 600
 QUIET_TIMEOUT_S = 300
 END_S = 10
-MOST_REQUESTS = 200_000
+MAX_REQUESTS = 200_000
 LONG_TOKENS = 60_000
 EXCERPT = 8000
 """Characters."""
@@ -88,9 +88,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--log", type=Path, help="keep all that the server says there")
     options = parser.parse_args()
-    for name, least in [("seconds", 1), ("clients", 1), ("tokens", 64)]:
-        if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)} is too small; use {least} or more.")
+    for name, minimum in [("seconds", 1), ("clients", 1), ("tokens", 64)]:
+        if getattr(options, name) < minimum:
+            parser.error(f"--{name} {getattr(options, name)} is too small; use {minimum} or more.")
     build_model_if_needed()
     command = ["serve", "--config", str(CONFIG), "--host", HOST, "--port", str(free_port())]
     command += shlex.split(options.server_arguments)
@@ -210,7 +210,7 @@ class Load:
 
     async def ask_on(self) -> None:
         kinds = [self.needle, self.stream, self.drop, self.drop_early, self.bad]
-        while time.monotonic() < self.deadline and sum(self.result.done.values()) < MOST_REQUESTS:
+        while time.monotonic() < self.deadline and sum(self.result.done.values()) < MAX_REQUESTS:
             (kind,) = self.random.choices(kinds, weights=[10, 5, 2, 2, 2])
             try:
                 await kind()

@@ -28,14 +28,14 @@ NO_MASK, CAUSAL, BAND = 0, 3, 4
 """``sparse_mode``. Both masks are aligned to the last query and the last key."""
 
 TND_HEAD_SIZES = (128, 192)
-TND_MOST_SEQUENCES = 4096
-TND_MOST_TOKENS = 1 << 20
-MOST_HEADS = 256
-MOST_QUERIES_PER_KV_HEAD = 64
-MOST_HEAD_SIZE = 512
-MOST_ROW = 65535
+TND_MAX_SEQUENCES = 4096
+TND_MAX_TOKENS = 1 << 20
+MAX_HEADS = 256
+MAX_QUERIES_PER_KV_HEAD = 64
+MAX_HEAD_SIZE = 512
+MAX_ROW = 65535
 """Numbers in one token's keys, all KV heads of it."""
-MOST_NUMBERS = 2**31 - 1
+MAX_NUMBERS = 2**31 - 1
 """In a whole cache, where a batch layout reads its pages."""
 
 
@@ -67,20 +67,20 @@ def can_run(problem: AttentionProblem) -> str | None:
     ):
         if asked:
             return f"{name} cannot be asked of npu_fused_infer_attention_score; use a model without."
-    if heads % kv_heads or heads // kv_heads > MOST_QUERIES_PER_KV_HEAD or heads > MOST_HEADS:
+    if heads % kv_heads or heads // kv_heads > MAX_QUERIES_PER_KV_HEAD or heads > MAX_HEADS:
         return (
             f"{heads} query heads on {kv_heads} KV heads: there must be as many for each, at most "
-            f"{MOST_QUERIES_PER_KV_HEAD}, and at most {MOST_HEADS} in all."
+            f"{MAX_QUERIES_PER_KV_HEAD}, and at most {MAX_HEADS} in all."
         )
     multiple = 32 if key.dtype == torch.int8 else 16
-    if size % multiple or size > MOST_HEAD_SIZE:
-        return f"head size {size} is not a multiple of {multiple} up to {MOST_HEAD_SIZE}."
+    if size % multiple or size > MAX_HEAD_SIZE:
+        return f"head size {size} is not a multiple of {multiple} up to {MAX_HEAD_SIZE}."
     masked = problem.causal or max(problem.window) >= 0
     wrong = [(q, kv) for q, kv in zip(new, lengths, strict=True) if q > kv]
     if masked and wrong:
         return f"a sequence has {wrong[0][0]} query tokens but only {wrong[0][1]} keys."
-    if size in TND_HEAD_SIZES and (len(lengths) > TND_MOST_SEQUENCES or starts[-1] > TND_MOST_TOKENS):
-        return f"{len(lengths)} sequences of {starts[-1]} tokens; at most {TND_MOST_SEQUENCES} of {TND_MOST_TOKENS}."
+    if size in TND_HEAD_SIZES and (len(lengths) > TND_MAX_SEQUENCES or starts[-1] > TND_MAX_TOKENS):
+        return f"{len(lengths)} sequences of {starts[-1]} tokens; at most {TND_MAX_SEQUENCES} of {TND_MAX_TOKENS}."
     return _wrong_pages(problem, max(new, default=0)) if problem.is_paged else None
 
 
@@ -88,12 +88,12 @@ def _wrong_pages(problem: AttentionProblem, longest: int) -> str | None:
     key, page = problem.key, problem.key.shape[1]
     if not (key.is_contiguous() and problem.value.is_contiguous()):
         return "keys and values must each be one contiguous cache, as vllm-ascend allocates them."
-    if key.shape[2] * key.shape[3] > MOST_ROW:
-        return f"{key.shape[2]} KV heads of size {key.shape[3]} are more than {MOST_ROW} numbers a token."
+    if key.shape[2] * key.shape[3] > MAX_ROW:
+        return f"{key.shape[2]} KV heads of size {key.shape[3]} are more than {MAX_ROW} numbers a token."
     quantised = key.dtype == torch.int8
     if problem.head_size not in TND_HEAD_SIZES or quantised:
-        if key.numel() > MOST_NUMBERS:
-            return f"the cache of a layer has {key.numel()} numbers, at most {MOST_NUMBERS} can be addressed."
+        if key.numel() > MAX_NUMBERS:
+            return f"the cache of a layer has {key.numel()} numbers, at most {MAX_NUMBERS} can be addressed."
         if longest > 1 and not quantised and (page % 128 or page > 512):
             return f"pages of {page} tokens: with head size {problem.head_size} use --block-size 128, 256 or 512."
     multiple = 32 if quantised else 16

@@ -6,8 +6,8 @@ Names, shapes and meaning of the arguments are those of ``flash_attn_func`` and 
 ``torch.ops.fastattention.attention`` and ``.varlen_attention``.
 
 They run on the device of ``q``: a CPU, an NVIDIA GPU below compute capability 8.0 (the Volta kernels), a newer one
-(vLLM's FlashAttention, so vLLM must be installed), or an NPU (torch_npu). What the kernels of a device do not take is
-refused with a ``ValueError`` that names it.
+(vLLM's FlashAttention, or PyTorch's where vLLM is absent), or an NPU (torch_npu). ``kernels.py`` chooses. What the
+kernels of a device do not support is refused with a ``ValueError`` that names it.
 """
 
 from __future__ import annotations

@@ -77,8 +77,13 @@ def run(
             False,
             scale=problem.scale,
             window_size_left=problem.window[0],
-            window_size_right=0 if problem.causal else problem.window[1],
+            window_size_right=problem.window[1],
         )
+        if by_head.shape != query.shape[1::-1]:
+            raise ValueError(
+                f"torch {torch.__version__} pads the log-sum-exp of ragged sequences; "
+                "install torch 2.10 or newer for CUDA."
+            )
         sums = by_head.transpose(0, 1)
         sums = sums.masked_fill(sums == math.inf, -math.inf)  # its sign for a query that sees no key
     out, lse = deliver(problem, found, sums, out, lse)

@@ -190,7 +190,7 @@ def measure_in_children(
             order = Order(
                 cases=cases, threads=threads, contenders=names, rounds=rounds, sweep_bytes=sweep_bytes, out=out
             )
-            command = [sys.executable, "-m", "fastattention_vllm.bench.child", order.model_dump_json()]
+            command = [sys.executable, "-m", "fastattention_vllm.bench.worker", order.model_dump_json()]
             try:
                 status = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}).returncode
             except KeyboardInterrupt:

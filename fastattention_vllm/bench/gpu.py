@@ -15,7 +15,7 @@ import torch
 
 SAMPLE_SECONDS = 0.02
 """A sample repeats a call for about so long."""
-MOST_CALLS = 1000
+MAX_CALLS = 1000
 SLOW_SECONDS = 1.0
 """A call longer than this gets three samples."""
 
@@ -97,7 +97,7 @@ def interleave(gpu: Gpu, timed: Sequence[Timed], rounds: int) -> None:
     for one in timed:
         gpu.seconds(one.call)
         seconds = gpu.seconds(one.call)
-        one.repeats = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(seconds, 1e-7))))
+        one.repeats = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(seconds, 1e-7))))
         one.slow = seconds > SLOW_SECONDS
     for number in range(rounds):
         for one in timed if number % 2 == 0 else reversed(timed):

@@ -1,4 +1,4 @@
-"""The roof of a case: the longer of reading its pages and doing its arithmetic, both measured, on the same threads."""
+"""The roofline of a case: the longer of reading its pages and its arithmetic, both measured on the same threads."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattention_vllm.attention.cpu import roof
+from fastattention_vllm.attention.cpu import roofline
 from fastattention_vllm.bench.cases import DTYPES, Case
 from fastattention_vllm.bench.contender import block_table
 from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
 
-READ_METHODS = [roof.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048, 4096)]
+READ_METHODS = [roofline.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048, 4096)]
 _PEAK_SECONDS = 0.03
 _TRY_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Roof:
+class Roofline:
     """``read`` and ``arithmetic``: seconds that a case takes at least for its memory and for its FLOPs."""
 
     read: float
@@ -43,7 +43,7 @@ def usable_kinds(dtype: str) -> dict[str, int]:
     theirs stand for one of it."""
     products = {"bf16": 1, "fp16": FP16_PRODUCTS}
     found = {}
-    for kind in roof.peak_kinds():
+    for kind in roofline.peak_kinds():
         if kind == "fp32_fma":
             found[kind] = 1
         # A bf16 dot product on vectors in four is slower than fp32 multiply-adds wherever there is one.
@@ -65,7 +65,7 @@ class Peak:
             self._iterations = int(self._iterations * min(100.0, 1.2 * _PEAK_SECONDS / max(seconds, 1e-6)))
 
     def __call__(self) -> None:
-        self.flops = roof.peak(self._unit, self._iterations) / self._products
+        self.flops = roofline.peak(self._unit, self._iterations) / self._products
 
     def rate(self) -> float:
         """FLOP/s, the best of five."""
@@ -83,7 +83,7 @@ def fastest_peak(dtype: str) -> Peak:
     return max((Peak(kind, products) for kind, products in usable_kinds(dtype).items()), key=Peak.rate)
 
 
-def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader]:
+def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roofline.PageReader]:
     """One reader per layer of the very bytes that attention reads.
 
     In the order of addresses, neighbours joined: no order of the block table can be faster. ``layers`` are in the
@@ -105,10 +105,12 @@ def page_readers(case: Case, layers: list[torch.Tensor]) -> list[roof.PageReader
                 runs[-1][1] += size
             else:
                 runs.append([at, size])
-    return [roof.PageReader([layer.data_ptr() + at for at, _ in runs], [size for _, size in runs]) for layer in layers]
+    return [
+        roofline.PageReader([layer.data_ptr() + at for at, _ in runs], [size for _, size in runs]) for layer in layers
+    ]
 
 
-def fastest_read(readers: list[roof.PageReader], rotation: Rotation) -> roof.ReadMethod:
+def fastest_read(readers: list[roofline.PageReader], rotation: Rotation) -> roofline.ReadMethod:
     """The method that read the pages in the shortest time just now. It is then timed anew, next to everyone else."""
     tried = {
         method: Subject(str(method), [functools.partial(reader.read, method) for reader in readers], _TRY_SECONDS)

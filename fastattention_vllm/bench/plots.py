@@ -1,4 +1,4 @@
-"""Plots of a report: fraction of the roof and speed by context, speed by cores; one panel per group of cases."""
+"""Plots of a report: fraction of the roofline and speed by context, speed by cores; one panel per group of cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Panels = dict[str, dict[str, Line]]
 
 STYLES = {
     "ours": {"color": "tab:blue"},
-    "roof": {"color": "black", "linestyle": "--"},
+    "roofline": {"color": "black", "linestyle": "--"},
     "torch SDPA": {"color": "tab:orange"},
     "vLLM CPU_ATTN": {"color": "tab:green"},
 }
@@ -31,22 +31,22 @@ STYLES = {
 def draw(report: Report, folder: Path) -> list[Path]:
     """Write PNG files into ``folder``, which is made. A line takes two points, a panel a line, a file a panel."""
     folder.mkdir(parents=True, exist_ok=True)
-    most = max((row.threads for row in report.rows), default=0)
+    maximum = max((row.threads for row in report.rows), default=0)
     written = []
     for kind in ("decode", "prefill"):
         rows = [row for row in report.rows if row.case.startswith(kind)]
-        widest = [row for row in rows if row.threads == most]
+        widest = [row for row in rows if row.threads == maximum]
         unit = rows[0].unit if rows else ""
         plots = [
             (
-                f"{kind}-roof-by-context.png",
-                f"{kind}, {most} threads: part of the roof",
-                panels(widest, dtype_of, heads_of, context_of, lambda row: [percent_of_roof(row)]),
-                by_context("% of the roof"),
+                f"{kind}-roofline-by-context.png",
+                f"{kind}, {maximum} threads: part of the roofline",
+                panels(widest, dtype_of, heads_of, context_of, lambda row: [percent_of_roofline(row)]),
+                by_context("% of the roofline"),
             ),
             (
                 f"{kind}-speed-by-context.png",
-                f"{kind}, {most} threads",
+                f"{kind}, {maximum} threads",
                 panels(widest, lambda row: f"{dtype_of(row)} {heads_of(row)}", None, context_of, speeds),
                 by_context(unit),
             ),
@@ -65,10 +65,10 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def speeds(row: Row) -> list[tuple[str, float | None]]:
-    return [("ours", row.ours), ("roof", row.limit), (row.peer_name or "", row.peer)]
+    return [("ours", row.ours), ("roofline", row.limit), (row.peer_name or "", row.peer)]
 
 
-def percent_of_roof(row: Row) -> tuple[str, float | None]:
+def percent_of_roofline(row: Row) -> tuple[str, float | None]:
     return "", None if row.fraction_of_limit is None else 100 * row.fraction_of_limit
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import open_lanes
+from fastattention_vllm.parallel.named_collectives import open_named_collectives
 
 TIMEOUT = 60.0
 """Seconds that a rank waits for another."""
@@ -29,13 +29,13 @@ process finds it."""
 
 
 @dataclass
-class World:
+class RankContext:
     """What a rank has."""
 
     rank: int
     size: int
     device: str
-    lanes: dict[str, Collective]
+    collectives: dict[str, Collective]
     tell: Callable[[Row], None]
     """Hand a row to whoever called :func:`run`; done by the first rank alone."""
     exchange: Callable[[Any], list[Any]]
@@ -80,12 +80,14 @@ def run(
     return good
 
 
-def join(rank: int, folder: str, size: int, device: str, lanes: Sequence[str], complain: Callable[[str], Row]) -> World:
+def join(
+    rank: int, folder: str, size: int, device: str, collectives: Sequence[str], complain: Callable[[str], Row]
+) -> RankContext:
     """Begin as one rank.
 
     Args:
         device: "cuda", where the rank takes the GPU of its number, or "cpu", where it takes one thread.
-        lanes: names, see ``open_lanes``.
+        collectives: names, see ``open_named_collectives``.
         complain: makes a row of a sentence about one that cannot be had.
     """
     if device == "cuda":
@@ -107,15 +109,17 @@ def join(rank: int, folder: str, size: int, device: str, lanes: Sequence[str], c
             with open(f"{folder}/rows", "a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    names = lanes if size > 1 else lanes[:1]
+    names = collectives if size > 1 else collectives[:1]
     everyone = [list(range(size))]
-    opened = open_lanes(names, everyone, rank, device, TIMEOUT, exchange, lambda sentence: tell(complain(sentence)))
-    return World(rank, size, device, opened, tell, exchange)
+    opened = open_named_collectives(
+        names, everyone, rank, device, TIMEOUT, exchange, lambda sentence: tell(complain(sentence))
+    )
+    return RankContext(rank, size, device, opened, tell, exchange)
 
 
-def leave(world: World) -> None:
+def leave(context: RankContext) -> None:
     """End this process: communicators and shared memory go with it, whatever state they are in."""
-    world.exchange(None)
+    context.exchange(None)
     os._exit(0)
 
 

@@ -24,13 +24,13 @@ class Row(BaseModel):
     peer: float | None
     ratio: float | None
     limit: float | None
-    """What the roof allows, in ``unit``."""
+    """What the roofline allows, in ``unit``."""
     fraction_of_limit: float | None
 
     threads: int
     isa: str
     longer: str | None = None
-    """Which side of the roof: ``read`` or ``flops``."""
+    """Which side of the roofline: ``read`` or ``flops``."""
     milliseconds: float | None = None
     iqr: float | None = None
     """Of our time, over its median."""
@@ -52,7 +52,7 @@ class Row(BaseModel):
     sweep_gib: float | None = None
     """Memory read before any of it is read again."""
     reliable: bool = True
-    """False where threads waited for a CPU in every sample of ours, of the peer or of the roof."""
+    """False where threads waited for a CPU in every sample of ours, of the peer or of the roofline."""
     notes: list[str] = []
     """What was wrong, skipped, cut short or disturbed, in sentences."""
 

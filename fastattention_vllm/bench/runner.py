@@ -122,8 +122,8 @@ class Findings:
         return self.flops_of_peak / self.arithmetic.samples.median
 
     @property
-    def roof(self) -> limits.Roof:
-        return limits.Roof(self.read.samples.median, self.case.flops / self.flops_rate)
+    def roofline(self) -> limits.Roofline:
+        return limits.Roofline(self.read.samples.median, self.case.flops / self.flops_rate)
 
 
 def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Runner, notes: list[str]) -> list[Row]:
@@ -158,13 +158,13 @@ def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Ru
             row.iqr, row.samples = ours.subject.samples.iqr, len(ours.subject.samples.clean)
             involved.append(ours.subject)
     if found is not None:
-        row.limit = speed(found.roof.seconds)
-        row.fraction_of_limit = found.roof.seconds / our_seconds if our_seconds is not None else None
-        row.longer = found.roof.longer
-        row.read_gbs, row.read_method = case.kv_bytes / found.roof.read / 1e9, found.read_method
+        row.limit = speed(found.roofline.seconds)
+        row.fraction_of_limit = found.roofline.seconds / our_seconds if our_seconds is not None else None
+        row.longer = found.roofline.longer
+        row.read_gbs, row.read_method = case.kv_bytes / found.roofline.read / 1e9, found.read_method
         row.peak_tflops, row.peak_kind = found.flops_rate / 1e12, found.peak_kind
         row.disturbed, row.sweep_gib = found.disturbed, found.sweep_bytes / 2**30
-        involved.append(found.read if found.roof.longer == "read" else found.arithmetic)
+        involved.append(found.read if found.roofline.longer == "read" else found.arithmetic)
 
     peers = dict.fromkeys(entry.contender.peer for entry in entries if entry.contender.peer != OURS)
     rows = [

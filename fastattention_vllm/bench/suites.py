@@ -37,7 +37,7 @@ def peers() -> list[str]:
     return decode + prefill
 
 
-def roof() -> list[str]:
+def roofline() -> list[str]:
     """1, 4 and 8 query heads per KV head at head sizes 64 and 128, every dtype of the cache."""
     return [
         f"decode {dtype} {heads} {size}"
@@ -57,7 +57,7 @@ def cores() -> list[str]:
     ]
 
 
-SUITES = {"quick": quick, "peers": peers, "roof": roof, "cores": cores}
+SUITES = {"quick": quick, "peers": peers, "roofline": roofline, "cores": cores}
 
 
 def cases_of(suite: str, page: int = DEFAULT_PAGE) -> list[Case]:

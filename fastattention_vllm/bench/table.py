@@ -9,19 +9,20 @@ from fastattention_vllm.bench.report import Report, Row, summaries
 
 
 def print_rows(console: Console, rows: list[Row], seconds: float) -> None:
-    """One case: ours, the roof, each peer; as soon as it is measured."""
+    """One case: ours, the roofline, each peer; as soon as it is measured."""
     first = rows[0]
     console.print(f"[bold]{first.case}[/]  {first.threads} threads, {first.isa}, measured in {seconds:.0f} s")
     if first.fraction_of_limit is not None:
         console.print(
             f"  ours {_number(first.ours)} {first.unit}, {_number(first.milliseconds)} ms, IQR {_percent(first.iqr)}: "
-            f"[bold]{_percent(first.fraction_of_limit)} of the roof[/]"
+            f"[bold]{_percent(first.fraction_of_limit)} of the roofline[/]"
         )
     if first.read_gbs is not None:
         longer = {"read": "the read", "flops": "the arithmetic"}[first.longer or "read"]
         console.print(
-            f"  roof {_number(first.limit)} {first.unit}, longer side: {longer}; plain read {_number(first.read_gbs)} "
-            f"GB/s ({first.read_method}), {first.peak_kind} {_number(first.peak_tflops)} TFLOPS"
+            f"  roofline {_number(first.limit)} {first.unit}, longer side: {longer}; "
+            f"plain read {_number(first.read_gbs)} GB/s ({first.read_method}), "
+            f"{first.peak_kind} {_number(first.peak_tflops)} TFLOPS"
         )
     for row in rows:
         if row.peer is not None:
@@ -37,7 +38,9 @@ def print_rows(console: Console, rows: list[Row], seconds: float) -> None:
 def print_report(console: Console, report: Report) -> None:
     console.print(f"\n{report.hardware}")
     console.print(", ".join(f"{name} {version}" for name, version in report.versions.items()))
-    table = Table("case", "thr", "unit", "ours", "peer", "", "ratio", "roof", "of roof", "longer", "error", "IQR")
+    table = Table(
+        "case", "thr", "unit", "ours", "peer", "", "ratio", "roofline", "of roofline", "longer", "error", "IQR"
+    )
     for row in report.rows:
         style = "red" if row.ratio is not None and row.ratio < 1 else None
         table.add_row(
@@ -73,10 +76,10 @@ def print_report(console: Console, report: Report) -> None:
                 f"{summary.worst.ratio:.2f}x",
             )
         console.print(means)
-    with_roof = [row for row in report.rows if row.fraction_of_limit is not None and row.reliable]
-    if with_roof:
-        worst = min(with_roof, key=lambda row: row.fraction_of_limit or 0.0)
-        console.print(f"Furthest from the roof: {worst.case}, {_percent(worst.fraction_of_limit)} of it.")
+    with_roofline = [row for row in report.rows if row.fraction_of_limit is not None and row.reliable]
+    if with_roofline:
+        worst = min(with_roofline, key=lambda row: row.fraction_of_limit or 0.0)
+        console.print(f"Furthest from the roofline: {worst.case}, {_percent(worst.fraction_of_limit)} of it.")
 
 
 def _number(value: float | None) -> str:

@@ -25,7 +25,7 @@ from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Contende
 
 TOLERANCE = 1e-2
 """Largest difference to float64, of numbers of unit variance, of an answer that counts as right."""
-LEAST_ROTATED = 4
+MIN_ROTATED = 4
 """Decoding goes through so many times the L2 cache before it reads anything again."""
 
 
@@ -185,7 +185,7 @@ def _empty(case: Case, name: str) -> VoltaRow:
 
 def _layers(case: Case, device: torch.device, l2_bytes: int) -> list[Layer]:
     """Of unit variance. Decoding gets as many as it takes to leave the L2 cache behind."""
-    count = 1 if case.kind == "prefill" else max(1, -(-LEAST_ROTATED * l2_bytes // case.kv_bytes))
+    count = 1 if case.kind == "prefill" else max(1, -(-MIN_ROTATED * l2_bytes // case.kv_bytes))
     generator = torch.Generator(device=device).manual_seed(0)
 
     def numbers(tokens: int, heads: int) -> torch.Tensor:
@@ -224,15 +224,15 @@ def error_of(case: Case, layer: Layer, out: torch.Tensor) -> float:
     rows = torch.linspace(0, case.queries - 1, min(32, case.queries), device=device).round().long()
     last = rows + case.context - case.queries if case.causal else torch.full_like(rows, case.context - 1)
     visible = torch.arange(case.context, device=device) <= last[:, None]
-    most = 0.0
+    maximum = 0.0
     for sequence in {0, case.batch - 1}:
         for head in {0, case.heads - 1}:
             key, value = (t[sequence, :, head // case.group].double() for t in (layer.key, layer.value))
             scores = layer.query[sequence, rows, head].double() @ key.T * case.head_size**-0.5
             right = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1) @ value
             difference = (out[sequence, rows, head].double() - right).abs().max().item()
-            most = max(most, difference if difference == difference else float("inf"))
-    return most
+            maximum = max(maximum, difference if difference == difference else float("inf"))
+    return maximum
 
 
 def _first_sentence(error: Exception) -> str:

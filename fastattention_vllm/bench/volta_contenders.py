@@ -223,8 +223,8 @@ class Eager:
         q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (layer.query, layer.key, layer.value))
         mask = None
         if case.causal and case.queries > 1:
-            least = torch.finfo(q.dtype).min
-            mask = torch.full((case.queries, case.context), least, dtype=q.dtype, device=q.device).triu(1)[None, None]
+            minimum = torch.finfo(q.dtype).min
+            mask = torch.full((case.queries, case.context), minimum, dtype=q.dtype, device=q.device).triu(1)[None, None]
 
         def per_query_head(tensor: torch.Tensor) -> torch.Tensor:
             if case.group == 1:

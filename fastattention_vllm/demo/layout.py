@@ -24,7 +24,7 @@ class Layout:
 
     heads: int
     code: int
-    least_hidden: int = 0
+    min_hidden: int = 0
 
     constant = 0
     ends_answer = 1
@@ -33,7 +33,7 @@ class Layout:
     @classmethod
     def of(cls, spec: DemoModelSpec) -> "Layout":
         """The layout of a model of this shape."""
-        return cls(spec.num_heads, spec.code_length, spec.least_hidden_size)
+        return cls(spec.num_heads, spec.code_length, spec.min_hidden_size)
 
     @property
     def number(self) -> slice:
@@ -62,7 +62,7 @@ class Layout:
     @property
     def hidden_size(self) -> int:
         """All of the above, rounded up to a multiple of 64 and of the heads."""
-        used = max(_FLAGS + (3 + 2 * self.heads) * self.code, self.least_hidden)
+        used = max(_FLAGS + (3 + 2 * self.heads) * self.code, self.min_hidden)
         unit = math.lcm(64, self.heads)
         return -(-used // unit) * unit
 

@@ -29,9 +29,9 @@ class DemoModelSpec:
     head_size: int = 64
     dtype: str = "bfloat16"
     max_position_embeddings: int = 524288
-    least_hidden_size: int = 0
+    min_hidden_size: int = 0
     """The construction needs a certain width; more is filled with zeros, to have the work of a real model's shape."""
-    least_intermediate_size: int = 0
+    min_intermediate_size: int = 0
 
     def __post_init__(self) -> None:
         if self.num_layers < 2:
@@ -77,4 +77,4 @@ class DemoModelSpec:
     @property
     def intermediate_size(self) -> int:
         """Neurons per MLP: six per slot coordinate."""
-        return max(6 * self.num_heads * self.code_length, self.least_intermediate_size)
+        return max(6 * self.num_heads * self.code_length, self.min_intermediate_size)

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     tiling.add_argument("--tp", type=int, metavar="N", help="measure with so many ranks instead, 2 or more")
     tiling.add_argument("--model", type=Path, help="folder with the config.json; none: an 8B Llama's layers")
     tiling.add_argument("--tokens", type=int, default=8192, help="--max-num-batched-tokens of the server")
-    tiling.add_argument("--least-tokens", type=int, default=2048, help="tiling_min_tokens of the server")
+    tiling.add_argument("--min-tokens", type=int, default=2048, help="tiling_min_tokens of the server")
     tiling.add_argument("--limit", type=float, default=300.0, help="seconds after which it is ended")
     return made
 
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str]) -> int:
     made = parser()
     asked = made.parse_args(arguments)
     if asked.tp is not None:
-        for name, value, least in (
+        for name, value, minimum in (
             ("tp", asked.tp, 2),
             ("tokens", asked.tokens, 256),
-            ("least-tokens", asked.least_tokens, 2),
+            ("min-tokens", asked.min_tokens, 2),
             ("limit", asked.limit, 1),
         ):
-            if value < least:
-                made.error(f"--{name} is {value:g}; it must be at least {least}")
+            if value < minimum:
+                made.error(f"--{name} is {value:g}; it must be at least {minimum}")
         if asked.json:
             made.error("--json goes without --tp")
         return tensor_parallel(asked)
@@ -62,7 +62,7 @@ def tensor_parallel(asked: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kinds = kinds_of(asked.model) if asked.model else LLAMA_8B
-        order = Order(kinds, asked.tp, device, min(asked.least_tokens, asked.tokens), asked.tokens)
+        order = Order(kinds, asked.tp, device, min(asked.min_tokens, asked.tokens), asked.tokens)
         complete = examine(order, asked.limit, lambda line: print(line, flush=True))
     except ValueError as error:
         print(f"fastattention doctor: {error}", file=sys.stderr)

@@ -70,10 +70,10 @@ def _cpu(kernels: Kernels) -> Finding:
     if kernels.cpu_error:
         return Finding("problem", "CPU", kernels.cpu_error.rstrip("."), "Install fastattention-vllm again.")
     chosen, *others = kernels.isas
-    text = f"this package's CPU kernels with {chosen}"
+    text = f"this package's CPU kernels, instruction set {chosen}"
     if chosen == "scalar":
         return Finding("warning", "CPU", f"{text}: portable code, several times slower than with AVX2 or NEON")
-    return Finding("OK", "CPU", f"{text}, the best of {', '.join([chosen, *others])}")
+    return Finding("OK", "CPU", f"{text}; usable here: {', '.join([chosen, *others])}")
 
 
 def _gpu(index: int, capability: tuple[int, int], kernels: Kernels, software: Software) -> Finding:
@@ -91,10 +91,11 @@ def _gpu(index: int, capability: tuple[int, int], kernels: Kernels, software: So
             return Finding("problem", subject, error.rstrip("."))
         text = f"this package's kernels, machine code for sm_{architecture}; {NOT_RUN}"
         return Finding("OK", subject, text)
+    why = f"compute capability {capability[0]}.{capability[1]} is 8.0 or newer"
     if family.name == "torch_flash":
-        text = f"{family.title} in fast_attn_func; vLLM, which brings its own, is missing or has no GPU kernels"
+        text = f"{family.title} in fast_attn_func ({why}); vLLM is missing or has no GPU kernels"
         return Finding("warning", subject, text)
-    return Finding("OK", subject, f"{family.title}; this package adds host layers and tiling-AllReduce")
+    return Finding("OK", subject, f"{family.title} ({why}); this package adds host layers and tiling-AllReduce")
 
 
 def _unused_images(kernels: Kernels, hardware: Hardware) -> Iterator[Finding]:
@@ -111,6 +112,6 @@ def _unused_images(kernels: Kernels, hardware: Hardware) -> Iterator[Finding]:
 def _npu(software: Software) -> Iterator[Finding]:
     if software.torch_npu is None or software.vllm_ascend is None:
         missing = "torch_npu" if software.torch_npu is None else "vllm-ascend"
-        yield Finding("problem", "NPU", f"none will run: {missing} is missing", f"Install {missing}, as said above.")
+        yield Finding("problem", "NPU", f"none will run: {missing} is missing", f"Install {missing}.")
     else:
         yield Finding("OK", "NPU", "torch_npu's fused attention; not yet run on hardware")

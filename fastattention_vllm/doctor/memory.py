@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from fastattention_vllm.attention.cpu import kernels as cpu
-from fastattention_vllm.attention.cpu import roof
+from fastattention_vllm.attention.cpu import roofline
 from fastattention_vllm.bench import machine
 from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.placement import cgroups, cpus, host_memory
@@ -25,12 +25,12 @@ SHM_NEEDED = 1 * GIB
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SHARED = Path("/dev/shm")
 CACHES = 4
-"""So many times the last-level cache is read, and at least LEAST bytes."""
-LEAST, MOST = 512 << 20, 4 * GIB
+"""So many times the last-level cache is read, and at least MIN_BYTES."""
+MIN_BYTES, MAX_BYTES = 512 << 20, 4 * GIB
 PART_OF_AVAILABLE = 4
 PAGE = 2 << 20
 SECONDS = 1.5
-METHODS = (roof.ReadMethod(0, 1), roof.ReadMethod(2048, 2), roof.ReadMethod(4096, 4))
+METHODS = (roofline.ReadMethod(0, 1), roofline.ReadMethod(2048, 2), roofline.ReadMethod(4096, 4))
 MODEL_BYTES = 16e9
 """Weights of an 8B model in 16 bits."""
 
@@ -48,13 +48,15 @@ class Memory:
     bandwidth: float | None
     """Bytes per second that the CPU kernels' threads read; None if not measured."""
     threads: int = 0
+    load: float = 0.0
+    """Programs that were running, averaged over the last minute."""
     not_measured: str = ""
     """Why."""
 
 
 def probe() -> Memory:
     memory = psutil.virtual_memory()
-    left = cgroups.memory_left(host_memory.CGROUP)
+    left, load = cgroups.memory_left(host_memory.CGROUP), os.getloadavg()[0]
     bandwidth, threads, reason = measure()
     enabled = cgroups.read_text(HUGE_PAGES, "")
     return Memory(
@@ -65,6 +67,7 @@ def probe() -> Memory:
         shared=_shared(),
         bandwidth=bandwidth,
         threads=threads,
+        load=load,
         not_measured=reason,
     )
 
@@ -79,15 +82,15 @@ def _shared() -> int | None:
 
 def measure() -> tuple[float | None, int, str]:
     """Bandwidth, threads, and if there is no bandwidth the reason. Takes two or three seconds."""
-    size = min(MOST, max(LEAST, CACHES * machine.last_level_cache()))
+    size = min(MAX_BYTES, max(MIN_BYTES, CACHES * machine.last_level_cache()))
     size = min(size, host_memory.available_bytes() // PART_OF_AVAILABLE) // PAGE * PAGE
-    if size < LEAST:
+    if size < MIN_BYTES:
         return None, 0, "too little memory is free"
     try:
         chosen = cpus.physical_cpus()
         cpu.set_num_threads(len(chosen), chosen)
         memory, _ = host_memory.commit(size)
-        reader = roof.PageReader([memory.data_ptr() + at for at in range(0, size, PAGE)], [PAGE] * (size // PAGE))
+        reader = roofline.PageReader([memory.data_ptr() + at for at in range(0, size, PAGE)], [PAGE] * (size // PAGE))
         best, deadline = float("inf"), time.perf_counter() + SECONDS
         while time.perf_counter() < deadline:
             for method in METHODS:
@@ -123,12 +126,14 @@ def _bandwidth(memory: Memory) -> Finding:
         return Finding("warning", "bandwidth", f"not measured: {memory.not_measured}")
     threads = "1 thread" if memory.threads == 1 else f"{memory.threads} threads"
     tokens = memory.bandwidth / MODEL_BYTES
-    return Finding(
-        "OK",
-        "bandwidth",
+    text = (
         f"{memory.bandwidth / 1e9:.1f} GB/s read by {threads}: an 8B model in 16 bits decodes at most {tokens:.2g} "
-        "tokens/s on this CPU for one request",
+        "tokens/s on this CPU for one request"
     )
+    if memory.load > memory.threads:
+        busy = f"measured while other programs ran (load {memory.load:.0f})"
+        return Finding("warning", "bandwidth", f"{text}; {busy}", "Run the doctor again when they have ended.")
+    return Finding("OK", "bandwidth", text)
 
 
 def _pages(memory: Memory) -> Iterator[Finding]:

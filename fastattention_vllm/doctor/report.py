@@ -47,7 +47,7 @@ def findings(facts: Facts) -> Report:
 
 
 def counts(report: Report) -> dict[str, int]:
-    every = [finding.level for area in report.values() for finding in area]
+    every: list[str] = [finding.level for area in report.values() for finding in area]
     return {level: every.count(level) for level in LEVELS}
 
 

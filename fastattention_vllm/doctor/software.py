@@ -26,6 +26,7 @@ GPU_VLLM = "0.23.0"
 """The one that ran on H100 and H200."""
 ASCEND_VLLM = "0.23.0"
 CPU_VLLM = "0.32.0"
+SUPPORTED = ", ".join(sorted(map(str, SUPPORTED_VLLM), reverse=True))
 HIDE_GPU = "set CUDA_VISIBLE_DEVICES= (empty) to use the CPU alone"
 
 
@@ -180,8 +181,8 @@ def _vllm(software: Software, hardware: Hardware) -> Iterator[Finding]:
         return
     found = Version(software.vllm)
     if not SUPPORTED_VLLM.contains(Version(found.base_version), prereleases=True):
-        newer = "newer" if found > max(Version(one.version) for one in SUPPORTED_VLLM) else "older"
-        text = f"{software.vllm} is {newer} than what this plugin supports ({SUPPORTED_VLLM})"
+        newer = "older" if found < min(Version(one.version) for one in SUPPORTED_VLLM) else "newer"
+        text = f"{software.vllm} is {newer} than what this plugin supports ({SUPPORTED})"
         yield Finding("problem", "vLLM", text, "Install a supported version.", command)
         return
     on_v100 = any(gpu.capability == (7, 0) for gpu in hardware.gpus)
@@ -202,7 +203,7 @@ def _vllm(software: Software, hardware: Hardware) -> Iterator[Finding]:
             command,
         )
     else:
-        yield Finding("OK", "vLLM", f"{software.vllm}, supported ({SUPPORTED_VLLM})")
+        yield Finding("OK", "vLLM", f"{software.vllm}, supported ({SUPPORTED})")
     asked = software.vllm_torch
     if asked and not Requirement(f"torch{asked}").specifier.contains(Version(software.torch).public, prereleases=True):
         text = f"vLLM {software.vllm} needs torch{asked}, but {software.torch} is installed"
@@ -230,7 +231,7 @@ def _plugin(software: Software) -> Iterator[Finding]:
             "Unset VLLM_TARGET_DEVICE; it is needed at install time only.",
         )
     else:
-        yield Finding("OK", "plugin", "registered: vllm serve MODEL --attention-backend fastattention")
+        yield Finding("OK", "plugin", "registered; use it with `vllm serve MODEL --attention-backend fastattention`")
 
 
 def _ascend(software: Software, hardware: Hardware) -> Iterator[Finding]:

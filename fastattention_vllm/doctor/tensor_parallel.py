@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fastattention_vllm.bench import ranks as world
+from fastattention_vllm.bench import ranks
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.choice import Trial
-from fastattention_vllm.parallel.lanes import DEFAULT_LANES
+from fastattention_vllm.parallel.named_collectives import DEFAULT_COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Order:
     kinds: list[LayerKind]
     ranks: int
     device: str
-    least_tokens: int
-    most_tokens: int
+    min_tokens: int
+    max_tokens: int
 
 
 def examine(order: Order, limit: float, say: Callable[[str], object]) -> bool:
@@ -74,28 +74,28 @@ def examine(order: Order, limit: float, say: Callable[[str], object]) -> bool:
             raise ValueError(f"{kind.name} has {kind.inputs} inputs, which are not a multiple of --tp {order.ranks}.")
     if order.device == "cuda" and torch.cuda.device_count() < order.ranks:
         raise ValueError(f"--tp {order.ranks} needs as many GPUs; there are {torch.cuda.device_count()}.")
-    return world.run(_rank, order.ranks, order, {}, limit, lambda row: say(row["line"]))
+    return ranks.run(_rank, order.ranks, order, {}, limit, lambda row: say(row["line"]))
 
 
 def _rank(rank: int, folder: str, order: Order) -> None:
-    here = world.join(
-        rank, folder, order.ranks, order.device, DEFAULT_LANES[order.device], lambda sentence: {"line": sentence}
+    here = ranks.join(
+        rank, folder, order.ranks, order.device, DEFAULT_COLLECTIVES[order.device], lambda sentence: {"line": sentence}
     )
-    here.tell({"line": _ranks_line(order, list(here.lanes))})
+    here.tell({"line": _ranks_line(order, list(here.collectives))})
     dtype = torch.float16 if order.device == "cuda" else torch.float32
     for kind in order.kinds:
         weight = torch.empty(kind.outputs, kind.inputs // order.ranks, dtype=dtype, device=order.device)
         choice = calibrate.measure(
-            here.lanes, world.plain_layer, weight.uniform_(-1, 1), order.least_tokens, order.most_tokens
+            here.collectives, ranks.plain_layer, weight.uniform_(-1, 1), order.min_tokens, order.max_tokens
         )
         for trial in choice.trials:
             here.tell({"line": line(kind, trial)})
-    world.leave(here)
+    ranks.leave(here)
 
 
-def _ranks_line(order: Order, lanes: list[str]) -> str:
+def _ranks_line(order: Order, collectives: list[str]) -> str:
     what = torch.cuda.get_device_name() if order.device == "cuda" else "CPU, one thread each"
-    return f"{order.ranks} ranks ({what}); sums by {', '.join(lanes)}"
+    return f"{order.ranks} ranks ({what}); sums by {', '.join(collectives)}"
 
 
 def line(kind: LayerKind, trial: Trial) -> str:

@@ -181,29 +181,29 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
     @functools.wraps(determine)
     def determine_available_memory(self: Any) -> int:
         available: int = determine(self)
-        house = find(self.vllm_config)
-        return int(house.clamp(available)) if house else available
+        host_layers = find(self.vllm_config)
+        return int(host_layers.clamp(available)) if host_layers else available
 
     @functools.wraps(initialize)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
         initialize(self, kv_cache_config)
-        house = find(self.vllm_config)
-        if house:
-            house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+        host_layers = find(self.vllm_config)
+        if host_layers:
+            host_layers.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     worker.determine_available_memory = determine_available_memory
     worker.initialize_from_config = initialize_from_config
 
 
-def before_gpu_profiling(adopt: Callable[[Any, torch.nn.Module], None]) -> None:
+def before_gpu_profiling(callback: Callable[[Any, torch.nn.Module], None]) -> None:
     """As :func:`before_profiling`, of vLLM's own worker on GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    before_profiling(Worker, adopt)
+    before_profiling(Worker, callback)
 
 
-def before_profiling(worker: Any, adopt: Callable[[Any, torch.nn.Module], None]) -> None:
-    """Have ``adopt(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
+def before_profiling(worker: Any, callback: Callable[[Any, torch.nn.Module], None]) -> None:
+    """Have ``callback(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
 
     All versions: on GPUs and NPUs a plugin has no hook between the two. Done in the worker process, only where it is
     asked for.
@@ -211,15 +211,15 @@ def before_profiling(worker: Any, adopt: Callable[[Any, torch.nn.Module], None])
     Args:
         worker: its class.
     """
-    if hasattr(worker, "_fastattention_adopt"):
+    if hasattr(worker, "_fastattention_before_profiling"):
         return
-    worker._fastattention_adopt = staticmethod(adopt)
+    worker._fastattention_before_profiling = staticmethod(callback)
     determine = worker.determine_available_memory
 
     @functools.wraps(determine)
     def determine_available_memory(self: Any) -> int:
         with torch.inference_mode():
-            adopt(self.vllm_config, self.model_runner.get_model())
+            callback(self.vllm_config, self.model_runner.get_model())
         available: int = determine(self)
         return available
 
@@ -270,7 +270,7 @@ def set_kv_bytes(vllm_config: VllmConfig, count: int) -> None:
         cache.cpu_kvcache_space_bytes = count
 
 
-def most_tokens_in_flight(vllm_config: VllmConfig) -> int:
+def max_tokens_in_flight(vllm_config: VllmConfig) -> int:
     """Tokens of one request that are computed but not yet settled: 0.26 counts the steps ahead, 0.23 one."""
     count: int = getattr(vllm_config, "max_in_flight_tokens", vllm_config.scheduler_config.max_num_batched_tokens)
     return count

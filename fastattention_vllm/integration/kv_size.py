@@ -65,5 +65,5 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         full_layers=len(layers.full),
         windowed_layers=len(layers.windowed),
         window=_window(vllm_config),
-        tokens_per_step=compat.most_tokens_in_flight(vllm_config),
+        tokens_per_step=compat.max_tokens_in_flight(vllm_config),
     )

@@ -62,7 +62,7 @@ PATCHES = (
             "compat:extend_worker:worker._fastattention_find",
             "compat:extend_worker:worker.determine_available_memory",
             "compat:extend_worker:worker.initialize_from_config",
-            "compat:before_profiling:worker._fastattention_adopt",
+            "compat:before_profiling:worker._fastattention_before_profiling",
             "compat:before_profiling:worker.determine_available_memory",
         ),
     ),
@@ -72,9 +72,9 @@ PATCHES = (
         "prefix caching and preemption go on working on one space of blocks.",
         remove_when="a KV cache spec may place a layer's cache outside the device",
         sites=(
-            "host_layers/layers:place:layer.kv_sharing_target_layer_name",
-            "host_layers/layers:place:layer.attn_backend",
-            "host_layers/layers:place:layer.impl",
+            "host_layers/layers:set_up:layer.kv_sharing_target_layer_name",
+            "host_layers/layers:set_up:layer.attn_backend",
+            "host_layers/layers:set_up:layer.impl",
         ),
     ),
     Patch(
@@ -85,10 +85,10 @@ PATCHES = (
         sites=(
             "tiling/row_parallel:install:op_registry_oot.pop",
             "tiling/row_parallel:install:PluggableLayer.register_oot",
-            "tiling/row_parallel:adopt:layer.__class__",
-            "tiling/row_parallel:adopt:layer.tiled_group",
-            "tiling/row_parallel:_adopt_mlps:module.__class__",
-            "tiling/row_parallel:_adopt_mlps:module.tiled_group",
+            "tiling/row_parallel:enable_tiling:layer.__class__",
+            "tiling/row_parallel:enable_tiling:layer.tiled_group",
+            "tiling/row_parallel:_enable_mlp_tiling:module.__class__",
+            "tiling/row_parallel:_enable_mlp_tiling:module.tiled_group",
         ),
     ),
     Patch(
@@ -196,8 +196,8 @@ PATCHES = (
         versions="vllm-ascend 0.23",
         sites=(
             "ascend/row_parallel:install:linear_op._get_row_parallel_op",
-            "ascend/row_parallel:adopt:layer.custom_op",
-            "ascend/row_parallel:adopt:layer.custom_op.tiled_group",
+            "ascend/row_parallel:enable_tiling:layer.custom_op",
+            "ascend/row_parallel:enable_tiling:layer.custom_op.tiled_group",
         ),
     ),
 )

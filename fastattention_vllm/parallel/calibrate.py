@@ -14,19 +14,19 @@ from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.layer_timer import LayerTimer, OutOfTimeError
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
-from fastattention_vllm.parallel.plan import GRANULE, LEAST_GAIN, even, plan
+from fastattention_vllm.parallel.plan import GRANULE, MIN_GAIN, even, plan
 from fastattention_vllm.parallel.tiled_linear import Linear
 
 BUDGET = 30.0
 """Seconds for a layer. On two H200 layers of an 8B model take 2 to 10 s up to 32K tokens, of a 70B model 3 to 14."""
-MOST_SLOWDOWN = 8.0
+MAX_SLOWDOWN = 8.0
 COUNTS = (2, 4, 8)
 """Of equal blocks, which are tried whatever the model says of them."""
-LEAST_BLOCK = 256
+MIN_BLOCK = 256
 """Rows of those."""
 FEW_ROUNDS, MANY_ROUNDS = 3, 11
-MOST_FINALISTS = 4
-LEAST_HIDDEN = 0.4
+MAX_FINALISTS = 4
+MIN_HIDDEN = 0.4
 """Part of what can be hidden that a cut must hide: what hides less gains little, and is the first to lose on a bad
 day for it."""
 SLOW = 0.8
@@ -39,12 +39,12 @@ def measure(
     collectives: Mapping[str, Collective],
     plain: Linear,
     weight: torch.Tensor,
-    least_rows: int,
-    most_rows: int,
+    min_rows: int,
+    max_rows: int,
     budget: float = BUDGET,
     say: Callable[[str], object] = lambda line: None,
 ) -> Choice:
-    """Try cuts of layers of ``weight`` ([outputs, inputs]) for ``least_rows`` to ``most_rows`` rows.
+    """Try cuts of layers of ``weight`` ([outputs, inputs]) for ``min_rows`` to ``max_rows`` rows.
 
     Every rank of the group calls this with a weight of the same shape and gets the same answer: the ranks' mean times
     decide. Takes some hundred times as long as the longest layer, most rows first. What has been tried when the time
@@ -59,8 +59,8 @@ def measure(
     Raises:
         CollectiveError: a rank is gone, or has not answered in time.
     """
-    numbers = row_counts(most_rows)
-    tried = [rows for rows in numbers if rows >= least_rows] or numbers[-1:]
+    numbers = row_counts(max_rows)
+    tried = [rows for rows in numbers if rows >= min_rows] or numbers[-1:]
     bench = LayerTimer(collectives, plain, weight, numbers[-1], budget)
     trials: list[Trial] = []
     try:
@@ -81,23 +81,23 @@ def measure(
     return Choice(tuple(trials))
 
 
-def row_counts(most: int) -> list[int]:
-    """The granule and its doubles, the last of which has ``most`` rows or more."""
+def row_counts(maximum: int) -> list[int]:
+    """The granule and its doubles, the last of which has ``maximum`` rows or more."""
     numbers = [GRANULE]
-    while numbers[-1] < most:
+    while numbers[-1] < maximum:
         numbers.append(2 * numbers[-1])
     return numbers
 
 
 def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: float) -> float:
-    """How many times as long both lanes take beside each other, 1 to ``MOST_SLOWDOWN``.
+    """How many times as long both stages take beside each other, 1 to ``MAX_SLOWDOWN``.
 
     Args:
         blocks: rows of a cut that was tried.
         part: its time, where that of the same rows in one block is 1. Both are compared with what the model says of
             both, so that what it leaves out of both (cold caches) is left out.
     """
-    low, high = 1.0, MOST_SLOWDOWN
+    low, high = 1.0, MAX_SLOWDOWN
     whole = matmul(sum(blocks)) + all_reduce(sum(blocks))
     for _ in range(30):
         middle = (low + high) / 2
@@ -113,7 +113,7 @@ def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times
     the winner beside the plain layer, where it must be faster even when it is slow. A cut that takes Python longer to
     order than a GPU to do counts as long as that."""
     alone = {name: Pipeline(matmul, times) for name, times in sums.items()}
-    counts = [count for count in COUNTS if rows >= count * LEAST_BLOCK]
+    counts = [count for count in COUNTS if rows >= count * MIN_BLOCK]
     first = _distinct(
         [(name, plan(rows, pipeline).blocks) for name, pipeline in alone.items()]
         + [(name, even(rows, count)) for name in sums for count in counts]
@@ -123,8 +123,8 @@ def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times
         plain = timer.seconds([timer.plain(rows)])[0]
         return Trial(rows, "", (rows,), plain, plain, hideable)
     heat = timer.timed([timer.cut(*one) for one in first], FEW_ROUNDS)
-    timed = sorted((one.lasting, one.seconds, candidate) for one, candidate in zip(heat, first, strict=True))
-    best = [one for _, _, one in timed[:MOST_FINALISTS]]
+    timed = sorted((one.effective_seconds, one.seconds, candidate) for one, candidate in zip(heat, first, strict=True))
+    best = [one for _, _, one in timed[:MAX_FINALISTS]]
     learned = []
     for name in sums:
         seconds, blocks = next(((seconds, one[1]) for _, seconds, one in timed if one[0] == name), (0.0, ()))
@@ -133,11 +133,11 @@ def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times
             learned.append((name, plan(rows, Pipeline(matmul, sums[name], slow, slow)).blocks))
     final = _distinct([*best, *learned])
     heat = timer.timed([timer.cut(*one) for one in final])
-    _, (name, blocks) = min(zip([one.lasting for one in heat], final, strict=True))
+    _, (name, blocks) = min(zip([one.effective_seconds for one in heat], final, strict=True))
     works = [timer.plain(rows), timer.cut(name, blocks)]
     plain_seconds, _ = timer.seconds(works, MANY_ROUNDS)
-    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[1].lasting
-    if plain_seconds - seconds < max(LEAST_GAIN * plain_seconds, LEAST_HIDDEN * hideable):
+    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[1].effective_seconds
+    if plain_seconds - seconds < max(MIN_GAIN * plain_seconds, MIN_HIDDEN * hideable):
         return Trial(rows, "", (rows,), plain_seconds, plain_seconds, hideable)
     return Trial(rows, name, blocks, seconds, plain_seconds, hideable)
 

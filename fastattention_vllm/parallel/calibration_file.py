@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastattention_vllm.parallel.choice import Choice, Trial
 
-MOST_ROWS = 1 << 30
+MAX_ROWS = 1 << 30
 
 
 def read(path: Path, key: str) -> Choice | None:
@@ -85,7 +85,7 @@ def _trial(one: dict[str, object]) -> Trial:
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or not 1 <= value <= MOST_ROWS:
+    if not isinstance(value, int) or not 1 <= value <= MAX_ROWS:
         raise ValueError(f"{value!r} is no number of rows")
     return value
 

@@ -99,14 +99,14 @@ class CopyCollective(Collective):
     def start(self, block: torch.Tensor) -> Any:
         flat = block.view(-1)
         size = flat.element_size()
-        most = self._slice_bytes // size * self.size
+        maximum = self._slice_bytes // size * self.size
         used = []
-        for begin in range(0, flat.numel(), most):
+        for begin in range(0, flat.numel(), maximum):
             channel = self._next
             if channel not in used:
                 self.copies.begin(channel)
                 used.append(channel)
-            piece = flat[begin : begin + most]
+            piece = flat[begin : begin + maximum]
             if self.size == 2:
                 self._swap(channel, piece)
             else:

@@ -21,7 +21,7 @@ CYCLES = 2e9
 """Of a GPU in a second, or a little more."""
 HEAD_START, LONGEST_HEAD_START = 2e-3, 0.1
 """Seconds that a GPU sleeps before what is timed, so that it waits for nothing that Python has yet to order. Twice as
-long as ordering took the last time, if that is longer: eight blocks take 1 to 4 ms."""
+long as enqueueing took the last time, if that is longer: eight blocks take 1 to 4 ms."""
 HEAD_START_MATMULS = 4
 """Of the most rows, with which an NPU is kept busy instead: torch_npu has no call to let it sleep."""
 STUCK = 60.0
@@ -40,13 +40,13 @@ class Timed:
 
     seconds: float
     """From its beginning to its end, all of it ordered before."""
-    ordering: float
+    enqueue_seconds: float
     """In which Python orders it; 0 on a CPU, where that is part of the above."""
 
     @property
-    def lasting(self) -> float:
+    def effective_seconds(self) -> float:
         """What it takes where layer follows layer: a GPU that is faster than its orders waits for them."""
-        return max(self.seconds, self.ordering)
+        return max(self.seconds, self.enqueue_seconds)
 
 
 class LayerTimer:
@@ -87,7 +87,7 @@ class LayerTimer:
         return functools.partial(multiply_and_sum, x, self.weight, None, out, blocks, self.collectives[name])
 
     def seconds(self, works: Sequence[Work], rounds: int = ROUNDS, rank: float = 0.5) -> list[float]:
-        """As :meth:`timed`, without the ordering."""
+        """As :meth:`timed`, without the time to enqueue."""
         return [one.seconds for one in self.timed(works, rounds, rank)]
 
     def timed(self, works: Sequence[Work], rounds: int = ROUNDS, rank: float = 0.5) -> list[Timed]:
@@ -99,21 +99,21 @@ class LayerTimer:
             CollectiveError: a rank is gone, or the ranks' GPUs wait for each other.
         """
         found: list[list[Timed]] = [[] for _ in works]
-        ordering = [0.0] * len(works)
+        enqueue_seconds = [0.0] * len(works)
         for turn in range(rounds + 1):
             for step in range(len(works)):
                 at = (turn + step) % len(works)  # none always comes after the same other one
-                took = self._once(works[at], ordering[at])
-                ordering[at] = took.ordering
+                took = self._once(works[at], enqueue_seconds[at])
+                enqueue_seconds[at] = took.enqueue_seconds
                 if turn:  # the first one warms up
                     found[at].append(took)
         seconds = [_quantile([one.seconds for one in times], rank) for times in found]
-        orders = [_quantile([one.ordering for one in times], rank) for times in found]
+        orders = [_quantile([one.enqueue_seconds for one in times], rank) for times in found]
         means = [total / self.first.size for total in self.first.totals([*seconds, *orders], self.weight.device)]
         return [Timed(*both) for both in zip(means[: len(works)], means[len(works) :], strict=True)]
 
-    def _once(self, work: Work, ordering: float) -> Timed:
-        """``ordering``: seconds that it took the last time."""
+    def _once(self, work: Work, enqueue_seconds: float) -> Timed:
+        """``enqueue_seconds``: seconds that it took the last time."""
         # What the ranks wait for each other with also says whether one of them has no time left.
         together = self.weight.new_full((1,), float(monotonic() > self._until))
         if self.weight.device.type == "cpu":
@@ -122,7 +122,7 @@ class LayerTimer:
             started = perf_counter()
             work()
             return Timed(perf_counter() - started, 0.0)
-        self._give_head_start(ordering)
+        self._give_head_start(enqueue_seconds)
         self.first.wait(self.first.start(together))
         device = torch.get_device_module(self.weight.device)
         begin, end = (device.Event(enable_timing=True) for _ in range(2))
@@ -136,9 +136,9 @@ class LayerTimer:
         milliseconds: float = begin.elapsed_time(end)
         return Timed(milliseconds / 1000, ordered)
 
-    def _give_head_start(self, ordering: float) -> None:
+    def _give_head_start(self, enqueue_seconds: float) -> None:
         if self.weight.device.type == "cuda":
-            torch.cuda._sleep(int(CYCLES * min(LONGEST_HEAD_START, max(HEAD_START, 2 * ordering))))
+            torch.cuda._sleep(int(CYCLES * min(LONGEST_HEAD_START, max(HEAD_START, 2 * enqueue_seconds))))
             return
         longest = self.matmul(len(self.x))
         for _ in range(HEAD_START_MATMULS):

@@ -1,7 +1,7 @@
 """How long a row-parallel linear layer takes when its rows are cut into blocks: a model, numbers in, seconds out.
 
-Two lanes work at the same time. The matmul lane multiplies one block after the other. The all-reduce lane sums a block
-over the ranks once it is multiplied and the blocks before it are summed.
+Two stages work at the same time. The matmul stage multiplies one block after the other. The all-reduce stage sums a
+block over the ranks once it is multiplied and the blocks before it are summed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The two lanes of one linear layer on one group of ranks."""
+    """The two stages of one linear layer on one group of ranks."""
 
     matmul: Times
     all_reduce: Times
@@ -73,7 +73,7 @@ class Pipeline:
 
     @property
     def slows_down(self) -> bool:
-        """Whether a lane takes longer while the other one works."""
+        """Whether a stage takes longer while the other one works."""
         return max(self.matmul_slowdown, self.all_reduce_slowdown) > 1
 
     def seconds(self, blocks: Sequence[int]) -> float:
@@ -88,7 +88,7 @@ class Pipeline:
         multiplied = reduced = 0
         while reduced < len(blocks):
             multiplying, reducing = multiplied < len(blocks), reduced < multiplied
-            # What each lane's present block has left is kept as seconds alone in the world.
+            # What each stage's present block has left is kept as seconds alone in the world.
             slow = (self.matmul_slowdown, self.all_reduce_slowdown) if multiplying and reducing else (1.0, 1.0)
             to_multiply = matmuls[multiplied] * slow[0] if multiplying else float("inf")
             to_reduce = reduces[reduced] * slow[1] if reducing else float("inf")
@@ -103,7 +103,7 @@ class Pipeline:
         return clock
 
     def hideable(self, rows: int) -> float:
-        """Seconds that no order of blocks can save more than: the shorter lane's, were it hidden to the last."""
+        """Seconds that no order of blocks can save more than: the shorter stage's, were it hidden to the last."""
         return min(self.matmul(rows), self.all_reduce(rows))
 
     def link_bound(self, rows: int) -> bool:

@@ -1,7 +1,7 @@
 """Into how many blocks of rows a row-parallel linear layer is cut, and how large each is.
 
 While one block is summed over the ranks, the next ones are multiplied; nothing hides the first block's matmul and the
-last one's all-reduce. Which of these two to make small follows from which lane is the longer one:
+last one's all-reduce. Which of these two to make small follows from which stage is the longer one:
 
 - The link is the bottleneck: a small first block, so that the link starts early. The paper (arXiv 2410.16663, section
   4.2) gives "the first block a smaller task"; CANN's matmul-all-reduce does the same and calls it "short at front".
@@ -29,9 +29,9 @@ RATIOS = ((1, 1), (5, 4), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1))
 """Of a block to its smaller neighbour, as fractions."""
 SHORT_ENDS = (2, 4)
 """How many times smaller the one small block is among equal ones."""
-LEAST_GAIN = 0.03
+MIN_GAIN = 0.03
 """Part of the time of one block that several must save: models are not exact, and a plan must never lose."""
-LEAST_CHANGE = 0.002
+MIN_CHANGE = 0.002
 """Part of a plan's time that another one must save to be taken instead: the search tries those of few blocks first."""
 
 
@@ -54,7 +54,7 @@ class Plan:
 
 @functools.lru_cache(maxsize=8192)
 def plan(rows: int, pipeline: Pipeline, granule: int = GRANULE) -> Plan:
-    """The blocks with the shortest predicted time; one block unless several save ``LEAST_GAIN``.
+    """The blocks with the shortest predicted time; one block unless several save ``MIN_GAIN``.
 
     The same on every rank that is given the same numbers, which ranks must agree on first: cuts are made in integers,
     and times are compared by additions and multiplications that round alike everywhere.
@@ -62,10 +62,10 @@ def plan(rows: int, pipeline: Pipeline, granule: int = GRANULE) -> Plan:
     if rows <= 0:
         return Plan((), 0.0, 0.0, 0.0)
     missing = -rows % granule
-    *most, last = _best_of_several(rows + missing, pipeline, granule)
-    blocks: tuple[int, ...] = (*most, last - missing)
+    *others, last = _best_of_several(rows + missing, pipeline, granule)
+    blocks: tuple[int, ...] = (*others, last - missing)
     seconds, one_block_seconds = pipeline.seconds(blocks), pipeline.seconds((rows,))
-    if seconds > (1 - LEAST_GAIN) * one_block_seconds:
+    if seconds > (1 - MIN_GAIN) * one_block_seconds:
         blocks, seconds = (rows,), one_block_seconds
     return Plan(blocks, seconds, one_block_seconds, pipeline.hideable(rows))
 
@@ -95,18 +95,18 @@ def _best_of_several(rows: int, pipeline: Pipeline, granule: int) -> tuple[int, 
     seconds = float("inf")
     for weights in _shapes(rows // granule):
         ordered = _in_johnsons_order(cut(rows, weights, granule), pipeline)
-        # The rule knows nothing of lanes that slow each other down, which may turn the order round.
+        # The rule knows nothing of stages that slow each other down, which may turn the order round.
         for blocks in (ordered, ordered[::-1]) if pipeline.slows_down else (ordered,):
             predicted = pipeline.seconds(blocks)
-            if predicted < (1 - LEAST_CHANGE) * seconds:
+            if predicted < (1 - MIN_CHANGE) * seconds:
                 best, seconds = blocks, predicted
     return best
 
 
-def _shapes(most: int) -> Iterator[list[int]]:
+def _shapes(maximum: int) -> Iterator[list[int]]:
     """Sizes in proportion: equal ones, each larger than the one before, and one small one among equal ones."""
     for count in COUNTS:
-        if count > most:
+        if count > maximum:
             return
         yield from ([up**i * down ** (count - 1 - i) for i in range(count)] for up, down in RATIOS)
         yield from ([1, *[times] * (count - 1)] for times in SHORT_ENDS)

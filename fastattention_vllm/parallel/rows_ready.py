@@ -38,7 +38,7 @@ class RowsReady:
         """Rows up to ``end`` are there once what has been ordered so far is done."""
         self._marks.append((end, _event(tensor)))
 
-    def take(self, x: torch.Tensor) -> Taken | None:
+    def pop(self, x: torch.Tensor) -> PendingRows | None:
         """What has been marked of ``x``, once; None if it was not computed in blocks."""
         marks, out, begun = self._marks, self._out, self._begun
         tensor = self._tensor
@@ -48,10 +48,10 @@ class RowsReady:
             return None
         if x.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(x.device, priority=-1)
-        return Taken(out, marks, begun, self._stream if x.is_cuda else None)
+        return PendingRows(out, marks, begun, self._stream if x.is_cuda else None)
 
 
-class Taken:
+class PendingRows:
     """Blocks to wait for, and where what comes of them goes."""
 
     def __init__(

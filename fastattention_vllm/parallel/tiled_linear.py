@@ -7,8 +7,8 @@ so that all layers of a model have the same graph.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,22 +19,39 @@ from fastattention_vllm.parallel.rows_ready import RowsReady
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """What the op does on one group of ranks."""
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
-    collective: Collective
-    blocks: Callable[[int, torch.Tensor], Sequence[int]]
-    """Rows of the blocks for so many rows and this weight; fewer than two blocks mean :attr:`plain`. The same on every
-    rank, or they wait for each other forever."""
-    plain: Linear
-    """Input, weight and this rank's bias to the summed output, without tiling: what the caller would do else."""
-    chosen: Callable[[int, torch.Tensor], Collective] | None = None
-    """By which so many rows are summed where there are several blocks; None: by :attr:`collective`."""
-    activate: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Between the two matmuls of an MLP, where there are any: [rows, n] to [rows, inputs of the second]."""
-    ready: RowsReady | None = None
-    """Where attention says which rows of its output are there before the rest; then its blocks are taken."""
+
+class Tiling(ABC):
+    """What the op does on one group of ranks.
+
+    Args:
+        collective: of the group; its first rank adds the bias.
+        activation: between the two matmuls of an MLP, where there are any: [rows, n] to [rows, inputs of the second].
+        ready: where attention says which rows of its output are there before the rest; then its blocks are taken.
+    """
+
+    def __init__(
+        self, collective: Collective, *, activation: Activation | None = None, ready: RowsReady | None = None
+    ) -> None:
+        self.collective = collective
+        self.activation = activation
+        self.ready = ready
+
+    @abstractmethod
+    def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
+        """Rows of each block of a layer; fewer than two blocks mean :meth:`plain`.
+
+        The same on every rank, or they wait for each other forever.
+        """
+
+    @abstractmethod
+    def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Input, weight and this rank's bias to the summed output, without tiling: what the caller would do else."""
+
+    def collective_for(self, rows: int, weight: torch.Tensor) -> Collective:
+        """Sums the blocks of a layer that has several."""
+        return self.collective
 
 
 _tilings: dict[str, Tiling] = {}
@@ -73,17 +90,16 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
         # Before the sum on one rank, as vLLM has it: free inside the matmul, where after the sum it would be one more
         # pass over the output on every rank.
         bias = None
-    taken = tiling.ready.take(x) if tiling.ready is not None else None
-    blocks = taken.blocks if taken is not None else tiling.blocks(x.shape[0], weight)
+    pending = tiling.ready.pop(x) if tiling.ready is not None else None
+    blocks = pending.blocks if pending is not None else tiling.blocks(x.shape[0], weight)
     if len(blocks) < 2:
         return tiling.plain(x, weight, bias)
-    if tiling.chosen is not None:
-        collective = tiling.chosen(x.shape[0], weight)
-    if taken is not None:
-        assert taken.out.shape[1] == weight.shape[0], f"{taken.out.shape} for {weight.shape[0]} outputs"
-        with taken.beside():
-            compute_and_sum(taken.waiting(_multiply(x, weight, bias)), taken.out, blocks, collective)
-        return taken.out
+    collective = tiling.collective_for(x.shape[0], weight)
+    if pending is not None:
+        assert pending.out.shape[1] == weight.shape[0], f"{pending.out.shape} for {weight.shape[0]} outputs"
+        with pending.beside():
+            compute_and_sum(pending.waiting(_multiply(x, weight, bias)), pending.out, blocks, collective)
+        return pending.out
     out = x.new_empty(x.shape[0], weight.shape[0])
     multiply_and_sum(x, weight, bias, out, blocks, collective)
     return out
@@ -111,12 +127,12 @@ def tiled_mlp_all_reduce(x: torch.Tensor, first: torch.Tensor, second: torch.Ten
 
 def _run_mlp(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: str) -> torch.Tensor:
     tiling = _tilings[group]
-    activate = tiling.activate
+    activate = tiling.activation
     assert activate is not None, f"no activation is registered for {group}"
     blocks = tiling.blocks(x.shape[0], second)
     if len(blocks) < 2:
         return tiling.plain(activate(torch.nn.functional.linear(x, first)), second, None)
-    collective = tiling.collective if tiling.chosen is None else tiling.chosen(x.shape[0], second)
+    collective = tiling.collective_for(x.shape[0], second)
 
     def compute(rows: slice, block: torch.Tensor) -> None:
         torch.mm(activate(torch.mm(x[rows], first.t())), second.t(), out=block)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.attention.cpu.roof import PageReader, ReadMethod
-from fastattention_vllm.placement.host_attention import HostAttention, Share
+from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
+from fastattention_vllm.placement.host_attention import HostAttention, StreamSplit
 from fastattention_vllm.placement.link import Link
 
 SAMPLE_BYTES = 2 << 30
@@ -42,21 +42,21 @@ class Rates:
     link_beside_cpu: float
 
 
-def share(rates: Rates) -> Share:
+def stream_split(rates: Rates) -> StreamSplit:
     """Such that both are done at the same time; nothing for the link where the CPU alone is fast enough.
 
     The CPU reads at the rate C and the link at P; by the time the CPU begins the link has had H bytes. So B bytes take
     (B - H) / (C + P) from then on.
     """
     if rates.cpu >= ENOUGH * rates.memory:
-        return Share(0.0)
-    part = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
-    return Share(part, int(rates.link * HAND_OVER_SECONDS))
+        return StreamSplit(0.0)
+    fraction = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
+    return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS))
 
 
 def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     """Read a part of ``layer``'s pages, which are still zero, in all three ways. Takes about a second."""
-    cache, link = layer.cache, layer.lane.link
+    cache, link = layer.cache, layer.group.link
     blocks = min(cache.shape[0], max(1, SAMPLE_BYTES // cache[:1].nbytes))
     sample = cache[:blocks]
     table = torch.arange(blocks, dtype=torch.int32)[None]
@@ -74,7 +74,7 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     page = 1 << 20
     addresses = [sample.data_ptr() + offset for offset in range(0, sample.nbytes - page + 1, page)]
     reader = PageReader(addresses, [page] * len(addresses))
-    staging = layer.lane.prefetcher.view(0, cache)
+    staging = layer.group.prefetcher.view(0, cache)
     some = torch.arange(min(len(staging), blocks))
     methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
     staged = len(some) * cache[:1].nbytes

@@ -1,6 +1,6 @@
 """One step of a host layer: the device and the CPU share the attention over a KV cache that lies in host memory.
 
-Requests with at most ``step.MAX_SHORT`` new tokens (decoding, speculation) come down to the CPU, which reads their
+Requests with at most ``step.MAX_CPU_TOKENS`` new tokens (decoding, speculation) come down to the CPU, which reads their
 pages at the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests
 with more (prefill) stay on the device: their new keys and values are written through to the host beside the
 computation, and the context before them is brought up block by block, ahead of its use. Partial results are merged by
@@ -23,12 +23,12 @@ import torch
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement.link import Link
-from fastattention_vllm.placement.prefetch import Prefetcher, Range, Visit
-from fastattention_vllm.placement.step import Long, Short, Step
+from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
+from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
 
-LEAST_DIVIDED = 512 << 20
+MIN_SPLIT_BYTES = 512 << 20
 """Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
-LEAST_SHARE = 1 << 20
+MIN_STREAMED_BYTES = 1 << 20
 """Bytes. Less than that is not worth a transfer beside the CPU's work."""
 
 
@@ -64,56 +64,56 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Layers for which the contexts of a step are divided in the same way."""
+class SplitKey:
+    """What the split of a step depends on: the same for all layers with these properties."""
 
     window: int | None
-    share: Share
+    stream_split: StreamSplit
     merges: bool
     blocks_per_buffer: int
 
 
 @dataclass(frozen=True)
-class Parts:
-    """How the contexts of one step are divided for layers with the same window."""
+class StepSplit:
+    """How the contexts of one step are split for layers with the same key."""
 
-    long: tuple[tuple[Range, ...], ...]
-    """For each request of ``Step.long``, all of its context that is in the window."""
-    short: tuple[tuple[Range, ...], ...]
-    """For each request of ``Step.short``, the device's share."""
+    fetched: tuple[tuple[KvRange, ...], ...]
+    """For each request of ``Step.device_requests``, all of its context that is in the window."""
+    streamed: tuple[tuple[KvRange, ...], ...]
+    """For each request of ``Step.cpu_requests``, the device's share."""
     seq_lens: torch.Tensor | None
     block_table: torch.Tensor | None
-    """What is left to the CPU, as ``Short`` has them."""
+    """What is left to the CPU, as ``CpuRequests`` has them."""
 
 
 @dataclass(frozen=True)
-class Share:
+class StreamSplit:
     """How much of decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
 
-    part: float
+    fraction: float
     """Of what is left once the device has had its head start, 0 to 1."""
     head_start: int = 0
     """Bytes per layer that come over the link while the CPU waits for its next query."""
 
     def of(self, size: int) -> float:
         """The part of ``size`` bytes, all contexts of one layer."""
-        if size < LEAST_DIVIDED and self.head_start:
+        if size < MIN_SPLIT_BYTES and self.head_start:
             return 0.0
-        return min(1.0, self.part + (1.0 - self.part) * self.head_start / max(size, 1))
+        return min(1.0, self.fraction + (1.0 - self.fraction) * self.head_start / max(size, 1))
 
 
 @dataclass
-class Lane:
+class HostLayerGroup:
     """What all host layers of one device share."""
 
     link: Link
     device: Device
     layers: list[HostAttention] = field(default_factory=list)
     """In the model's order, whatever their block tables are."""
-    share: Share = field(default_factory=lambda: Share(0.0))
+    stream_split: StreamSplit = field(default_factory=lambda: StreamSplit(0.0))
     prefetcher: Prefetcher = field(init=False)
-    parts: WeakKeyDictionary[Step, dict[Kind, Parts]] = field(init=False, default_factory=WeakKeyDictionary)
-    """How each step that is still in use is divided, by kind of layer: found by the first layer of the kind."""
+    splits: WeakKeyDictionary[Step, dict[SplitKey, StepSplit]] = field(init=False, default_factory=WeakKeyDictionary)
+    """How each step that is still in use is split, by what the split depends on: found by the first such layer."""
 
     def __post_init__(self) -> None:
         self.prefetcher = Prefetcher(self.link)
@@ -127,23 +127,23 @@ class HostAttention:
     """One host layer.
 
     Args:
-        lane: what it shares with the others of its device. Layers are made in the model's order.
+        group: the host layers of its device, and what they share. Layers are made in the model's order.
         layer: knows this layer's scale, window and so on; asked for every problem, since weights may be loaded anew.
         cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory.
         window: keys that a token sees before itself; None if all.
     """
 
-    def __init__(self, lane: Lane, layer: Layer, cache: torch.Tensor, window: int | None = None) -> None:
-        self.lane = lane
+    def __init__(self, group: HostLayerGroup, layer: Layer, cache: torch.Tensor, window: int | None = None) -> None:
+        self.group = group
         self.layer = layer
         self.cache = cache
         self.window = window
-        self.key_cache, self.value_cache = _split(cache)
-        self.device_cache = lane.link.visible(cache)
-        self.written: Any = lane.link.mark()
+        self.key_cache, self.value_cache = _key_and_value(cache)
+        self.device_cache = group.link.visible(cache)
+        self.written: Any = group.link.mark()
         """The point at which all writes to the cache from the device are done."""
-        lane.prefetcher.reserve(cache)
-        lane.layers.append(self)
+        group.prefetcher.reserve(cache)
+        group.layers.append(self)
 
     @property
     def block_size(self) -> int:
@@ -165,24 +165,24 @@ class HostAttention:
         ``upcoming`` says which layers come with which steps, this one first, in the rest of the forward pass; None:
         all layers that follow, with ``step``.
         """
-        link, prefetcher = self.lane.link, self.lane.prefetcher
-        prefetcher.begin(self, step, upcoming or (lambda: self.lane.upcoming(self, step)))
+        link, prefetcher = self.group.link, self.group.prefetcher
+        prefetcher.begin(self, step, upcoming or (lambda: self.group.upcoming(self, step)))
         written_before = self.written
-        if step.long:
+        if step.device_requests:
             self._write_through(step, key, value)
         if not step.independent:
-            if step.short:  # the device may be to read that, too
-                rows = self._on_device(step.short)
-                self._store(step.short, *link.arrive(link.start_to_host(key[rows], value[rows])))
+            if step.cpu_requests:  # the device may be to read that, too
+                rows = self._on_device(step.cpu_requests)
+                self._store(step.cpu_requests, *link.arrive(link.start_to_host(key[rows], value[rows])))
             prefetcher.fetch_now([self.written])
-        parts = self._parts(step)
-        for request, ranges in zip(step.long, parts.long, strict=True):
+        split = self._split_of(step)
+        for request, ranges in zip(step.device_requests, split.fetched, strict=True):
             staged = prefetcher.staged(self, step, ranges)
             self._attend_on_device(request, staged, query, key, value, output)
-        if step.short:
+        if step.cpu_requests:
             # A request may begin with blocks that another one writes in this very step.
             link.wait_on_host(written_before if step.independent else self.written)
-            self._attend_together(step, parts, query, key, value, output, store=step.independent)
+            self._attend_together(step, split, query, key, value, output, store=step.independent)
         link.wait(self.written)  # after this layer its keys and values may be overwritten
         prefetcher.end()
 
@@ -191,70 +191,70 @@ class HostAttention:
 
         One request with a context that fills a staging buffer, whatever lies there; nothing is written to the cache.
         """
-        tokens = self.lane.prefetcher.blocks_per_buffer(self.cache) * self.block_size
+        tokens = self.group.prefetcher.blocks_per_buffer(self.cache) * self.block_size
         blocks = torch.empty(0, dtype=torch.int64)
-        request = Long(slice(0, len(query)), tokens, blocks)
-        staged = self.lane.prefetcher.view(0, self.cache)
-        self._attend_on_device(request, [(Range(0, tokens, blocks), staged)], query, key, value, output)
+        request = DeviceRequest(slice(0, len(query)), tokens, blocks)
+        staged = self.group.prefetcher.view(0, self.cache)
+        self._attend_on_device(request, [(KvRange(0, tokens, blocks), staged)], query, key, value, output)
 
-    def ranges(self, step: Step) -> list[Range]:
+    def ranges(self, step: Step) -> list[KvRange]:
         """The ranges that the device reads in ``step``, in the order of their use."""
-        parts = self._parts(step)
-        return [part for ranges in (*parts.long, *parts.short) for part in ranges]
+        split = self._split_of(step)
+        return [kv_range for ranges in (*split.fetched, *split.streamed) for kv_range in ranges]
 
-    def _parts(self, step: Step) -> Parts:
-        blocks_per_buffer = self.lane.prefetcher.blocks_per_buffer(self.cache)
-        kind = Kind(self.window, self.lane.share, self.layer.merges(), blocks_per_buffer)
-        found = self.lane.parts.setdefault(step, {})
-        if kind not in found:
-            found[kind] = self._divide_contexts(step)
-        return found[kind]
+    def _split_of(self, step: Step) -> StepSplit:
+        blocks_per_buffer = self.group.prefetcher.blocks_per_buffer(self.cache)
+        key = SplitKey(self.window, self.group.stream_split, self.layer.merges(), blocks_per_buffer)
+        found = self.group.splits.setdefault(step, {})
+        if key not in found:
+            found[key] = self._split_contexts(step)
+        return found[key]
 
-    def _divide_contexts(self, step: Step) -> Parts:
-        long = tuple(self._ranges(request.blocks, request.context) for request in step.long)
-        short = step.short
-        if short is None:
-            return Parts(long, (), None, None)
-        counts = self._shares(short)
-        blocks = [short.block_table[index, :count].long() for index, count in enumerate(counts)]
-        shared = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
-        seq_lens = short.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
-        table = _without_first(short.block_table, counts)
-        return Parts(long, shared, seq_lens, table)
+    def _split_contexts(self, step: Step) -> StepSplit:
+        fetched = tuple(self._ranges(request.blocks, request.context) for request in step.device_requests)
+        requests = step.cpu_requests
+        if requests is None:
+            return StepSplit(fetched, (), None, None)
+        counts = self._streamed_blocks(requests)
+        blocks = [requests.block_table[index, :count].long() for index, count in enumerate(counts)]
+        streamed = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
+        seq_lens = requests.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
+        table = _without_first(requests.block_table, counts)
+        return StepSplit(fetched, streamed, seq_lens, table)
 
-    def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[Range, ...]:
-        """The parts of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
+    def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
+        """The ranges of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
-        most = self.lane.prefetcher.blocks_per_buffer(self.cache)
+        max_blocks = self.group.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
         size = self.block_size
         return tuple(
-            Range(begin * size, min((begin + most) * size, tokens), blocks[begin : begin + most])
-            for begin in range(first, last, most)
+            KvRange(begin * size, min((begin + max_blocks) * size, tokens), blocks[begin : begin + max_blocks])
+            for begin in range(first, last, max_blocks)
         )
 
     def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-        key_cache, value_cache = _split(self.device_cache)
+        key_cache, value_cache = _key_and_value(self.device_cache)
         scales = self.layer.scales()
-        with self.lane.link.writing():
-            for request in step.long:
+        with self.group.link.writing():
+            for request in step.device_requests:
                 slots = step.batch.device_slots[request.rows]
-                self.lane.device.write_kv(
+                self.group.device.write_kv(
                     key[request.rows], value[request.rows], key_cache, value_cache, slots, *scales
                 )
-            self.written = self.lane.link.written()
+            self.written = self.group.link.written()
 
     def _attend_on_device(
         self,
-        request: Long,
-        context: Iterable[tuple[Range, torch.Tensor]],
+        request: DeviceRequest,
+        context: Iterable[tuple[KvRange, torch.Tensor]],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
         """The new tokens among themselves, then the ``context``, range by range, each with its blocks on the device."""
-        device, new = self.lane.device, request.rows.stop - request.rows.start
+        device, new = self.group.device, request.rows.stop - request.rows.start
         rows, none_before = query[request.rows], torch.zeros(1, dtype=torch.int32)
         problem = self.layer.problem(
             query=rows,
@@ -268,24 +268,24 @@ class HostAttention:
         )
         partial, lse = _with_lse(device.run(problem, return_lse=True))
         total: torch.Tensor | None = None
-        for span, blocks in context:
+        for kv_range, blocks in context:
             if total is None:
                 total = partial.float()
             seeing, reach = new, -1
             if self.window is not None:
                 # The last row that sees any of these keys still sees the last of them.
-                seeing = min(new, self.window + span.end - request.context)
-                reach = self.window + span.end - request.context - seeing
-            part, part_lse = self._attend_to_range(rows[:seeing], span, blocks, (reach, -1))
+                seeing = min(new, self.window + kv_range.end - request.context)
+                reach = self.window + kv_range.end - request.context - seeing
+            part, part_lse = self._attend_to_range(rows[:seeing], kv_range, blocks, (reach, -1))
             merge(total[:seeing], lse[:seeing], part, part_lse)
         output[request.rows] = partial if total is None else total
 
     def _attend_to_range(
-        self, query: torch.Tensor, span: Range, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
+        self, query: torch.Tensor, kv_range: KvRange, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention without a causal mask over the tokens of ``span``, whose blocks are ``staged`` on the device."""
-        key, value = _split(staged)
-        tokens = span.end - span.begin
+        """Attention without a causal mask over ``kv_range``, whose blocks are ``staged`` on the device."""
+        key, value = _key_and_value(staged)
+        tokens = kv_range.end - kv_range.begin
         blocks = -(-tokens // self.block_size)
         problem = self.layer.problem(
             query=query,
@@ -293,23 +293,23 @@ class HostAttention:
             value=value,
             query_start_loc=_int32(0, query.shape[0]),
             seq_lens=_int32(tokens),
-            block_table=self.lane.prefetcher.table[:, :blocks],
+            block_table=self.group.prefetcher.table[:, :blocks],
             causal=False,
             window=window,
             sinks=None,  # counted once, with the new tokens or by the CPU
         )
-        return _with_lse(self.lane.device.run(problem, return_lse=True))
+        return _with_lse(self.group.device.run(problem, return_lse=True))
 
-    def _on_device(self, short: Short) -> slice | torch.Tensor:
-        return short.rows if isinstance(short.rows, slice) else self.lane.link.to_device(short.rows)
+    def _on_device(self, requests: CpuRequests) -> slice | torch.Tensor:
+        return requests.rows if isinstance(requests.rows, slice) else self.group.link.to_device(requests.rows)
 
-    def _store(self, short: Short, key: torch.Tensor, value: torch.Tensor) -> None:
-        cpu_kernels.write_kv(key, value, self.key_cache, self.value_cache, short.slot_mapping, *self.layer.scales())
+    def _store(self, requests: CpuRequests, key: torch.Tensor, value: torch.Tensor) -> None:
+        cpu_kernels.write_kv(key, value, self.key_cache, self.value_cache, requests.slot_mapping, *self.layer.scales())
 
     def _attend_together(
         self,
         step: Step,
-        parts: Parts,
+        split: StepSplit,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -321,30 +321,30 @@ class HostAttention:
 
         ``store``: keys and values are not in the cache yet.
         """
-        short = step.short
-        assert short is not None
-        link, rows = self.lane.link, self._on_device(short)
+        requests = step.cpu_requests
+        assert requests is not None
+        link, rows = self.group.link, self._on_device(requests)
         query = query[rows]
         query_there, key_there, value_there = link.arrive(link.start_to_host(query, key[rows], value[rows]))
         if store:
-            self._store(short, key_there, value_there)
+            self._store(requests, key_there, value_there)
         problem = self.layer.problem(
             query=query_there,
             key=self.key_cache,
             value=self.value_cache,
-            query_start_loc=short.query_start_loc,
-            seq_lens=parts.seq_lens,
-            block_table=parts.block_table,
-            causal=short.causal,
+            query_start_loc=requests.query_start_loc,
+            seq_lens=split.seq_lens,
+            block_table=split.block_table,
+            causal=requests.causal,
         )
         out = link.host_buffer("out", query.shape, query.dtype)
-        if not any(parts.short):
+        if not any(split.streamed):
             cpu_kernels.run(problem, out=out)
             output[rows] = link.to_device(out)
             return
         lse = link.host_buffer("lse", query.shape[:2], torch.float32)
         with self._on_cpu(problem, out, lse):
-            part, part_lse = self._attend_to_shares(step, parts, query)
+            part, part_lse = self._attend_to_streamed(step, split, query)
         total, total_lse = link.to_device(out).float(), link.to_device(lse)
         merge(total, total_lse, part, part_lse)
         output[rows] = total.to(output.dtype)
@@ -352,7 +352,7 @@ class HostAttention:
     @contextmanager
     def _on_cpu(self, problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> Iterator[None]:
         """Attend to ``problem`` while what is inside starts the device's work, which takes a good part of the time."""
-        if not self.lane.link.beside:
+        if not self.group.link.beside:
             cpu_kernels.run(problem, out=out, lse=lse)
             yield
             return
@@ -362,30 +362,32 @@ class HostAttention:
         finally:
             running.finish()
 
-    def _attend_to_shares(self, step: Step, parts: Parts, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 ``out`` and ``lse`` of all short rows over the device's part; 0 and -inf where there is none."""
-        assert step.short is not None
+    def _attend_to_streamed(
+        self, step: Step, split: StepSplit, query: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 ``out`` and ``lse`` of the CPU's requests over the device's part; 0 and -inf where there is none."""
+        assert step.cpu_requests is not None
         total = torch.zeros_like(query, dtype=torch.float32)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-        starts = step.short.query_start_loc.tolist()
-        for index, ranges in enumerate(parts.short):
+        starts = step.cpu_requests.query_start_loc.tolist()
+        for index, ranges in enumerate(split.streamed):
             own = slice(starts[index], starts[index + 1])
-            for span, blocks in self.lane.prefetcher.staged(self, step, ranges):
-                part, part_lse = self._attend_to_range(query[own], span, blocks)
-                if span is ranges[0]:
+            for kv_range, blocks in self.group.prefetcher.staged(self, step, ranges):
+                part, part_lse = self._attend_to_range(query[own], kv_range, blocks)
+                if kv_range is ranges[0]:
                     total[own], lse[own] = part, part_lse
                 else:
                     merge(total[own], lse[own], part, part_lse)
         return total, lse
 
-    def _shares(self, short: Short) -> list[int]:
+    def _streamed_blocks(self, requests: CpuRequests) -> list[int]:
         """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
         block = self.cache[:1].nbytes
-        share = self.lane.share.of(sum(short.contexts) * block // self.block_size)
-        if share == 0 or self.window is not None or not self.layer.merges():
-            return [0] * len(short.contexts)
-        counts = [int(share * context) // self.block_size for context in short.contexts]
-        return [count if count * block >= LEAST_SHARE else 0 for count in counts]
+        fraction = self.group.stream_split.of(sum(requests.contexts) * block // self.block_size)
+        if fraction == 0 or self.window is not None or not self.layer.merges():
+            return [0] * len(requests.contexts)
+        counts = [int(fraction * context) // self.block_size for context in requests.contexts]
+        return [count if count * block >= MIN_STREAMED_BYTES else 0 for count in counts]
 
 
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -399,7 +401,7 @@ def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: 
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _split(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _key_and_value(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
     key, value = cache.transpose(1, 2).chunk(2, dim=-1)
     return key, value

@@ -41,7 +41,7 @@ def available_bytes() -> int:
 
 def commit(
     size: int, nodes: Sequence[int] = (), *, pin: Pinning | None = None
-) -> tuple[torch.Tensor, list[cpu_memory.Placement]]:
+) -> tuple[torch.Tensor, list[cpu_memory.MemoryPlacement]]:
     """``[size]`` uint8 zeros in huge pages on the NUMA ``nodes``, all of it touched; freed with the last view of it.
 
     With ``pin`` it is made known to the device, which then copies to and from it at full speed.
@@ -65,7 +65,7 @@ def commit(
             if not _wait_for(step):
                 del mapping
                 raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be had")
-            placements.append(cpu_memory.place(begin + offset, step, nodes, discard=True))
+            placements.append(cpu_memory.place_memory(begin + offset, step, nodes, discard=True))
     if pin:
         pin.register(begin, whole)
     memory = (c_char * size).from_address(begin)

@@ -41,7 +41,7 @@ class HostPool:
     """uint8, all of it."""
     caches: Mapping[str, torch.Tensor]
     """By layer name: ``[num_blocks, num_kv_heads, block_size, K | V]``, contiguous."""
-    placements: Sequence[cpu_memory.Placement]
+    placements: Sequence[cpu_memory.MemoryPlacement]
     pinned: bool
 
 

@@ -13,7 +13,7 @@ import torch
 FEW_RUNS = 32
 """Up to so many runs of neighbouring blocks are copied one by one, by the copy engine; more by one gathering kernel."""
 
-MOST_KEPT = 256
+MAX_KEPT = 256
 """Lists of blocks of which it is remembered how they were copied."""
 
 
@@ -175,7 +175,7 @@ class StreamLink(Link):
         """All layers of a step fetch the same ones."""
         kept = self._fetches.get(id(blocks))
         if kept is None:
-            if len(self._fetches) >= MOST_KEPT:
+            if len(self._fetches) >= MAX_KEPT:
                 self._fetches.clear()
             # With the tensor, so that its id stays its own.
             kept = self._fetches[id(blocks)] = (blocks, self._plan(blocks))
@@ -247,12 +247,12 @@ def copy_runs(cache: torch.Tensor, target: torch.Tensor, runs: Sequence[tuple[in
         target[begin : begin + count].copy_(cache[first : first + count], non_blocking=True)
 
 
-def runs_of(blocks: torch.Tensor, most: int | None = None) -> list[tuple[int, int, int]]:
+def runs_of(blocks: torch.Tensor, maximum: int | None = None) -> list[tuple[int, int, int]]:
     """``(begin, first block, count)`` of the runs of ascending neighbours in ``blocks``.
 
-    No more than ``most``, the last of which is then the rest, whatever it holds.
+    No more than ``maximum``, the last of which is then the rest, whatever it holds.
     """
-    breaks = (torch.diff(blocks) != 1).nonzero().flatten()[: None if most is None else most - 1] + 1
+    breaks = (torch.diff(blocks) != 1).nonzero().flatten()[: None if maximum is None else maximum - 1] + 1
     starts = [0, *breaks.tolist()]
     firsts = blocks[starts].tolist()
     ends = [*starts[1:], len(blocks)]

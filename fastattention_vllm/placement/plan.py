@@ -53,7 +53,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Placement:
+class LayerPlacement:
     """The plan of one rank."""
 
     host: tuple[int, ...]
@@ -67,14 +67,14 @@ class Placement:
     slabs: int
     """Most host layers of one block table; layers of different ones never use the same block and share memory."""
 
-    def most_blocks(self, device_bytes: int, host_bytes: int) -> int:
+    def max_blocks(self, device_bytes: int, host_bytes: int) -> int:
         """Blocks that both sides have memory for. vLLM allots them to all kinds of layers from one pool."""
         blocks = device_bytes // (self.device_size.layers_per_group() * self.bytes_per_block)
         return min(blocks, host_bytes // (self.slabs * self.bytes_per_block)) if self.slabs else blocks
 
     def usable(self, device_bytes: int, host_bytes: int) -> int:
         """The part of ``device_bytes`` that makes whole blocks for which the host has memory, too."""
-        return self.most_blocks(device_bytes, host_bytes) * self.device_size.null_block()
+        return self.max_blocks(device_bytes, host_bytes) * self.device_size.null_block()
 
     def host_bytes(self, blocks: int) -> int:
         return blocks * self.slabs * self.bytes_per_block
@@ -87,7 +87,7 @@ class Placement:
         return _read_bytes(self.host_size, tokens) / bandwidth
 
 
-def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[int], limits: Limits) -> Placement:
+def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[int], limits: Limits) -> LayerPlacement:
     """Choose the host layers. The same on every rank that is given the same numbers.
 
     Args:
@@ -112,7 +112,7 @@ def spread(layers: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(layers[i * len(layers) // count] for i in range(count))
 
 
-def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> Placement:
+def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> LayerPlacement:
     known = {*layers.full, *layers.windowed}
     for index in host:
         if index not in known:
@@ -140,7 +140,7 @@ def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> Placement:
     return placement
 
 
-def _of_count(layers: Layers, size: KvSize, count: int) -> Placement:
+def _of_count(layers: Layers, size: KvSize, count: int) -> LayerPlacement:
     """Of the splits with that many host layers, the one that leaves the device least to hold."""
     if count == 0:
         return _placement(layers, size, set())
@@ -156,7 +156,7 @@ def _of_count(layers: Layers, size: KvSize, count: int) -> Placement:
     return min(fitting, key=lambda candidate: _read_bytes(candidate.device_size, 1 << 20))
 
 
-def _automatic(layers: Layers, size: KvSize, limits: Limits) -> Placement:
+def _automatic(layers: Layers, size: KvSize, limits: Limits) -> LayerPlacement:
     candidates = _candidates(layers, size)
     on_device = [c for c in candidates if _need(c.device_size, limits) <= limits.device_bytes]
     fitting = [c for c in on_device if c.host_bytes(_blocks(c, limits)) <= limits.host_bytes]
@@ -172,7 +172,7 @@ def _automatic(layers: Layers, size: KvSize, limits: Limits) -> Placement:
     )
 
 
-def _longest_request(candidates: Sequence[Placement], limits: Limits) -> int:
+def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> int:
     """The most tokens, a multiple of the block size, of so many requests that one of ``candidates`` can hold."""
     block = candidates[0].device_size.block_size
 
@@ -190,7 +190,7 @@ def _longest_request(candidates: Sequence[Placement], limits: Limits) -> int:
     return low * block
 
 
-def _candidates(layers: Layers, size: KvSize) -> list[Placement]:
+def _candidates(layers: Layers, size: KvSize) -> list[LayerPlacement]:
     """Every split by numbers of each kind that keeps the block tables: at least one layer of each on the device."""
     found = []
     for full in _device_counts(layers.full, layers.fixed):
@@ -215,7 +215,7 @@ def _chosen(kind: Sequence[int], count: int, fixed: frozenset[int]) -> set[int]:
     return {*stays, *spread(free, more)} if more else set(stays)
 
 
-def _placement(layers: Layers, size: KvSize, host: set[int]) -> Placement:
+def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
     full, windowed = (tuple(index for index in kind if index in host) for kind in (layers.full, layers.windowed))
     on_host = dataclasses.replace(size, full_layers=len(full), windowed_layers=len(windowed))
     device = dataclasses.replace(
@@ -230,7 +230,7 @@ def _placement(layers: Layers, size: KvSize, host: set[int]) -> Placement:
         group = device.layers_per_group()
         kinds = ((full, device.full_layers), (windowed, device.windowed_layers))
         slabs = 1 + max(-(-len(kind) // -(-left // group)) for kind, left in kinds if kind)
-    return Placement(
+    return LayerPlacement(
         host=tuple(sorted(host)),
         device=tuple(sorted({*layers.full, *layers.windowed} - host)),
         device_size=device,
@@ -245,7 +245,7 @@ def _need(size: KvSize, limits: Limits) -> int:
     return limits.requests * (size.of_request(limits.tokens) - size.null_block()) + size.null_block()
 
 
-def _blocks(placement: Placement, limits: Limits) -> int:
+def _blocks(placement: LayerPlacement, limits: Limits) -> int:
     """Blocks, of all block tables together, that the requests asked for take."""
     return -(
         -_need(placement.device_size, limits) // (placement.device_size.layers_per_group() * placement.bytes_per_block)

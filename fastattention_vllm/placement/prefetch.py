@@ -28,7 +28,7 @@ class PrefetchError(RuntimeError):
 
 
 @dataclass(frozen=True, eq=False)
-class Range:
+class KvRange:
     """A part of a context that comes to the device in one go."""
 
     begin: int
@@ -54,7 +54,7 @@ class HostLayer(Protocol):
     written: Any
     """The point at which all writes to ``cache`` from the device are done."""
 
-    def ranges(self, step: Any) -> Sequence[Range]:
+    def ranges(self, step: Any) -> Sequence[KvRange]:
         """The ranges that the device reads in ``step``, in the order of their use."""
 
 
@@ -74,7 +74,7 @@ class Fetch:
     """One range of one visit."""
 
     visit: Visit
-    range: Range
+    kv_range: KvRange
     after: Sequence[Any]
     """Points that must have passed before the copy begins."""
 
@@ -146,7 +146,7 @@ class Prefetcher:
         self._ask(self.current, after)
         self._go_on()
 
-    def staged(self, layer: HostLayer, step: Step, ranges: Iterable[Range]) -> Iterator[tuple[Range, torch.Tensor]]:
+    def staged(self, layer: HostLayer, step: Step, ranges: Iterable[KvRange]) -> Iterator[tuple[KvRange, torch.Tensor]]:
         """Each of ``ranges`` with its blocks on the device, which stay valid until the next one is asked for.
 
         Raises:
@@ -157,10 +157,10 @@ class Prefetcher:
             yield wanted, blocks
             self.give_back(number)
 
-    def take(self, layer: HostLayer, step: Step, wanted: Range) -> tuple[int, torch.Tensor]:
+    def take(self, layer: HostLayer, step: Step, wanted: KvRange) -> tuple[int, torch.Tensor]:
         """The next buffer, and its blocks, those of ``wanted`` (the device waits for them, not the caller)."""
         found = self.coming[0][0] if self.coming else None
-        if found is None or not found.visit.is_of(layer, step) or found.range is not wanted:
+        if found is None or not found.visit.is_of(layer, step) or found.kv_range is not wanted:
             came = "those of another layer, step or request" if found else "none"
             raise PrefetchError(
                 f"tokens {wanted.begin} to {wanted.end} of a host layer were to be used on the device, and {came} came "
@@ -204,7 +204,7 @@ class Prefetcher:
             over = self.free.pop(number)
             points = [*fetch.after, over] if over is not None else fetch.after
             cache = fetch.visit.layer.cache
-            there = self.link.fetch(cache, fetch.range.blocks, self.view(number, cache), points)
+            there = self.link.fetch(cache, fetch.kv_range.blocks, self.view(number, cache), points)
             self.coming.append((fetch, number, there))
 
     def _look_ahead(self) -> bool:
@@ -221,7 +221,7 @@ class Prefetcher:
         return True
 
     def _ask(self, visit: Visit, after: Sequence[Any]) -> None:
-        self.waiting.extend(Fetch(visit, part, after) for part in visit.layer.ranges(visit.step))
+        self.waiting.extend(Fetch(visit, kv_range, after) for kv_range in visit.layer.ranges(visit.step))
 
 
 def _block_bytes(cache: torch.Tensor) -> int:

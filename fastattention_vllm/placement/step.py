@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_SHORT = 8
+MAX_CPU_TOKENS = 8
 """Most new tokens of a request that the CPU takes: they read its KV once."""
 
 
@@ -32,7 +32,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Short:
+class CpuRequests:
     """The requests that the CPU attends for, as one problem."""
 
     rows: slice | torch.Tensor
@@ -47,7 +47,7 @@ class Short:
 
 
 @dataclass(frozen=True)
-class Long:
+class DeviceRequest:
     """A request that the device attends for."""
 
     rows: slice
@@ -62,28 +62,33 @@ class Step:
     """A batch, divided. The same for all layers of a block table."""
 
     batch: Batch
-    short: Short | None
+    cpu_requests: CpuRequests | None
     """Requests for the CPU."""
-    long: tuple[Long, ...]
+    device_requests: tuple[DeviceRequest, ...]
     """Requests for the device."""
     independent: bool
     """No request begins with blocks that another one, with that prefix too, is just computing."""
 
 
-def divide(batch: Batch, block_size: int, most_short: int = MAX_SHORT) -> Step:
-    """Who attends for which request: the CPU for those with at most ``most_short`` new tokens."""
+def divide(batch: Batch, block_size: int, max_cpu_tokens: int = MAX_CPU_TOKENS) -> Step:
+    """Who attends for which request: the CPU for those with at most ``max_cpu_tokens`` new tokens."""
     starts = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()
-    short, long = [], []
+    on_cpu, on_device = [], []
     for index, length in enumerate(lengths):
         new = starts[index + 1] - starts[index]
-        if 0 < new <= most_short:
-            short.append(index)
+        if 0 < new <= max_cpu_tokens:
+            on_cpu.append(index)
         elif new:
             context = length - new
             blocks = batch.block_table[index, : -(-context // block_size)].long()
-            long.append(Long(slice(starts[index], starts[index + 1]), context, blocks))
-    return Step(batch, _short(batch, short, starts) if short else None, tuple(long), _independent(batch, block_size))
+            on_device.append(DeviceRequest(slice(starts[index], starts[index + 1]), context, blocks))
+    return Step(
+        batch,
+        _cpu_requests(batch, on_cpu, starts) if on_cpu else None,
+        tuple(on_device),
+        _independent(batch, block_size),
+    )
 
 
 def _independent(batch: Batch, block_size: int) -> bool:
@@ -99,7 +104,7 @@ def _independent(batch: Batch, block_size: int) -> bool:
     return not bool(written[table].any())
 
 
-def _short(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> Short:
+def _cpu_requests(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> CpuRequests:
     counts = [starts[index + 1] - starts[index] for index in requests]
     first, last = requests[0], requests[-1]
     neighbours = starts[last + 1] - starts[first] == sum(counts)
@@ -108,7 +113,7 @@ def _short(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> Shor
         rows = torch.cat([torch.arange(starts[index], starts[index + 1]) for index in requests])
     chosen = torch.tensor(requests)
     seq_lens = batch.seq_lens[chosen]
-    return Short(
+    return CpuRequests(
         rows=rows,
         query_start_loc=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         seq_lens=seq_lens,

@@ -19,7 +19,7 @@ from kernels.volta.manifest import MANIFEST, SOURCES
 from kernels.volta.nvrtc import compile_cuda, version
 from kernels.volta.variants import COMPILER_OPTIONS, HEAD_SIZES, VARIANTS, Variant
 
-MOST_SPILLED = {
+MAX_SPILLED = {
     "prefill_d112_e4m3.sm_70": 8,
     "prefill_d112_e5m2.sm_70": 8,
     "prefill_d112_int8.sm_70": 8,
@@ -70,7 +70,7 @@ def build(variant: Variant, folder: Path) -> str:
     return log
 
 
-def most_registers(variant: Variant) -> int:
+def max_registers(variant: Variant) -> int:
     """Of a thread, with which ``ctas_per_sm`` fit into the 65536 of an SM; they are handed out in eights."""
     threads = variant.threads or max(HEAD_SIZES) // 8  # combine's each have eight numbers of a head
     return min(255, 65536 // (threads * variant.ctas_per_sm) // 8 * 8)
@@ -87,8 +87,8 @@ def main() -> int:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
         name = f"{variant.name}.sm_{variant.architecture}"
-        allowed = MOST_SPILLED.get(name, 0)
-        fitting = most_registers(variant)
+        allowed = MAX_SPILLED.get(name, 0)
+        fitting = max_registers(variant)
         failed |= spilled > allowed or registers > fitting
         note = f", more than {allowed}" if spilled > allowed else ""
         crowded = f", more than the {fitting} that {variant.ctas_per_sm} CTAs per SM leave" * (registers > fitting)

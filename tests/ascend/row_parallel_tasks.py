@@ -31,7 +31,7 @@ from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.parallel import mm_all_reduce as mm_all_reduce_layer
 from tests.ascend import mm_all_reduce
 
-LEAST = 128
+MIN_TOKENS = 128
 """Tokens: longer steps are cut."""
 LIBRARIES: list[torch.library.Library] = []
 
@@ -60,7 +60,7 @@ def ascend_settings(**changes: Any) -> SimpleNamespace:
 
 
 def vllm_settings(ranks: int, blocks: Any, **more: Any) -> SimpleNamespace:
-    options = {"tiling_all_reduce": blocks, "tiling_min_tokens": LEAST, **more}
+    options = {"tiling_all_reduce": blocks, "tiling_min_tokens": MIN_TOKENS, **more}
     return SimpleNamespace(
         additional_config={"fastattention": options, "refresh": True},
         parallel_config=ParallelConfig(
@@ -142,7 +142,7 @@ def numbers(shape: Any, seed: int) -> torch.Tensor:
     return torch.randint(-1, 2, tuple(shape), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def adopted(rank: int, layer: AscendRowParallelLinear, config: Any) -> None:
+def with_tiling(rank: int, layer: AscendRowParallelLinear, config: Any) -> None:
     """As vllm-ascend's worker does it, before it profiles."""
     worker: Any = Worker()
     worker.vllm_config = config
@@ -161,7 +161,7 @@ def compared(
         layer = shape.make(rank)
         assert type(layer.custom_op) is TiledRowParallelOp
         before = layer(shape.input(rank, 300))
-        adopted(rank, layer, config)
+        with_tiling(rank, layer, config)
         ours = layer.custom_op
         context = SimpleNamespace(capturing=capturing)
         with mock.patch.object(forward_context, "_forward_context", context):
@@ -174,7 +174,7 @@ def compared(
                 layer.custom_op = ours
                 found.append((tiled, plain, sums))
         layer.custom_op = None
-        assert same(before, layer(shape.input(rank, 300))), "before it was adopted"
+        assert same(before, layer(shape.input(rank, 300))), "before tiling was enabled"
     return found
 
 
@@ -208,7 +208,7 @@ def compiled(rank: int, shape: Layer, rows: list[int]) -> int:
 
     with settings(config, ascend_settings()), torch.inference_mode():
         layer, plain = shape.make(rank), shape.make(rank)
-        adopted(rank, layer, config)
+        with_tiling(rank, layer, config)
         plain.custom_op = None
         run = torch.compile(lambda x: layer(x * 1), backend=backend, fullgraph=True, dynamic=True)
         for count in rows:
@@ -269,8 +269,8 @@ def chosen(
         mock.patch.object(ascend_row_parallel, "logger", row_parallel.logger),
     ):
         layer = shape.make(rank)
-        adopted(rank, layer, config)
-        inputs = [shape.input(rank, rows) for rows in (LEAST - 1, 300, 512)]
+        with_tiling(rank, layer, config)
+        inputs = [shape.input(rank, rows) for rows in (MIN_TOKENS - 1, 300, 512)]
         mm_all_reduce.calls.clear()
         results = [layer(x) for x in inputs]
         calls = list(mm_all_reduce.calls)
@@ -289,7 +289,7 @@ def after_waking(rank: int) -> tuple[bool, int]:
     asleep = coordinator.device_group
     with settings(config, ascend_settings()):
         layer = shape.make(rank)
-        adopted(rank, layer, config)
+        with_tiling(rank, layer, config)
         layer(shape.input(rank, 300))
         coordinator.device_group = awake = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
         groups = []

@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "HOST_CACHE", 32 << 20)
     host_layer = module.host_layer
     monkeypatch.setattr(module, "host_layer", lambda device: host_layer(device, 400))
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
     stand_in(monkeypatch)
     return module
 

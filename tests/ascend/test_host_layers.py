@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import host_attention, npu, prefetch
-from fastattention_vllm.placement.host_attention import Lane, Share
+from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import npu_streams, stand_in  # noqa: F401  a fixture
 from tests.ascend.test_attention import bound  # noqa: F401  a fixture
 from tests.attention.oracle import attention
 from tests.placement.conftest import exact_weights  # noqa: F401  a fixture
-from tests.placement.world import Model, World, some_steps
+from tests.placement.scenario import Model, Scenario, some_steps
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
 NPU = torch.device("cpu")
@@ -38,8 +38,8 @@ MODELS = st.builds(
 )
 
 
-def world_of(model: Model, share: float, seed: int) -> World:
-    return World(model, 3, 600, Lane(npu.NpuLink(NPU), npu, share=Share(share)), seed)
+def scenario_of(model: Model, share: float, seed: int) -> Scenario:
+    return Scenario(model, 3, 600, HostLayerGroup(npu.NpuLink(NPU), npu, stream_split=StreamSplit(share)), seed)
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,8 +57,8 @@ def test_steps_equal_attention_over_the_whole_history(
         stand_in(patch)
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block)
-        patch.setattr(host_attention, "LEAST_SHARE", 1)
-        some_steps(world_of(model, share, seed), random.Random(seed), rounds=4, chunk=40, firsts=(3, 20, 80))
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
+        some_steps(scenario_of(model, share, seed), random.Random(seed), rounds=4, chunk=40, firsts=(3, 20, 80))
 
 
 @pytest.mark.parametrize("window", [-1, 0, 3, 30, 500])

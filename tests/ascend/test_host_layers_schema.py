@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.placement import host_attention, link, npu, pinning
-from fastattention_vllm.placement.host_attention import Lane, Share
+from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import stand_in
 from tests.ascend.test_schema import meta
-from tests.placement.world import Model, Work, World
+from tests.placement.scenario import Model, Scenario, Work
 
 CHECK = """
 #include <stdint.h>
@@ -69,27 +69,29 @@ def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
 
     stand_in(monkeypatch)
     monkeypatch.setattr(ascend, "operator", lambda: checked)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
-    monkeypatch.setattr(World, "compare", lambda *_: None)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
+    monkeypatch.setattr(Scenario, "compare", lambda *_: None)
     model = Model(8, 2, head_size, 16, torch.bfloat16, window)
-    world = World(model, 2, 100, Lane(npu.NpuLink(torch.device("cpu")), npu, share=Share(0.5)), 0)
-    one = world.request(200)
-    other = world.request(300, one, 6)
+    scenario = Scenario(
+        model, 2, 100, HostLayerGroup(npu.NpuLink(torch.device("cpu")), npu, stream_split=StreamSplit(0.5)), 0
+    )
+    one = scenario.request(200)
+    other = scenario.request(300, one, 6)
     used = Used()
     steps = [[Work(one, 0, 60)], [Work(one, 60, 80)], [Work(one, 140, 1), Work(other, 96, 90)], [Work(one, 141, 2)]]
-    world.attend(steps[0])  # what is made once
-    attend = type(world.layers[0]).attend
+    scenario.attend(steps[0])  # what is made once
+    attend = type(scenario.layers[0]).attend
 
     def watched(*given: Any) -> None:
         with used:
             attend(*given)
 
-    monkeypatch.setattr(type(world.layers[0]), "attend", watched)
+    monkeypatch.setattr(type(scenario.layers[0]), "attend", watched)
     for works in steps[1:]:
-        world.attend(works)
-    together = [world.work(world.request(40), 40)]
-    sharing = world.request(80, together[0].request, 2)
-    world.attend([*together, Work(sharing, 32, 20)])
+        scenario.attend(works)
+    together = [scenario.work(scenario.request(40), 40)]
+    sharing = scenario.request(80, together[0].request, 2)
+    scenario.attend([*together, Work(sharing, 32, 20)])
     assert set(calls) == ({0, 3} if window is None else {0, 4})
     missing = sorted(name for name in used.names if not has_kernel(name))
     assert not missing

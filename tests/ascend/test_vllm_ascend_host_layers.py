@@ -24,10 +24,10 @@ from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration.ascend import device as ascend_side
+from fastattention_vllm.integration.ascend import device as ascend_device
 from fastattention_vllm.integration.ascend.backend import FastAttentionAscendBackend, HostLayerAscendBackend
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import host_attention, npu
@@ -59,14 +59,14 @@ class Pins:
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
     made = Pins()
-    monkeypatch.setattr(ascend_side.AscendSide, "pin", made)
+    monkeypatch.setattr(ascend_device.AscendRuntime, "pin", made)
     return made
 
 
 @pytest.fixture
 def ascend_config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made = SimpleNamespace(enable_cpu_binding=True)
-    monkeypatch.setattr(ascend_side, "get_ascend_config", lambda: made)
+    monkeypatch.setattr(ascend_device, "get_ascend_config", lambda: made)
     return made
 
 
@@ -102,10 +102,10 @@ def asked(
     monkeypatch.setattr(host_layers, "_smallest_of_all_ranks", lambda limits: limits)
 
     def at_home(self: Any, vllm_config: Any, host_backend: Any) -> None:
-        AcceleratorSide.__init__(self, vllm_config, host_backend, npu, "stand-ins", NPU)
+        AcceleratorRuntime.__init__(self, vllm_config, host_backend, npu, "stand-ins", NPU)
 
-    monkeypatch.setattr(ascend_side.AscendSide, "__init__", at_home)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(ascend_device.AscendRuntime, "__init__", at_home)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
     threads = cpu.num_threads()
     yield config
     cpu.set_num_threads(threads)
@@ -210,7 +210,7 @@ class Model:
         self.history = [list(kinds) for _ in self.layers]
 
     @property
-    def house(self) -> host_layers.HostLayers:
+    def placed_layers(self) -> host_layers.HostLayers:
         found = host_layers.find(self.config)
         assert found is not None
         return found
@@ -273,7 +273,7 @@ class Model:
         return found
 
     def compare(self, computed: torch.Tensor, problem: AttentionProblem) -> None:
-        """As tests/placement/world.py does: parts that are merged are each rounded, and so is the result."""
+        """As tests/placement/scenario.py does: parts that are merged are each rounded, and so is the result."""
         expected, _ = attention(problem)
         size, _ = attention(replace(problem, value=problem.value.abs()))
         rtol, atol = OUTPUT_TOLERANCE[self.dtype]
@@ -339,19 +339,19 @@ def test_host_layers_take_no_memory_of_the_npu_and_the_pool_has_a_place_for_ever
     blocks = model.kv_cache_config.num_blocks
     assert len(model.on_host()) == 3
     assert blocks == 4 * BLOCKS
-    house = model.house
-    assert house.pool is not None
-    assert house.pool.pinned
-    assert house.pool.memory.nbytes == 3 * blocks * model.page_bytes
-    assert list(pins.registered) == [house.pool.memory.data_ptr()]
-    assert pins.registered[house.pool.memory.data_ptr()] >= house.pool.memory.nbytes
+    layers = model.placed_layers
+    assert layers.pool is not None
+    assert layers.pool.pinned
+    assert layers.pool.memory.nbytes == 3 * blocks * model.page_bytes
+    assert list(pins.registered) == [layers.pool.memory.data_ptr()]
+    assert pins.registered[layers.pool.memory.data_ptr()] >= layers.pool.memory.nbytes
     for index in model.on_host():
-        cache = house.pool.caches[model.layers[index].layer_name]
+        cache = layers.pool.caches[model.layers[index].layer_name]
         assert cache.shape == (blocks, KV_HEADS, PAGE, 2 * model.size)
         assert not cache.any()
     device = next(layer for layer in model.layers if not isinstance(layer.impl, HostLayerImpl))
     model.step({0: 200, 1: 5})
-    written = set((house.pool.caches[model.layers[model.on_host()[0]].layer_name] != 0).flatten(1).any(1).nonzero())
+    written = set((layers.pool.caches[model.layers[model.on_host()[0]].layer_name] != 0).flatten(1).any(1).nonzero())
     assert {int(block) for block in written} == {int(b) for b in (*model.tables[0][0, :2], model.tables[0][1, 0])}
     assert {int(b) for b in (device.kv_cache[0] != 0).flatten(1).any(1).nonzero()} == {int(b) for b in written}
 
@@ -376,7 +376,7 @@ def test_memory_that_cannot_be_pinned_stops_the_start(asked: SimpleNamespace, mo
         def register(self, address: int, size: int) -> None:
             raise MemoryError("CANN could not pin it")
 
-    monkeypatch.setattr(ascend_side.AscendSide, "pin", Unwilling())
+    monkeypatch.setattr(ascend_device.AscendRuntime, "pin", Unwilling())
     model = Model(asked, [None] * 4, host_kv_layers=2)
     with pytest.raises(Refusal, match="CANN could not pin it"):
         model.start()
@@ -448,7 +448,7 @@ def test_layers_that_are_not_ours_to_place_stop_the_start(
         if what == "fp8":
             layer.impl.kv_cache_dtype = "fp8"
         else:
-            layer.impl.theirs = what
+            layer.impl.upstream_reason = what
         return layer
 
     monkeypatch.setattr(Model, "attention_layer", attention_layer)

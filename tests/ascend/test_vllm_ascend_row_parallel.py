@@ -178,8 +178,8 @@ def chooser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_op.MatmulAllreduceRowParallelOp, "get_hcomm_info", classmethod(lambda *_: "hcom"))
     monkeypatch.setattr(linear_op, "_get_row_parallel_op", linear_op._get_row_parallel_op)
     monkeypatch.setattr(tiled_linear, "_tilings", {})
-    if hasattr(tasks.Worker, "_fastattention_adopt"):
-        monkeypatch.delattr(tasks.Worker, "_fastattention_adopt")
+    if hasattr(tasks.Worker, "_fastattention_before_profiling"):
+        monkeypatch.delattr(tasks.Worker, "_fastattention_before_profiling")
     monkeypatch.setattr(tasks.Worker, "determine_available_memory", tasks.Worker.determine_available_memory)
     monkeypatch.setattr(utils, "is_310p", lambda: False)
     ascend_row_parallel.install()
@@ -219,7 +219,7 @@ def test_plain_layers_become_ours(chooser: None) -> None:
 def test_nothing_is_replaced_unless_asked_for(chooser: None, blocks: Any, ranks: int) -> None:
     with settings(vllm_settings(ranks, blocks), ascend_settings()):
         assert linear_op._get_row_parallel_op(O_PROJ, torch.nn.Module()) is None
-    assert not hasattr(tasks.Worker, "_fastattention_adopt")
+    assert not hasattr(tasks.Worker, "_fastattention_before_profiling")
 
 
 def test_without_a_configuration_the_choice_is_vllm_ascends(chooser: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,13 +248,15 @@ def model() -> dict[str, Any]:
     return layers | {"adapted": adapted}
 
 
-def test_layers_are_adopted_and_the_rest_is_counted(chooser: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiling_is_enabled_in_layers_that_fit_and_the_rest_is_counted(
+    chooser: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(row_parallel.logger, "info_once", lambda text, *values: said.append(text % values))
     config = vllm_settings(2, 3)
     with settings(config, ascend_settings()):
         layers = model()
-        ascend_row_parallel.adopt(config, torch.nn.ModuleDict(layers))
+        ascend_row_parallel.enable_tiling(config, torch.nn.ModuleDict(layers))
     assert said == [
         "Tiling-AllReduce: 2 row-parallel layers in 3 blocks from 128 tokens on; 1 without: LoRA; "
         "1 without: quantised (SimpleNamespace); 1 without: they have no all-reduce; "
@@ -278,7 +280,7 @@ def test_weights_in_an_order_of_the_npus_own_are_left(chooser: None, mode: int, 
 def test_the_full_form_stops_the_start(chooser: None) -> None:
     config = vllm_settings(2, 3, tiling_full_form=True)
     with pytest.raises(Refusal, match="tiling_full_form"):
-        ascend_row_parallel.adopt(config, torch.nn.ModuleDict())
+        ascend_row_parallel.enable_tiling(config, torch.nn.ModuleDict())
 
 
 def test_the_settings_are_those_that_vllm_ascend_reads() -> None:

@@ -72,7 +72,7 @@ def operation(blocks):
 
 found["tiling off"] = operation("off")
 found["tiling"] = operation(2)
-found["hooked"] = hasattr(Worker, "_fastattention_adopt")
+found["hooked"] = hasattr(Worker, "_fastattention_before_profiling")
 
 P.is_310p = lambda: True
 found["310p"] = chosen(member)

@@ -192,6 +192,47 @@ def test_what_vllms_flash_attention_refuses(
     assert reason is None if sentence is None else re.search(sentence, str(reason))
 
 
+@pytest.mark.parametrize("name", ["cpu", "torch_flash", "ascend"])
+def test_keys_with_gaps_between_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = families.use(name, monkeypatch)
+    problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30))
+    assert problem.kv_start_loc is not None
+    assert int(problem.kv_start_loc[1]) > 50
+    out, lse = torch.full_like(problem.query, 7), torch.full(problem.query.shape[:2], 7.0)
+    tested.module.run(problem, out=out, lse=lse)
+    assert_right(tested, problem, out, lse)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch_flash", "ascend"])
+def test_new_rows_are_written_into_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = families.use(name, monkeypatch)
+    key, value = (torch.randn(5, 2, 64, dtype=tested.dtype) for _ in range(2))
+    caches = [torch.full((3, 16, 2, 64), 7, dtype=tested.dtype) for _ in range(2)]
+    slots = torch.tensor([47, -1, 0, 16, 31])
+    tested.module.write_kv(key, value, *caches, slots)
+    for rows, cache in zip((key, value), caches, strict=True):
+        flat = cache.flatten(0, 1)
+        expected = torch.full_like(flat, 7)
+        expected[slots[[0, 2, 3, 4]]] = rows[[0, 2, 3, 4]]
+        assert torch.equal(flat, expected)
+    if name != "cpu":
+        with pytest.raises(
+            ValueError, match=r"the cache must hold torch\.float16 with scales of 1, not .* of 2\.0 and"
+        ):
+            tested.module.write_kv(key, value, *caches, slots, 2.0, 1.0)
+
+
+def test_a_torch_that_pads_the_log_sum_exp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(families.use("torch_flash", monkeypatch), "causal", (5, 20, 1), (50, 20, 30))
+
+    def padded(query: torch.Tensor, *others: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(query), torch.zeros(3, query.shape[1], 20)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", padded)
+    with pytest.raises(ValueError, match=r"pads the log-sum-exp .*; install torch 2\.10 or newer"):
+        ask(problem, "causal")
+
+
 def test_every_family_of_the_registry_is_asked() -> None:
     assert {family.name for family in FAMILIES} == {*UNDER_TEST, "flash"}
     for name, tested in UNDER_TEST.items():

@@ -76,12 +76,14 @@ def test_the_suites_hold_what_the_means_are_over() -> None:
     for dtype in ("bf16", "fp16"):
         for batch in (1, 16):
             some = [
-                case for case in cases_of("roof") if (case.kv_dtype, case.batch, case.kv_len) == (dtype, batch, 32768)
+                case
+                for case in cases_of("roofline")
+                if (case.kv_dtype, case.batch, case.kv_len) == (dtype, batch, 32768)
             ]
             groups = {(case.group, case.head_size) for case in some}
             assert groups == {(group, size) for group in (1, 4, 8) for size in (64, 128)}
 
 
 def test_an_unknown_suite() -> None:
-    with pytest.raises(ValueError, match="choose from quick, peers, roof, cores"):
+    with pytest.raises(ValueError, match="choose from quick, peers, roofline, cores"):
         cases_of("all")

@@ -38,8 +38,8 @@ def test_from_the_command_line_to_the_plots(tmp_path: Path) -> None:
         assert row.longer in ("read", "flops")
         assert any("as asked" in note for note in row.notes)
     names = {path.name for path in plots.glob("*.png")}
-    assert names == {"decode-roof-by-context.png", "decode-speed-by-context.png"}
-    assert "of the roof" in result.stdout
+    assert names == {"decode-roofline-by-context.png", "decode-speed-by-context.png"}
+    assert "of the roofline" in result.stdout
     # On a busy machine, where this runs too, no row may be fit for a mean.
     assert "geometric mean" in result.stdout or not any(row.reliable for row in report.rows)
 
@@ -89,9 +89,10 @@ def test_no_library() -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name != "rich" else object())
+    monkeypatch.setattr(sys, "argv", ["fastattention", "bench", "cpu"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == "fastattention needs typer: pip install 'fastattention-vllm[bench]'"
+    assert stop.value.code == "fastattention bench needs typer: pip install 'fastattention-vllm[bench]'"
 
 
 WITHOUT_MATPLOTLIB = """

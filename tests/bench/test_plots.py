@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastattention_vllm.bench.plots import context_of, dtype_of, heads_of, panels, percent_of_roof, speeds
+from fastattention_vllm.bench.plots import context_of, dtype_of, heads_of, panels, percent_of_roofline, speeds
 from tests.bench.test_report import row
 
 ROWS = [
@@ -14,7 +14,7 @@ ROWS = [
 
 
 def test_a_line_joins_what_differs_in_its_context_only() -> None:
-    found = panels(ROWS, dtype_of, heads_of, context_of, lambda row: [percent_of_roof(row)])
+    found = panels(ROWS, dtype_of, heads_of, context_of, lambda row: [percent_of_roofline(row)])
     assert found == {"bf16": {"(32,8,128) b1": [(4096.0, 80.0), (32768.0, pytest.approx(90.0))]}}
 
 
@@ -22,7 +22,7 @@ def test_a_panel_holds_everyone_lost_cases_too() -> None:
     found = panels(ROWS, lambda row: f"{dtype_of(row)} {heads_of(row)}", None, context_of, speeds)
     (lines,) = found.values()
     assert lines["torch SDPA"] == [(4096.0, 20.0), (32768.0, 5.0)]
-    assert set(lines) == {"ours", "roof", "torch SDPA"}
+    assert set(lines) == {"ours", "roofline", "torch SDPA"}
 
 
 def test_disturbed_points_are_named_in_the_title() -> None:

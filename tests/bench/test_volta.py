@@ -24,7 +24,7 @@ from tests.volta.documented_xformers import memory_efficient_attention
 
 PREFILL = Case("prefill", 2, 2, 2, 64, 48)
 DECODE = Case("decode", 2, 8, 2, 64, 160)
-L2_BYTES = 3 * DECODE.kv_bytes // volta.LEAST_ROTATED
+L2_BYTES = 3 * DECODE.kv_bytes // volta.MIN_ROTATED
 
 
 class Clock:

@@ -160,15 +160,15 @@ def test_what_is_compared_is_worth_it(without: Run) -> None:
 def test_answers_are_those_without_host_layers(model: Path, without: Run, count: int) -> None:
     """And the device's memory, with the other layers alone in it, has room for more."""
     with engine(model, host_kv_layers=count) as llm:
-        house = host_layers.find(llm.llm_engine.vllm_config)
+        layers = host_layers.find(llm.llm_engine.vllm_config)
         found = run(llm)
         if count:
-            assert house is not None
-            assert house.pool is not None
-            assert len(house.pool.caches) == len(house.placement.host) == count
-            assert all(cache.any() for cache in house.pool.caches.values())
+            assert layers is not None
+            assert layers.pool is not None
+            assert len(layers.pool.caches) == len(layers.placement.host) == count
+            assert all(cache.any() for cache in layers.pool.caches.values())
         else:
-            assert house is None
+            assert layers is None
     assert found.blocks == without.blocks * LAYERS // (LAYERS - count)
     check_same(found.first, without.first)
     check_same(found.again, without.again)

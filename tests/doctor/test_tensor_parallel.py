@@ -25,7 +25,7 @@ def config(path: Path, **changes: object) -> Path:
 
 
 def test_each_layer_has_a_line_for_each_number_of_tokens(tmp_path: Path) -> None:
-    done = doctor("--tp", "2", "--model", str(config(tmp_path)), "--tokens", "512", "--least-tokens", "256")
+    done = doctor("--tp", "2", "--model", str(config(tmp_path)), "--tokens", "512", "--min-tokens", "256")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     assert first == "2 ranks (CPU, one thread each); sums by gloo"

@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.placement import calibrate, host_attention, host_memory, link, prefetch
-from fastattention_vllm.placement.host_attention import Lane, Share
+from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.pinning import CudaPinning
-from tests.placement.world import Model, World, some_steps
+from tests.placement.scenario import Model, Scenario, some_steps
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
 UNWRITTEN = 50.0
@@ -31,11 +31,11 @@ MODELS = st.builds(
 )
 
 
-def world_of(model: Model, share: float, seed: int, kernels: str = "flash") -> World:
+def scenario_of(model: Model, share: float, seed: int, kernels: str = "flash") -> Scenario:
     module = {"volta": "volta.kernels"}.get(kernels, kernels)
     device = importlib.import_module(f"fastattention_vllm.attention.{module}")
-    lane = Lane(link.CudaLink(torch.device("cuda:0")), device, share=Share(share))
-    return World(model, 3, 400, lane, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
+    group = HostLayerGroup(link.CudaLink(torch.device("cuda:0")), device, stream_split=StreamSplit(share))
+    return Scenario(model, 3, 400, group, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -60,20 +60,22 @@ def test_steps_equal_attention_over_the_whole_history(
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block)
-        patch.setattr(host_attention, "LEAST_SHARE", 1)
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
         patch.setattr(link, "FEW_RUNS", few_runs)
-        some_steps(world_of(model, share, seed, kernels), random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400))
+        some_steps(
+            scenario_of(model, share, seed, kernels), random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400)
+        )
 
 
 def test_sinks() -> None:
     """FlashAttention takes them in bf16 only."""
     for share in (0.0, 0.5):
         model = Model(8, 2, 64, 16, torch.bfloat16, has_sinks=True)
-        some_steps(world_of(model, share, 0), random.Random(0), rounds=5, chunk=100, firsts=(3, 60, 400))
+        some_steps(scenario_of(model, share, 0), random.Random(0), rounds=5, chunk=100, firsts=(3, 60, 400))
 
 
 def test_rates_are_measured() -> None:
-    world = world_of(Model(8, 2, 128, 128, torch.float16), 0.0, 0)
-    rates = calibrate.measure(world.layers[0], 8, torch.float16)
+    scenario = scenario_of(Model(8, 2, 128, 128, torch.float16), 0.0, 0)
+    rates = calibrate.measure(scenario.layers[0], 8, torch.float16)
     assert 0 < rates.link_beside_cpu < 2 * rates.link
     assert 0 < rates.cpu_beside_link < 2 * rates.cpu

@@ -16,7 +16,7 @@ from tests.reference_models import save_random
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-LEAST = 128
+MIN_TOKENS = 128
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,12 @@ def test_answers_are_those_without(
     wanted = expected(eager)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     capfd.readouterr()
-    section = {"host_kv_layers": 0, "tiling_all_reduce": blocks, "tiling_min_tokens": LEAST, "tiling_full_form": full}
+    section = {
+        "host_kv_layers": 0,
+        "tiling_all_reduce": blocks,
+        "tiling_min_tokens": MIN_TOKENS,
+        "tiling_full_form": full,
+    }
     section["volta_kernels"] = kernels
     check(answers(model, enforce_eager=eager, additional_config={"fastattention": section}, **CHANGES), wanted)
     captured = capfd.readouterr()

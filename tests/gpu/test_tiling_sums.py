@@ -12,27 +12,27 @@ from tests.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-LANES = ["nccl", "nccl:4", "copies:2x1"]
+COLLECTIVES = ["nccl", "nccl:4", "copies:2x1"]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["peer-to-peer", "host-memory"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(2) as started:
-        for problems in started.run(tiling_tasks.open_all, LANES, request.param):
+        for problems in started.run(tiling_tasks.open_all, COLLECTIVES, request.param):
             assert problems == []
         yield started
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_blocks_are_summed_exactly(lane: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_blocks_are_summed_exactly(collective: str, ranks: Ranks) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        assert ranks.run(tiling_tasks.sums, lane, [1, 300_001, 4_000_000, 128], dtype) == [True, True]
+        assert ranks.run(tiling_tasks.sums, collective, [1, 300_001, 4_000_000, 128], dtype) == [True, True]
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("lane", LANES)
-def test_a_layer_is_summed(lane: str, graph: bool, ranks: Ranks) -> None:
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_layer_is_summed(collective: str, graph: bool, ranks: Ranks) -> None:
     """fp16 has 11 bits, and each rank rounds its part."""
     for rows, count in ((1000, 4), (4096, 2)):
-        for error in ranks.run(tiling_tasks.layer, lane, rows, count, graph):
+        for error in ranks.run(tiling_tasks.layer, collective, rows, count, graph):
             assert error < 2**-10

@@ -7,13 +7,12 @@ import torch.distributed as dist
 
 from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import open_lanes
+from fastattention_vllm.parallel.named_collectives import open_named_collectives
 from fastattention_vllm.parallel.plan import even
-from fastattention_vllm.parallel.tiled_linear import Tiling
-from tests.parallel.tasks import exchange
+from tests.parallel.tasks import TilingBy, exchange
 
 GROUP = "gpu test"
-LANES: dict[str, Collective] = {}
+COLLECTIVES: dict[str, Collective] = {}
 
 
 def open_all(rank: int, names: list[str], peer_to_peer: bool) -> list[str]:
@@ -25,7 +24,7 @@ def open_all(rank: int, names: list[str], peer_to_peer: bool) -> list[str]:
     torch.cuda.set_device(rank)
     problems: list[str] = []
     everyone = [list(range(dist.get_world_size()))]
-    LANES.update(open_lanes(names, everyone, rank, "cuda", 60.0, exchange, problems.append))
+    COLLECTIVES.update(open_named_collectives(names, everyone, rank, "cuda", 60.0, exchange, problems.append))
     return problems
 
 
@@ -34,9 +33,9 @@ def sums(rank: int, name: str, sizes: list[int], dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(rank)
     blocks = [torch.randint(-9, 10, (size,), generator=generator).to(dtype) for size in sizes]
     there = [block.cuda() for block in blocks]
-    started = [LANES[name].start(block) for block in there]
+    started = [COLLECTIVES[name].start(block) for block in there]
     for one in started:
-        LANES[name].wait(one)
+        COLLECTIVES[name].wait(one)
     for block in blocks:
         dist.all_reduce(block)
     return all(torch.equal(one.cpu(), other) for one, other in zip(there, blocks, strict=True))
@@ -44,8 +43,8 @@ def sums(rank: int, name: str, sizes: list[int], dtype: torch.dtype) -> bool:
 
 def layer(rank: int, name: str, rows: int, count: int, graph: bool) -> float:
     """The largest difference between the op and float64, as a part of the largest number."""
-    lane = LANES[name]
-    tiled_linear.register(GROUP, Tiling(lane, lambda rows, weight: even(rows, count), _never))
+    collective = COLLECTIVES[name]
+    tiled_linear.register(GROUP, TilingBy(collective, lambda rows, weight: even(rows, count), _never))
     generator = torch.Generator().manual_seed(rank)
     weight = torch.randn((512, 768), generator=generator).half()
     bias = torch.arange(512).half() / 64

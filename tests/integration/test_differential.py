@@ -68,11 +68,11 @@ def answers(problem: Problem, path: Path, on_host: Sequence[int], seen: Counter[
             size = problem.model
             block = 2 * problem.settings["block_size"] * size.kv_heads * size.head_size * 4
             patch.setattr(prefetch, "STAGING_BYTES", problem.staging_blocks * block)
-            patch.setattr(host_attention, "LEAST_SHARE", 1)
+            patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
         with engine(path, **problem.settings, **more) as llm:
-            house = host_layers.find(llm.llm_engine.vllm_config)
+            layers = host_layers.find(llm.llm_engine.vllm_config)
             if "tensor_parallel_size" not in problem.settings:  # otherwise they are in other processes
-                assert (house.placement.host if house else ()) == tuple(on_host)
+                assert (layers.placement.host if layers else ()) == tuple(on_host)
             outputs = run(llm, problem.requests, problem.prompts())
             seen["preempted"] += counter(llm, "vllm:num_preemptions") > 0
             seen["accepted drafts"] += counter(llm, "vllm:spec_decode_num_accepted_tokens") > 0

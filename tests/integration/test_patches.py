@@ -18,7 +18,7 @@ FOLDER = Path(integration.__file__).parent
 REPLACING_CALLS = {"setattr", "delattr", "register_oot", "register_kernels", "Library", "impl", "cache_clear"}
 REPLACING_METHODS = {"sys.meta_path.insert", "sys.meta_path.append", "op_registry_oot.pop"}
 NOT_VLLMS = {
-    "ascend/device:AscendSide.prepare:get_ascend_config().enable_cpu_binding": "an option of vllm-ascend's",
+    "ascend/device:AscendRuntime.prepare:get_ascend_config().enable_cpu_binding": "an option of vllm-ascend's",
     "ascend/platform:_honouring:get_attn_backend_cls._fastattention": "a mark on our own function",
     "ascend/row_parallel:_tiling:_get_row_parallel_op._fastattention": "a mark on our own function",
     "compat:without_fp8_cache:cache.cache_dtype": "an option of vLLM's, for the time of one call",
@@ -31,14 +31,14 @@ NOT_VLLMS = {
     "cpu/stand_ins/linear:_define:_library.impl": "an op in our own namespace",
     "cpu/stand_ins/lora:CpuPunicaWrapper.add_shrink:"
     "rank_wide.view(-1, rank_wide.shape[-1])[self.token_lora_indices < 0]": "a tensor",
-    "cuda/device:CudaSide.settle_block_size:cache.block_size": "an option of vLLM's",
+    "cuda/device:CudaRuntime.settle_block_size:cache.block_size": "an option of vLLM's",
     "cuda/flash:BlockedMetadataBuilder.build:metadata.row_blocks": "an attribute of our own on a step's metadata",
     "cuda/flash:BlockedMetadataBuilder.build_for_cudagraph_capture:metadata.row_blocks": "the same",
     "cuda/xformers:XformersMetadata.mask:self.masks[window]": "our own",
-    "host_layers/layers:HostLayers.set_share:self.lane.share": "our own",
-    "host_layers/layers:HostLayerImpl.forward:self.house.rehearsed": "our own",
-    "host_layers/layers:rehearse:lane.prefetcher": "our own",
-    "host_layers/layers:place:setattr": "a mark on vLLM's configuration",
+    "host_layers/layers:HostLayers.set_stream_split:self.group.stream_split": "our own",
+    "host_layers/layers:HostLayerImpl.forward:self.host_layers.rehearsed": "our own",
+    "host_layers/layers:rehearse:group.prefetcher": "our own",
+    "host_layers/layers:set_up:setattr": "a mark on vLLM's configuration",
     "options:decide_host_layers:config.additional_config": "an option of vLLM's",
     "options:decide_host_layers:config.additional_config[KEY]": "an option of vLLM's",
     "refusal:install_excepthook:sys.excepthook": "Python's, in the vllm command's own process",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,26 @@ class Case:
         return torch.randn(shape, generator=generator).to(self.dtype)
 
 
+class TilingBy(Tiling):
+    """A tiling from functions."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        blocks: Callable[[int, torch.Tensor], Sequence[int]],
+        plain: tiled_linear.Linear,
+        **more: Any,
+    ) -> None:
+        super().__init__(collective, **more)
+        self._blocks, self._plain = blocks, plain
+
+    def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
+        return self._blocks(rows, weight)
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._plain(x, weight, bias)
+
+
 def plain_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As vLLM's RowParallelLinear does it: one matmul, with the bias on one rank, then one all-reduce."""
     out = torch.nn.functional.linear(x, weight, bias)
@@ -65,7 +86,7 @@ def tiled_and_plain(rank: int, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Both results of this rank."""
     x, weight, bias = case.tensors(rank)
     before = [tensor.clone() for tensor in (x, weight, bias) if tensor is not None]
-    tiled_linear.register(GROUP, Tiling(COLLECTIVE, lambda rows, weight: case.blocks, plain_layer))
+    tiled_linear.register(GROUP, TilingBy(COLLECTIVE, lambda rows, weight: case.blocks, plain_layer))
     if rank == dist.get_world_size() - 1:
         time.sleep(case.late)
     tiled = tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
@@ -86,7 +107,7 @@ def mlp(rank: int, case: Case, wide: int) -> tuple[torch.Tensor, torch.Tensor, i
     x = torch.randint(-1, 2, (case.rows, wide), generator=torch.Generator().manual_seed(5)).to(case.dtype)
     first = torch.randint(-1, 2, (case.inputs, wide), generator=generator).to(case.dtype)
     counted = Counted(COLLECTIVE)
-    tiling = Tiling(counted, lambda rows, weight: case.blocks, plain_layer, activate=torch.relu)
+    tiling = TilingBy(counted, lambda rows, weight: case.blocks, plain_layer, activation=torch.relu)
     tiled_linear.register(GROUP, tiling)
     found = tiled_linear.tiled_mlp_all_reduce(x, first, second, GROUP).clone()
     return found, plain_layer(torch.relu(x @ first.t()), second, None), counted.started
@@ -97,7 +118,7 @@ def after_attention(rank: int, case: Case, ends: list[int]) -> tuple[torch.Tenso
     x, weight, bias = case.tensors(rank)
     ready = RowsReady(case.outputs)
     counted = Counted(COLLECTIVE)
-    tiled_linear.register(GROUP, Tiling(counted, lambda rows, weight: (rows,), plain_layer, ready=ready))
+    tiled_linear.register(GROUP, TilingBy(counted, lambda rows, weight: (rows,), plain_layer, ready=ready))
     attended = torch.full_like(x, 99)
     ready.begin(attended.view(case.rows, 4, -1))
     begin = 0
@@ -127,7 +148,7 @@ class Counted(Collective):
 def all_in_flight(rank: int, case: Case, layers: int) -> torch.Tensor:
     """``layers`` calls one after the other, each on the result of the one before; the last one's."""
     x, weight, _ = case.tensors(rank)
-    tiled_linear.register(GROUP, Tiling(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
+    tiled_linear.register(GROUP, TilingBy(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
     for _ in range(layers):
         x = tiled_linear.tiled_linear_all_reduce(x, weight, None, GROUP).remainder(2)
     return x
@@ -147,7 +168,7 @@ def compiled(rank: int, rows: list[int]) -> int:
     """Compile a layer once for any number of rows and compare it with the plain one; returns the graphs it took."""
     case = Case(max(rows), 32, 24, torch.float32, (), exact=True)
     x, weight, bias = case.tensors(rank)
-    tiled_linear.register(GROUP, Tiling(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
+    tiled_linear.register(GROUP, TilingBy(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -216,7 +237,7 @@ KEPT_BACK = 0.02
 """Seconds."""
 
 
-def measured(rank: int, outputs: int, inputs: int, least_rows: int, most_rows: int) -> Choice:
+def measured(rank: int, outputs: int, inputs: int, min_rows: int, max_rows: int) -> Choice:
     """A calibration in which the last rank's matmuls take longer by ``KEPT_BACK``."""
     original = torch.mm
 
@@ -227,8 +248,8 @@ def measured(rank: int, outputs: int, inputs: int, least_rows: int, most_rows: i
     if rank == dist.get_world_size() - 1:
         torch.mm = slow  # type: ignore[assignment]
     try:
-        lanes = {"first": COLLECTIVE, "second": COLLECTIVE}
-        return calibrate.measure(lanes, plain_layer, torch.zeros(outputs, inputs), least_rows, most_rows)
+        collectives = {"first": COLLECTIVE, "second": COLLECTIVE}
+        return calibrate.measure(collectives, plain_layer, torch.zeros(outputs, inputs), min_rows, max_rows)
     finally:
         torch.mm = original  # type: ignore[assignment]
 

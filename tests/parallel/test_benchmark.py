@@ -30,7 +30,7 @@ def tiling(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None:
     file, picture = tmp_path / "rows.json", tmp_path / "lanes.png"
-    layer = ["--links", "gloo", "--tiny", "--tokens", "256", "1000", "--least-tokens", "512", "--rounds", "1"]
+    layer = ["--links", "gloo", "--tiny", "--tokens", "256", "1000", "--min-tokens", "512", "--rounds", "1"]
     done = run(*layer, "--json", str(file), "--timeline", str(picture))
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention_vllm.parallel import calibrate, calibration_file, layer_timer
-from fastattention_vllm.parallel.calibrate import MOST_SLOWDOWN, row_counts, slowdown
+from fastattention_vllm.parallel.calibrate import MAX_SLOWDOWN, row_counts, slowdown
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import CollectiveError
 from fastattention_vllm.parallel.layer_timer import Timed
@@ -80,8 +80,8 @@ class Slowly:
     """In the place of a LayerTimer, on a GPU where 4096 rows take a millisecond to multiply and one to sum, each block
     costs a time to order, and nothing takes from anything else."""
 
-    def __init__(self, ordering: float) -> None:
-        self._ordering = ordering
+    def __init__(self, enqueue_seconds: float) -> None:
+        self._enqueue_seconds = enqueue_seconds
         self._lanes = Pipeline(MILLISECOND, MILLISECOND)
 
     def plain(self, rows: int) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Slowly:
         return blocks
 
     def timed(self, works: list[tuple[int, ...]], rounds: int = 0, rank: float = 0.5) -> list[Timed]:
-        return [Timed(self._lanes.seconds(blocks), self._ordering * len(blocks)) for blocks in works]
+        return [Timed(self._lanes.seconds(blocks), self._enqueue_seconds * len(blocks)) for blocks in works]
 
     def seconds(self, works: list[tuple[int, ...]], rounds: int = 0, rank: float = 0.5) -> list[float]:
         return [one.seconds for one in self.timed(works)]
@@ -101,15 +101,15 @@ MILLISECOND = affine(0, 1e-3 / 4096)
 
 
 @pytest.mark.parametrize(
-    ("ordering", "least", "most"),
+    ("enqueue_seconds", "least", "most"),
     [(0.0, 8, 16), (0.25e-3, 2, 5), (1e-3, 1, 1)],
     ids=["at once", "a few are as fast as their orders", "slower than plain"],
 )
-def test_a_cut_counts_no_less_than_its_orders(ordering: float, least: int, most: int) -> None:
-    timer: Any = Slowly(ordering)
+def test_a_cut_counts_no_less_than_its_orders(enqueue_seconds: float, least: int, most: int) -> None:
+    timer: Any = Slowly(enqueue_seconds)
     found = calibrate._trial(timer, 4096, MILLISECOND, {"nccl": MILLISECOND})
     assert least <= len(found.blocks) <= most
-    assert found.seconds >= ordering * len(found.blocks)
+    assert found.seconds >= enqueue_seconds * len(found.blocks)
     assert found.plain_seconds == pytest.approx(2e-3)
 
 
@@ -121,7 +121,7 @@ def test_rows_are_doubled_until_the_longest_step_is_covered(most: int) -> None:
     assert len(numbers) == 1 or numbers[-2] < most
 
 
-@given(AFFINE, st.floats(1, MOST_SLOWDOWN), st.integers(2, 6))
+@given(AFFINE, st.floats(1, MAX_SLOWDOWN), st.integers(2, 6))
 def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) -> None:
     """By the time that a cut takes with it; exactly this slowdown, or one that makes no difference to the time."""
     blocks = even(4096, count)
@@ -134,7 +134,7 @@ def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) 
 
 @given(AFFINE)
 def test_a_cut_that_was_tried_and_lost_is_not_planned(pipeline: Pipeline) -> None:
-    """However fast the two lanes are alone."""
+    """However fast the two stages are alone."""
     blocks = plan(8192, pipeline).blocks
     slow = slowdown(pipeline.matmul, pipeline.all_reduce, blocks, 1.0)
     after = plan(8192, Pipeline(pipeline.matmul, pipeline.all_reduce, slow, slow))

@@ -119,7 +119,7 @@ def test_an_engine_that_does_not_come_is_ended_and_says_where_it_is(
 @pytest.mark.more
 def test_every_engine_has_its_row(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    small = ["--tiny", "--tokens", "256", "--least-tokens", "128", "--layers", "2", "--rounds", "1", "--limit", "240"]
+    small = ["--tiny", "--tokens", "256", "--min-tokens", "128", "--layers", "2", "--rounds", "1", "--limit", "240"]
     command = [sys.executable, str(FOLDER / "first_token.py"), "--links", "gloo", *small, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The model of the two lanes, against what can be worked out by hand and by another algorithm."""
+"""The model of the two stages, against what can be worked out by hand and by another algorithm."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_slow_lanes_take_longer_but_never_longer_than_what_each_costs(
 
 
 def test_slowdowns_count_only_while_both_lanes_work() -> None:
-    """Blocks of 1 s each: 1 s alone, then both lanes for 2 s at half speed, then 1 s alone."""
+    """Blocks of 1 s each: 1 s alone, then both stages for 2 s at half speed, then 1 s alone."""
     one_second = Times(((10, 1.0), (20, 2.0)))
     assert Pipeline(one_second, one_second, 2.0, 2.0).seconds([10, 10]) == pytest.approx(1 + 2 + 1)
     # The all-reduce is done after 1 s, of which the matmul got a third; the rest it does alone.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.parallel.pipeline import Pipeline, Times
-from fastattention_vllm.parallel.plan import COUNTS, GRANULE, LEAST_GAIN, Plan, cut, even, plan
+from fastattention_vllm.parallel.plan import COUNTS, GRANULE, MIN_GAIN, Plan, cut, even, plan
 from tests.parallel.models import AFFINE, MEASURED, PIPELINES, SLOWED_PIPELINES, affine
 
 ROWS = st.integers(1, 40_000)
@@ -43,7 +43,7 @@ def test_every_row_is_in_one_block_and_no_plan_is_slower_than_one_block(
     assert chosen.one_block_seconds == pipeline.seconds((rows,))
     assert chosen.hideable_seconds == min(pipeline.matmul(rows), pipeline.all_reduce(rows))
     if len(chosen.blocks) > 1:
-        assert chosen.seconds <= (1 - LEAST_GAIN) * chosen.one_block_seconds
+        assert chosen.seconds <= (1 - MIN_GAIN) * chosen.one_block_seconds
         assert len(chosen.blocks) <= max(COUNTS)
     else:
         assert chosen.seconds == chosen.one_block_seconds
@@ -147,7 +147,7 @@ def test_a_faster_link_is_never_planned_slower(rows: int, pipeline: Pipeline, fa
     points = tuple((count, seconds / faster) for count, seconds in pipeline.all_reduce.points)
     quick = plan(rows, Pipeline(pipeline.matmul, Times(points)))
     # A plan may be short of the best by what it has to gain at least.
-    assert quick.seconds * (1 - LEAST_GAIN) <= plan(rows, pipeline).seconds
+    assert quick.seconds * (1 - MIN_GAIN) <= plan(rows, pipeline).seconds
 
 
 @given(st.integers(0, 40_000), st.integers(1, 20), GRANULES)

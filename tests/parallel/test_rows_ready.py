@@ -24,23 +24,23 @@ def test_the_sum_is_that_of_the_plain_layer(two_ranks: Ranks, ends: tuple[int, .
 
 def test_marks_are_taken_once_and_by_their_tensor_alone() -> None:
     ready, x, other = RowsReady(8), torch.zeros(10, 4), torch.zeros(10, 4)
-    assert ready.take(x) is None
+    assert ready.pop(x) is None
     for asked in (other, x):
         ready.begin(x)
         ready.mark(x, 6)
         ready.mark(x, 9)
-        taken = ready.take(asked)
-        assert (taken is not None) == (asked is x)
-        assert ready.take(x) is None
-    assert taken is not None
-    assert taken.blocks == (6, 4)
-    assert taken.out.shape == (10, 8)
+        pending = ready.pop(asked)
+        assert (pending is not None) == (asked is x)
+        assert ready.pop(x) is None
+    assert pending is not None
+    assert pending.blocks == (6, 4)
+    assert pending.out.shape == (10, 8)
 
 
 def test_what_was_begun_but_not_marked_is_not_taken() -> None:
     ready, x = RowsReady(8), torch.zeros(10, 4)
     ready.begin(x)
-    assert ready.take(x) is None
+    assert ready.pop(x) is None
 
 
 def test_a_marked_tensor_lives_until_it_is_taken() -> None:
@@ -51,5 +51,5 @@ def test_a_marked_tensor_lives_until_it_is_taken() -> None:
     alive = weakref.ref(x)
     del x
     assert alive() is not None
-    assert ready.take(torch.zeros(10, 4)) is None
+    assert ready.pop(torch.zeros(10, 4)) is None
     assert alive() is None

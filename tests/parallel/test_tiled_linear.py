@@ -12,10 +12,9 @@ import torch
 from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.collective import Collective, open_collective
 from fastattention_vllm.parallel.plan import even
-from fastattention_vllm.parallel.tiled_linear import Tiling
 from tests.parallel import tasks
 from tests.parallel.ranks import Raised, Ranks
-from tests.parallel.tasks import GROUP, Case
+from tests.parallel.tasks import GROUP, Case, TilingBy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ODD = 517
@@ -214,7 +213,7 @@ def test_all_blocks_are_on_their_way_before_the_first_is_waited_for(doubling: Do
 
     collective = Ordered()
     x, weight, _ = CASE.tensors(0)
-    tiled_linear.register(GROUP, Tiling(collective, lambda rows, weight: CASE.blocks, plain))
+    tiled_linear.register(GROUP, TilingBy(collective, lambda rows, weight: CASE.blocks, plain))
     out = tiled_linear.tiled_linear_all_reduce(x, weight, None, GROUP)
     assert torch.equal(out, plain(x, weight, None))
     assert begun == [3, 3, 3]
@@ -227,7 +226,7 @@ def test_all_blocks_are_on_their_way_before_the_first_is_waited_for(doubling: Do
 def test_one_rank_adds_the_bias(doubling: Doubling, rank: int, blocks: tuple[int, ...]) -> None:
     doubling.rank = rank
     x, weight, bias = CASE.tensors(0)
-    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: blocks, plain))
+    tiled_linear.register(GROUP, TilingBy(doubling, lambda rows, weight: blocks, plain))
     expected = plain(x, weight, None if rank else bias)
     assert torch.equal(tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP), expected)
 
@@ -239,7 +238,7 @@ def test_blocks_are_asked_for_the_rows_and_the_weight(doubling: Doubling) -> Non
         asked.append((rows, tuple(weight.shape)))
         return (rows,)
 
-    tiled_linear.register(GROUP, Tiling(doubling, blocks, plain))
+    tiled_linear.register(GROUP, TilingBy(doubling, blocks, plain))
     x, weight, bias = dataclasses.replace(CASE, rows=5, outputs=48).tensors(0)
     tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
     assert asked == [(5, (48, 32))]
@@ -247,7 +246,7 @@ def test_blocks_are_asked_for_the_rows_and_the_weight(doubling: Doubling) -> Non
 
 def test_blocks_that_leave_rows_out_are_noticed(doubling: Doubling) -> None:
     x, weight, bias = CASE.tensors(0)
-    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: (64, 64), plain))
+    tiled_linear.register(GROUP, TilingBy(doubling, lambda rows, weight: (64, 64), plain))
     with pytest.raises(AssertionError, match="for 256"):
         tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
 
@@ -255,13 +254,13 @@ def test_blocks_that_leave_rows_out_are_noticed(doubling: Doubling) -> None:
 def test_inputs_with_gaps_between_their_rows(doubling: Doubling) -> None:
     x, weight, bias = CASE.tensors(0)
     wide = torch.cat([x, x], dim=1)[:, :32]
-    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: CASE.blocks, plain))
+    tiled_linear.register(GROUP, TilingBy(doubling, lambda rows, weight: CASE.blocks, plain))
     assert torch.equal(tiled_linear.tiled_linear_all_reduce(wide, weight, bias, GROUP), plain(x, weight, bias))
 
 
 def test_the_op_is_what_torch_expects_of_one(doubling: Doubling) -> None:
     """Its schema holds, and its fake has the shape, dtype and strides of the real one."""
-    tiled_linear.register(GROUP, Tiling(doubling, lambda rows, weight: CASE.blocks, plain))
+    tiled_linear.register(GROUP, TilingBy(doubling, lambda rows, weight: CASE.blocks, plain))
     op = torch.ops.fastattention.tiled_linear_all_reduce.default
     x, weight, bias = CASE.tensors(0)
     for given in (bias, None):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.placement import calibrate
 from fastattention_vllm.placement.calibrate import ENOUGH, Rates
-from fastattention_vllm.placement.host_attention import LEAST_DIVIDED, HostAttention, Lane, Share
+from fastattention_vllm.placement.host_attention import MIN_SPLIT_BYTES, HostAttention, HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.link import LocalLink
-from tests.placement.world import Model
+from tests.placement.scenario import Model
 
 RATE = st.floats(1e6, 1e12)
 
@@ -23,35 +23,35 @@ RATE = st.floats(1e6, 1e12)
 def test_both_are_done_at_the_same_time(
     memory: float, alone: float, link: float, cpu: float, up: float, size: int
 ) -> None:
-    share = calibrate.share(Rates(memory, alone, link, cpu, up))
+    split = calibrate.stream_split(Rates(memory, alone, link, cpu, up))
     if alone >= ENOUGH * memory:
-        assert share == Share(0.0)
+        assert split == StreamSplit(0.0)
         return
-    by_link = share.of(size) * size
-    if size < LEAST_DIVIDED:
+    by_link = split.of(size) * size
+    if size < MIN_SPLIT_BYTES:
         assert by_link == 0, "not worth it"
-    elif size <= share.head_start:
+    elif size <= split.head_start:
         assert by_link == size, "it is there before the CPU begins"
     else:
-        assert (by_link - share.head_start) / up == pytest.approx(
+        assert (by_link - split.head_start) / up == pytest.approx(
             (size - by_link) / cpu, abs=1 / min(up, cpu), rel=1e-6
         )
 
 
 def test_a_share_that_was_asked_for_is_of_every_size() -> None:
-    for size in (0, 1, LEAST_DIVIDED - 1, 1 << 40):
-        assert Share(0.3).of(size) == pytest.approx(0.3)
+    for size in (0, 1, MIN_SPLIT_BYTES - 1, 1 << 40):
+        assert StreamSplit(0.3).of(size) == pytest.approx(0.3)
 
 
 def test_all_rates_are_measured_without_a_trace() -> None:
     model = Model(page_size=16, window=30)
     cache = torch.zeros(500, model.num_kv_heads, model.page_size, 2 * model.head_size)
-    layer = HostAttention(Lane(LocalLink(), cpu), model, cache, model.window)
+    layer = HostAttention(HostLayerGroup(LocalLink(), cpu), model, cache, model.window)
     rates = calibrate.measure(layer, model.num_heads, torch.float32)
     assert min(rates.memory, rates.cpu, rates.link, rates.cpu_beside_link) > 0
     assert max(dataclasses.astuple(rates)) < float("inf")
     assert rates.link_beside_cpu >= 0, "here the copies are done before the CPU begins"
     assert not cache.any()
-    prefetcher = layer.lane.prefetcher
+    prefetcher = layer.group.prefetcher
     assert sorted(prefetcher.free) == [0, 1]
     assert not prefetcher.coming

@@ -21,11 +21,11 @@ from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import host_attention, prefetch
 from fastattention_vllm.placement import step as steps
-from fastattention_vllm.placement.host_attention import Lane, Share, merge
+from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit, merge
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.step import Batch, divide
 from tests.attention import oracle
-from tests.placement.world import Model, Request, Work, World
+from tests.placement.scenario import Model, Request, Scenario, Work
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -94,16 +94,16 @@ class BesideDevice(LateDevice):
 LINKS = ("local", "late", "beside")
 
 
-def world_of(
+def scenario_of(
     model: Model, num_layers: int, num_blocks: int, share: float, seed: int, kind: str = "local", **more: Any
-) -> World:
+) -> Scenario:
     """``kind``: of :data:`LINKS`."""
     if kind == "local":
-        lane = Lane(LocalLink(), cpu, share=Share(share))
+        group = HostLayerGroup(LocalLink(), cpu, stream_split=StreamSplit(share))
     else:
         link, device = (LateLink(), LateDevice) if kind == "late" else (BesideLink(), BesideDevice)
-        lane = Lane(link, device(link), share=Share(share))
-    return World(model, num_layers, num_blocks, lane, seed, **more)
+        group = HostLayerGroup(link, device(link), stream_split=StreamSplit(share))
+    return Scenario(model, num_layers, num_blocks, group, seed, **more)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, int], None]
     def set_sizes(model: Model, blocks: int) -> None:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         monkeypatch.setattr(prefetch, "STAGING_BYTES", blocks * block + block // 2)
-        monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+        monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
     return set_sizes
 
@@ -136,33 +136,33 @@ MODELS = st.builds(
     model=MODELS,
     share=st.sampled_from([0.0, 0.3, 1.0]),
     blocks_per_part=st.sampled_from([1, 2, 5]),
-    most_short=st.sampled_from([1, 3, 8]),
+    max_cpu_tokens=st.sampled_from([1, 3, 8]),
     kind=st.sampled_from(LINKS),
 )
 def test_steps_equal_attention_over_the_whole_history(
-    data: st.DataObject, model: Model, share: float, blocks_per_part: int, most_short: int, kind: str
+    data: st.DataObject, model: Model, share: float, blocks_per_part: int, max_cpu_tokens: int, kind: str
 ) -> None:
     """Several steps and layers; requests come, begin with what others have computed or just compute, and go on."""
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block + block // 2)
-        patch.setattr(host_attention, "LEAST_SHARE", data.draw(st.sampled_from([1, 3 * block])))
-        patch.setattr(steps, "MAX_SHORT", most_short)
-        world = world_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), kind)
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", data.draw(st.sampled_from([1, 3 * block])))
+        patch.setattr(steps, "MAX_CPU_TOKENS", max_cpu_tokens)
+        scenario = scenario_of(model, data.draw(st.integers(1, 3)), 400, share, data.draw(st.integers(0, 9)), kind)
         requests: list[Request] = []
         for _ in range(data.draw(st.integers(1, 4))):
             works = []
             for request in requests:
                 left = request.tokens - request.done
                 if left:
-                    works.append(world.work(request, min(left, data.draw(NEW_TOKENS))))
+                    works.append(scenario.work(request, min(left, data.draw(NEW_TOKENS))))
             for _ in range(data.draw(st.integers(0 if works else 1, 3 - min(2, len(works))))):
                 like = data.draw(st.sampled_from(requests)) if requests and data.draw(st.booleans()) else None
                 shared = like.done // model.page_size if like else 0
-                request = world.request(shared * model.page_size + data.draw(st.integers(1, 60)), like, shared)
+                request = scenario.request(shared * model.page_size + data.draw(st.integers(1, 60)), like, shared)
                 requests.append(request)
-                works.append(world.work(request, min(request.tokens - request.done, data.draw(NEW_TOKENS))))
-            world.attend(data.draw(st.permutations(works)))
+                works.append(scenario.work(request, min(request.tokens - request.done, data.draw(NEW_TOKENS))))
+            scenario.attend(data.draw(st.permutations(works)))
 
 
 NEW_TOKENS = st.one_of(st.integers(1, 8), st.integers(9, 40))
@@ -181,29 +181,29 @@ def test_a_prefix_that_is_computed_in_the_same_step(
     model = Model(window=window)
     small_parts(model, 2)
     for first, second in ((40, 3), (8, 40), (40, 40), (8, 3)):
-        world = world_of(model, 2, 100, share, 0, kind)
-        one = world.request(first)
-        other = world.request(first + second, one, first // model.page_size)
+        scenario = scenario_of(model, 2, 100, share, 0, kind)
+        one = scenario.request(first)
+        other = scenario.request(first + second, one, first // model.page_size)
         for order in (1, -1):
             one.done, other.done = 0, first
-            works = [world.work(one, first), world.work(other, second)]
-            step = world.attend(works[::order])
+            works = [scenario.work(one, first), scenario.work(other, second)]
+            step = scenario.attend(works[::order])
             assert not step.independent
-            for layer in world.layers:
+            for layer in scenario.layers:
                 layer.cache.fill_(math.nan)
 
 
 def test_steps_without_such_a_prefix_are_told_apart() -> None:
     """Whole blocks of others are read only; a request's own last block is its own, although it is written."""
-    world = world_of(Model(), 1, 100, 0.0, seed=0)
-    one = world.request(31)
-    other = world.request(60, one, 3)
+    scenario = scenario_of(Model(), 1, 100, 0.0, seed=0)
+    one = scenario.request(31)
+    other = scenario.request(60, one, 3)
     one.done, other.done = 0, 12
-    assert world.attend([world.work(one, 12)]).independent
-    assert world.attend([world.work(other, 10), world.work(one, 3)]).independent
-    assert world.attend([world.work(other, 1), world.work(one, 1)]).independent
-    third = world.request(40, one, 4)
-    assert world.attend([world.work(third, 4), world.work(one, 15)]).independent
+    assert scenario.attend([scenario.work(one, 12)]).independent
+    assert scenario.attend([scenario.work(other, 10), scenario.work(one, 3)]).independent
+    assert scenario.attend([scenario.work(other, 1), scenario.work(one, 1)]).independent
+    third = scenario.request(40, one, 4)
+    assert scenario.attend([scenario.work(third, 4), scenario.work(one, 15)]).independent
 
 
 def test_a_failure_in_the_middle_leaves_the_lane_in_order(
@@ -212,9 +212,9 @@ def test_a_failure_in_the_middle_leaves_the_lane_in_order(
     """Buffers may be free, on their way or in use when it happens."""
     model = Model()
     small_parts(model, 2)
-    world = world_of(model, 2, 200, 0.5, seed=0)
-    one, other = world.request(120), world.request(90)
-    world.attend([world.work(one, 60), world.work(other, 70)])
+    scenario = scenario_of(model, 2, 200, 0.5, seed=0)
+    one, other = scenario.request(120), scenario.request(90)
+    scenario.attend([scenario.work(one, 60), scenario.work(other, 70)])
     run = cpu.run
     for calls_before in range(5):
         calls = iter(range(calls_before))
@@ -226,9 +226,9 @@ def test_a_failure_in_the_middle_leaves_the_lane_in_order(
 
         monkeypatch.setattr(cpu, "run", failing)
         with pytest.raises(RuntimeError, match="on purpose"):
-            world.attend([Work(one, 60, 40), Work(other, 70, 2)])
+            scenario.attend([Work(one, 60, 40), Work(other, 70, 2)])
     monkeypatch.setattr(cpu, "run", run)
-    world.attend([world.work(one, 40), world.work(other, 2)])
+    scenario.attend([scenario.work(one, 40), scenario.work(other, 2)])
 
 
 def test_the_share_of_the_device_is_what_was_asked_for(
@@ -251,20 +251,20 @@ def test_the_share_of_the_device_is_what_was_asked_for(
     ):
         model = Model(**changes)
         small_parts(model, 3)
-        world = world_of(model, 1, 100, 0.5, seed=0)
-        one, other = world.request(90), world.request(30)
+        scenario = scenario_of(model, 1, 100, 0.5, seed=0)
+        one, other = scenario.request(90), scenario.request(30)
         for request, done in ((one, 80), (other, 20)):
             for begin in range(0, done, 4):
-                world.attend([Work(request, begin, 4)])
+                scenario.attend([Work(request, begin, 4)])
             request.done = done
         asked.clear()
-        world.attend([world.work(one, 2), world.work(other, 1)])
+        scenario.attend([scenario.work(one, 2), scenario.work(other, 1)])
         assert sum(asked) == expected
         assert max(asked, default=0) <= 3
-        block = world.layers[0].cache[:1].nbytes
-        monkeypatch.setattr(host_attention, "LEAST_SHARE", 6 * block)
+        block = scenario.layers[0].cache[:1].nbytes
+        monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 6 * block)
         asked.clear()
-        world.attend([world.work(one, 2), world.work(other, 1)])
+        scenario.attend([scenario.work(one, 2), scenario.work(other, 1)])
         assert sum(asked) == (expected and 80 // 2 // 4)
 
 
@@ -276,7 +276,7 @@ def test_the_share_of_the_device_is_what_was_asked_for(
     st.data(),
 )
 def test_every_token_is_divided_to_one_side_once(
-    counts: list[int], most_short: int, page_size: int, causal: bool, data: st.DataObject
+    counts: list[int], max_cpu_tokens: int, page_size: int, causal: bool, data: st.DataObject
 ) -> None:
     contexts = [data.draw(st.integers(0, 50)) for _ in counts]
     width = max(-(-(a + b) // page_size) for a, b in zip(counts, contexts, strict=True)) + 1
@@ -289,29 +289,32 @@ def test_every_token_is_divided_to_one_side_once(
         ]
     )
     lengths = torch.tensor([a + b for a, b in zip(counts, contexts, strict=True)], dtype=torch.int32)
-    step = divide(Batch(starts, lengths, table, slots, slots, causal), page_size, most_short)
+    step = divide(Batch(starts, lengths, table, slots, slots, causal), page_size, max_cpu_tokens)
 
     rows: list[int] = []
-    long = [index for index, count in enumerate(counts) if count > most_short]
-    for index, request in zip(long, step.long, strict=True):
+    long = [index for index, count in enumerate(counts) if count > max_cpu_tokens]
+    for index, request in zip(long, step.device_requests, strict=True):
         rows += range(request.rows.start, request.rows.stop)
         assert request.rows == slice(int(starts[index]), int(starts[index + 1]))
         assert request.context == contexts[index]
         assert request.blocks.tolist() == table[index, : -(-contexts[index] // page_size)].tolist()
         assert request.blocks.dtype == torch.int64
-    short = [index for index, count in enumerate(counts) if 0 < count <= most_short]
-    assert (step.short is not None) == bool(short)
-    if step.short:
-        own = torch.arange(sum(counts))[step.short.rows].tolist()
+    short = [index for index, count in enumerate(counts) if 0 < count <= max_cpu_tokens]
+    assert (step.cpu_requests is not None) == bool(short)
+    if step.cpu_requests:
+        own = torch.arange(sum(counts))[step.cpu_requests.rows].tolist()
         rows += own
-        assert step.short.query_start_loc.tolist() == [0, *torch.tensor([counts[i] for i in short]).cumsum(0).tolist()]
-        assert step.short.query_start_loc.dtype == torch.int32
+        assert step.cpu_requests.query_start_loc.tolist() == [
+            0,
+            *torch.tensor([counts[i] for i in short]).cumsum(0).tolist(),
+        ]
+        assert step.cpu_requests.query_start_loc.dtype == torch.int32
         assert own == [row for i in short for row in range(int(starts[i]), int(starts[i + 1]))]
-        assert step.short.seq_lens.tolist() == lengths[short].tolist()
-        assert step.short.contexts == tuple(contexts[i] for i in short)
-        assert step.short.block_table.tolist() == table[short].tolist()
-        assert step.short.slot_mapping.tolist() == slots[own].tolist()
-        assert step.short.causal == causal
+        assert step.cpu_requests.seq_lens.tolist() == lengths[short].tolist()
+        assert step.cpu_requests.contexts == tuple(contexts[i] for i in short)
+        assert step.cpu_requests.block_table.tolist() == table[short].tolist()
+        assert step.cpu_requests.slot_mapping.tolist() == slots[own].tolist()
+        assert step.cpu_requests.causal == causal
     assert sorted(rows) == list(range(sum(counts)))
     assert step.independent  # every request has blocks of its own
 
@@ -324,7 +327,7 @@ def test_neighbours_are_taken_as_a_slice() -> None:
         table = torch.arange(len(counts), dtype=torch.int32)[:, None] + 1
         slots = torch.arange(sum(counts))
         lengths = torch.tensor(counts, dtype=torch.int32)
-        short = divide(Batch(starts, lengths, table, slots, slots), 64).short
+        short = divide(Batch(starts, lengths, table, slots, slots), 64).cpu_requests
         assert short is not None
         return short.rows
 

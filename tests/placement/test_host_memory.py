@@ -118,14 +118,14 @@ def test_memory_that_appears_later_is_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_ranks_look_and_take_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four at once, and memory for three and a half: the last must not take the half for a whole."""
     left = [14 * MIB]
-    place = host_memory.cpu_memory.place
+    place_memory = host_memory.cpu_memory.place_memory
 
     def slow_place(address: int, size: int, *rest: object, **named: object) -> object:
         time.sleep(0.05)  # what has been looked at is not yet taken
         left[0] -= size
-        return place(address, size, *rest, **named)  # type: ignore[arg-type]
+        return place_memory(address, size, *rest, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(host_memory.cpu_memory, "place", slow_place)
+    monkeypatch.setattr(host_memory.cpu_memory, "place_memory", slow_place)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: left[0])
 
     def rank(_: int) -> object:

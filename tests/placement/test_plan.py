@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import (
+    LayerPlacement,
     Layers,
     Limits,
-    Placement,
     PlacementError,
     indices_text,
     plan,
@@ -45,7 +45,7 @@ def models(draw: st.DrawFn, most: int = 12, fixed: bool = True) -> tuple[Layers,
     return Layers(full, windowed, frozenset(stay)), size
 
 
-def try_plan(layers: Layers, size: KvSize, wanted: Any, limits: Limits = PLENTY) -> Placement | None:
+def try_plan(layers: Layers, size: KvSize, wanted: Any, limits: Limits = PLENTY) -> LayerPlacement | None:
     try:
         return plan(layers, size, wanted, limits)
     except PlacementError as error:
@@ -60,7 +60,7 @@ def assert_one_sentence(error: PlacementError) -> None:
     assert not re.search(r"\. [A-Z]", text)
 
 
-def check(placement: Placement, layers: Layers, size: KvSize) -> None:
+def check(placement: LayerPlacement, layers: Layers, size: KvSize) -> None:
     """What holds for every plan."""
     everything = {*layers.full, *layers.windowed}
     assert set(placement.host) | set(placement.device) == everything
@@ -84,18 +84,18 @@ def read_bytes(size: KvSize, tokens: int) -> int:
     return size.bytes_per_block // size.block_size * seen
 
 
-def blocks_needed(placement: Placement, limits: Limits) -> int:
+def blocks_needed(placement: LayerPlacement, limits: Limits) -> int:
     """As vLLM's block manager counts them: those of every request, and the null block."""
     size = placement.device_size
     page = size.layers_per_group() * size.bytes_per_block
     return limits.requests * (size.of_request(limits.tokens) - page) // page + 1
 
 
-def fits(placement: Placement, limits: Limits) -> bool:
-    return placement.most_blocks(limits.device_bytes, limits.host_bytes) >= blocks_needed(placement, limits)
+def fits(placement: LayerPlacement, limits: Limits) -> bool:
+    return placement.max_blocks(limits.device_bytes, limits.host_bytes) >= blocks_needed(placement, limits)
 
 
-def every_split(layers: Layers, size: KvSize) -> Iterator[Placement]:
+def every_split(layers: Layers, size: KvSize) -> Iterator[LayerPlacement]:
     """By the number of host layers of each kind, which ones do not matter for any size."""
     free = [[index for index in kind if index not in layers.fixed] for kind in (layers.full, layers.windowed)]
     for full in range(len(free[0]) + 1):
@@ -286,7 +286,7 @@ def test_blocks_are_as_many_as_both_sides_hold(
     model: tuple[Layers, KvSize], device_bytes: int, host_bytes: int, data: st.DataObject
 ) -> None:
     placement = data.draw(st.sampled_from(list(every_split(*model))))
-    blocks = placement.most_blocks(device_bytes, host_bytes)
+    blocks = placement.max_blocks(device_bytes, host_bytes)
     page = placement.device_size.layers_per_group() * placement.bytes_per_block
     assert blocks * page <= device_bytes
     assert placement.host_bytes(blocks) <= host_bytes

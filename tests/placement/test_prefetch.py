@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.placement import prefetch
 from fastattention_vllm.placement.link import LocalLink
-from fastattention_vllm.placement.prefetch import Prefetcher, PrefetchError, Range, Visit
+from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, PrefetchError, Visit
 
 
 @dataclass(eq=False)
@@ -31,10 +31,10 @@ class Layer:
         self.number = number
         self.cache = torch.arange(10.0).view(10, 1, 1, 1) + 100 * number
         self.written: Any = f"written {number}"
-        self.kept: dict[int, list[Range]] = {}
+        self.kept: dict[int, list[KvRange]] = {}
 
-    def ranges(self, step: Step) -> Sequence[Range]:
-        made = [Range(0, len(blocks), torch.tensor(blocks)) for blocks in step.blocks[self.number]]
+    def ranges(self, step: Step) -> Sequence[KvRange]:
+        made = [KvRange(0, len(blocks), torch.tensor(blocks)) for blocks in step.blocks[self.number]]
         return self.kept.setdefault(id(step), made)
 
 
@@ -122,88 +122,88 @@ def test_every_visit_gets_its_own_ranges(steps: list[Step], at_once: bool, foret
     """Passes with several steps, in any order of the visits, and with a forecast that is right, wrong or short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefetch, "STAGING_BYTES", 4 * 4)
-        world = Pass(at_once)
-    pairs = [(layer, step) for layer in world.layers for step in steps]
+        scenario = Pass(at_once)
+    pairs = [(layer, step) for layer in scenario.layers for step in steps]
     for _ in range(2):
         visits = data.draw(st.permutations(pairs))
         for number, (layer, step) in enumerate(visits):
             rest = visits[number:]
             wrong = [rest[0], *data.draw(st.permutations(pairs))]
-            world.visit(layer, step, rest if foretold else wrong[: data.draw(st.integers(1, len(wrong)))])
-        world.prefetcher.discard()
-        world.assert_at_rest()
+            scenario.visit(layer, step, rest if foretold else wrong[: data.draw(st.integers(1, len(wrong)))])
+        scenario.prefetcher.discard()
+        scenario.assert_at_rest()
 
 
 def test_a_pass_is_fetched_in_the_order_of_its_visits_whatever_their_steps_are() -> None:
-    world = Pass()
-    first, second, third = world.layers
+    scenario = Pass()
+    first, second, third = scenario.layers
     one, other = Step([[[1], [2]], [], [[5]]]), Step([[], [[3], [4]], []])
     visits = [(first, one), (second, other), (third, one)]
     for number, (layer, step) in enumerate(visits):
-        world.visit(layer, step, visits[number:])
-    assert world.link.fetched == [1, 2, 103, 104, 205]
-    assert len({after[0] for after in world.link.after}) == 1, "the pass was begun more than once"
-    world.assert_at_rest()
+        scenario.visit(layer, step, visits[number:])
+    assert scenario.link.fetched == [1, 2, 103, 104, 205]
+    assert len({after[0] for after in scenario.link.after}) == 1, "the pass was begun more than once"
+    scenario.assert_at_rest()
 
 
 def test_one_range_comes_while_another_is_in_use() -> None:
-    world = Pass(at_once=False, layers=1)
-    (layer,) = world.layers
+    scenario = Pass(at_once=False, layers=1)
+    (layer,) = scenario.layers
     step = Step([[[0], [1], [2], [3]]])
-    world.prefetcher.begin(layer, step, lambda: [Visit(layer, step)])
-    assert len(world.link.pending) == 2
-    number, _ = world.prefetcher.take(layer, step, layer.ranges(step)[0])
-    assert len(world.link.pending) == 1
-    world.prefetcher.give_back(number)
-    assert len(world.link.pending) == 2
+    scenario.prefetcher.begin(layer, step, lambda: [Visit(layer, step)])
+    assert len(scenario.link.pending) == 2
+    number, _ = scenario.prefetcher.take(layer, step, layer.ranges(step)[0])
+    assert len(scenario.link.pending) == 1
+    scenario.prefetcher.give_back(number)
+    assert len(scenario.link.pending) == 2
 
 
 def test_a_range_of_another_layer_step_or_place_is_an_error() -> None:
     for taken in ("layer", "step", "range"):
-        world = Pass(layers=2)
-        layer, other = world.layers
+        scenario = Pass(layers=2)
+        layer, other = scenario.layers
         step, another = Step([[[1], [2]], [[1]]]), Step([[[1]], [[1]]])
         wanted = layer.ranges(step)
-        world.prefetcher.begin(layer, step, lambda layer=layer, step=step: [Visit(layer, step)])
+        scenario.prefetcher.begin(layer, step, lambda layer=layer, step=step: [Visit(layer, step)])
         arguments = {
             "layer": (other, step, other.ranges(step)[0]),
             "step": (layer, another, layer.ranges(another)[0]),
             "range": (layer, step, wanted[1]),
         }
         with pytest.raises(PrefetchError, match="the answer would have been wrong"):
-            world.prefetcher.take(*arguments[taken])
+            scenario.prefetcher.take(*arguments[taken])
 
 
 def test_a_layer_that_leaves_ranges_unused_is_an_error() -> None:
-    world = Pass(layers=1)
-    (layer,) = world.layers
+    scenario = Pass(layers=1)
+    (layer,) = scenario.layers
     step = Step([[[1], [2], [3]]])
-    world.prefetcher.begin(layer, step, lambda: [Visit(layer, step)])
-    world.prefetcher.give_back(world.prefetcher.take(layer, step, layer.ranges(step)[0])[0])
+    scenario.prefetcher.begin(layer, step, lambda: [Visit(layer, step)])
+    scenario.prefetcher.give_back(scenario.prefetcher.take(layer, step, layer.ranges(step)[0])[0])
     with pytest.raises(PrefetchError, match="left 2 of its ranges unused"):
-        world.prefetcher.end()
+        scenario.prefetcher.end()
 
 
 def test_a_forecast_that_begins_with_another_layer_is_an_error() -> None:
-    world = Pass(layers=2)
-    layer, other = world.layers
+    scenario = Pass(layers=2)
+    layer, other = scenario.layers
     step = Step([[], []])
     with pytest.raises(PrefetchError, match="do not begin with the layer"):
-        world.prefetcher.begin(layer, step, lambda: [Visit(other, step)])
+        scenario.prefetcher.begin(layer, step, lambda: [Visit(other, step)])
 
 
 def test_a_second_batch_of_a_layer_waits_for_the_first() -> None:
     """Two microbatches: what the first one writes may be context of the second."""
-    world = Pass(layers=2)
-    layer, other = world.layers
+    scenario = Pass(layers=2)
+    layer, other = scenario.layers
     one, two = Step([[[1]], [[1]]]), Step([[[2]], [[2]]])
     visits = [(layer, one), (layer, two), (other, one), (other, two)]
-    world.prefetcher.begin(layer, one, lambda: [Visit(*visit) for visit in visits])
-    assert world.link.fetched == [1]
-    world.prefetcher.discard()
+    scenario.prefetcher.begin(layer, one, lambda: [Visit(*visit) for visit in visits])
+    assert scenario.link.fetched == [1]
+    scenario.prefetcher.discard()
     for number, visit in enumerate(visits):
-        world.visit(*visit, visits[number:])
-    assert world.link.fetched == [1, 1, 2, 101, 102]
+        scenario.visit(*visit, visits[number:])
+    assert scenario.link.fetched == [1, 1, 2, 101, 102]
 
 
 def test_there_are_two_buffers_as_large_as_the_largest_block() -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from fastattention_vllm.placement import host_attention, prefetch
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import Step
-from tests.placement.test_host_attention import LINKS, world_of
-from tests.placement.world import Model, Work, World
+from tests.placement.scenario import Model, Scenario, Work
+from tests.placement.test_host_attention import LINKS, scenario_of
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
 
@@ -36,46 +36,53 @@ def two_blocks_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 2 * block)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
 
-def two_batches(world: World, kind: str) -> list[list[Work]]:
+def two_batches(scenario: Scenario, kind: str) -> list[list[Work]]:
     """Both have contexts in the caches, which were written by passes before."""
-    one, other, third = (world.request(tokens) for tokens in (70, 55, 40))
-    world.attend([world.work(one, 30), world.work(other, 25), world.work(third, 20)])
+    one, other, third = (scenario.request(tokens) for tokens in (70, 55, 40))
+    scenario.attend([scenario.work(one, 30), scenario.work(other, 25), scenario.work(third, 20)])
     if kind == "prompts":
-        return [[world.work(one, 20)], [world.work(other, 12), world.work(third, 9)]]
+        return [[scenario.work(one, 20)], [scenario.work(other, 12), scenario.work(third, 9)]]
     if kind == "decoding":
-        return [[world.work(one, 1), world.work(third, 2)], [world.work(other, 1)]]
+        return [[scenario.work(one, 1), scenario.work(third, 2)], [scenario.work(other, 1)]]
     if kind == "a prompt and decoding":
-        return [[world.work(one, 20), world.work(third, 1)], [world.work(other, 3)]]
+        return [[scenario.work(one, 20), scenario.work(third, 1)], [scenario.work(other, 3)]]
     if kind == "a new prompt cut in two":
-        new = world.request(40)
-        return [[world.work(new, 20)], [world.work(new, 15)]]
+        new = scenario.request(40)
+        return [[scenario.work(new, 20)], [scenario.work(new, 15)]]
     assert kind == "one prompt cut in two"
-    return [[world.work(one, 20)], [world.work(one, 15), world.work(third, 1)]]
+    return [[scenario.work(one, 20)], [scenario.work(one, 15), scenario.work(third, 1)]]
 
 
 KINDS = ("prompts", "decoding", "a prompt and decoding", "one prompt cut in two", "a new prompt cut in two")
 
 
 def forward(
-    world: World, turns: Sequence[Turn], works: Sequence[list[Work]], steps: Sequence[Step], forecast: str, seed: int
+    scenario: Scenario,
+    turns: Sequence[Turn],
+    works: Sequence[list[Work]],
+    steps: Sequence[Step],
+    forecast: str,
+    seed: int,
 ) -> None:
     """One pass; each turn's answer is compared with the oracle."""
     numbers = random.Random(seed)
     for number, (layer, batch) in enumerate(turns):
-        world.visit(layer, steps[batch], works[batch], upcoming=says(world, steps, turns[number:], forecast, numbers))
+        scenario.visit(
+            layer, steps[batch], works[batch], upcoming=says(scenario, steps, turns[number:], forecast, numbers)
+        )
     if forecast == "right":
-        world.assert_at_rest()
-    world.lane.prefetcher.discard()
-    world.assert_at_rest()
+        scenario.assert_at_rest()
+    scenario.group.prefetcher.discard()
+    scenario.assert_at_rest()
 
 
 def says(
-    world: World, steps: Sequence[Step], rest: Sequence[Turn], forecast: str, numbers: random.Random
+    scenario: Scenario, steps: Sequence[Step], rest: Sequence[Turn], forecast: str, numbers: random.Random
 ) -> Callable[[], Iterator[Visit]] | None:
-    """What the integration says is to come: nothing (then the lane takes one step for all layers), or some turns."""
+    """What the integration says is to come: nothing (then all layers of the group take one step), or some turns."""
     if forecast == "none":
         return None
     said = list(rest)
@@ -83,11 +90,11 @@ def says(
         said = [rest[0], *((numbers.randrange(NUM_LAYERS), numbers.randrange(2)) for _ in range(5))]
     elif forecast == "short":
         said = said[: numbers.randint(1, 2)]
-    return lambda: (Visit(world.layers[layer], steps[batch]) for layer, batch in said)
+    return lambda: (Visit(scenario.layers[layer], steps[batch]) for layer, batch in said)
 
 
-def world_with(share: float, link: str, **more: Any) -> World:
-    return world_of(Model(**more), NUM_LAYERS, 200, share, 0, link)
+def scenario_with(share: float, link: str, **more: Any) -> Scenario:
+    return scenario_of(Model(**more), NUM_LAYERS, 200, share, 0, link)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,9 +103,9 @@ def world_with(share: float, link: str, **more: Any) -> World:
 def test_microbatches(kind: str, turns: list[Turn], forecast: str) -> None:
     for link in LINKS:
         for share in (0.0, 0.6):
-            world = world_with(share, link)
-            works = two_batches(world, kind)
-            forward(world, turns, works, [world.divide(batch) for batch in works], forecast, seed=0)
+            scenario = scenario_with(share, link)
+            works = two_batches(scenario, kind)
+            forward(scenario, turns, works, [scenario.divide(batch) for batch in works], forecast, seed=0)
 
 
 @pytest.mark.parametrize("forecast", FORECASTS)
@@ -106,10 +113,10 @@ def test_microbatches(kind: str, turns: list[Turn], forecast: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_by_number_of_query_heads_have_steps_of_their_own(kind: str, link: str, forecast: str) -> None:
     """One batch, divided once for each group; the middle layer belongs to the other one."""
-    world = world_of(Model(), NUM_LAYERS, 200, 0.6, 0, link, num_heads=[4, 6, 4])
-    (works, _) = two_batches(world, kind)
-    steps = [world.divide(works) for _ in range(2)]
-    forward(world, [(0, 0), (1, 1), (2, 0)], [works, works], steps, forecast, seed=0)
+    scenario = scenario_of(Model(), NUM_LAYERS, 200, 0.6, 0, link, num_heads=[4, 6, 4])
+    (works, _) = two_batches(scenario, kind)
+    steps = [scenario.divide(works) for _ in range(2)]
+    forward(scenario, [(0, 0), (1, 1), (2, 0)], [works, works], steps, forecast, seed=0)
 
 
 @settings(max_examples=60)
@@ -127,9 +134,9 @@ def test_microbatches_in_any_order(
 ) -> None:
     """Each batch meets the layers in order, and the first meets each before the second does: that is causality."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_attention, "LEAST_SHARE", 1)
-        world = world_with(share, link, window=window)
-        works = two_batches(world, kind)
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
+        scenario = scenario_with(share, link, window=window)
+        works = two_batches(scenario, kind)
         turns: list[Turn] = []
         at = [0, 0]
         for wants_first in [*first, *[True] * NUM_LAYERS, *[False] * NUM_LAYERS]:
@@ -138,4 +145,4 @@ def test_microbatches_in_any_order(
                 turns.append((at[batch], batch))
                 at[batch] += 1
         assert len(turns) == 2 * NUM_LAYERS
-        forward(world, turns, works, [world.divide(batch) for batch in works], forecast, seed)
+        forward(scenario, turns, works, [scenario.divide(batch) for batch in works], forecast, seed)

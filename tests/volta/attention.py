@@ -14,7 +14,7 @@ import torch
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.launch import CHUNK, VOLTA, Divisor, Prefill, Split
+from fastattention_vllm.attention.volta.launch import CHUNK, VOLTA, AttentionParams, Divisor, Split
 from kernels.volta import variants
 from kernels.volta.emulator import Emulation
 from kernels.volta.nvrtc import compile_cuda
@@ -85,7 +85,7 @@ class Outputs:
         self.out = torch.full((tokens, heads, head_size), 7, dtype=torch.float16)
         self.lse = torch.full((tokens, heads), 7, dtype=torch.float32)
 
-    def parameters(self, machine: Machine) -> Prefill:
+    def parameters(self, machine: Machine) -> AttentionParams:
         """As they are launched on a GPU, with all tensors mapped into ``machine``."""
         mapped: dict[int, int] = {}
         return volta.parameters(self.problem, self.out, self.lse, lambda tensor: address_of(tensor, machine, mapped))
@@ -148,7 +148,7 @@ def prefill(
 
 
 def decode_parts(problem: AttentionProblem) -> Parts:
-    least = volta_kernels.least_parts(problem.key.shape[-2])
+    least = volta_kernels.min_parts(problem.key.shape[-2])
     return Parts(problem, volta_kernels.decode_parts(int(problem.seq_lens.max()), least), least)
 
 

@@ -17,7 +17,7 @@ from fastattention_vllm.attention.volta.launch import (
     Divisor,
     decode_parts,
     floats_of_parts,
-    least_parts,
+    min_parts,
     part_length,
     partial_floats,
     prefill_grid,
@@ -173,7 +173,7 @@ def test_prompts_are_cut_where_ctas_are_few(launch: tuple[int, int, int, int, in
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.integers(1, 128))
 def test_no_sequence_has_more_parts_than_there_is_room_for(length: int, longest: int, kv_heads: int) -> None:
-    least = least_parts(kv_heads)
+    least = min_parts(kv_heads)
     for kv_len in (min(length, longest), min(8192, longest), longest):
         parts = -(-kv_len // part_length(kv_len, least))
         assert parts <= decode_parts(longest, least) <= 64

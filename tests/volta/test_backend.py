@@ -225,7 +225,7 @@ def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatc
     grids = simulated_gpu.use(monkeypatch)
     capturing = builder()
     captured = capturing.build_for_cudagraph_capture(common(case((1, 1, 1), (1, 1, 1))))
-    assert captured.parts[0].extent.longest == 600
+    assert captured.request_groups[0].extent.longest == 600
     problem = case((1, 1, 1), (300, 17, 599), seed=3)
     capturing.build(0, common(problem))
     check(problem, attend(problem, captured, layer()))

@@ -52,7 +52,7 @@ def test_launches_are_simulated_whole_or_by_a_sample(monkeypatch: pytest.MonkeyP
     # One whose CTAs are alike, by the first of them.
     launch, _ = volta_launches.our_prefill(256, 64, False)
     every = volta_launches.whole_launch(launch, 800)
-    monkeypatch.setattr(volta_launches, "MOST_SIMULATED", 0)
+    monkeypatch.setattr(volta_launches, "MAX_SIMULATED", 0)
     first = volta_launches.whole_launch(launch, 800)
     assert first.simulated < every.simulated == every.ctas
     assert first.seconds == pytest.approx(every.seconds, rel=0.05)
@@ -75,7 +75,7 @@ def test_ctas_that_see_most_begin_first_of_all_heads_of_a_sequence() -> None:
 def test_samples(works: list[float], resident: int, alike: bool, patience: float) -> None:
     count = len(works)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(volta_launches, "MOST_SIMULATED", patience * sum(works))
+        patch.setattr(volta_launches, "MAX_SIMULATED", patience * sum(works))
         some, fewer = volta_launches._sample(works, 1.0, resident, alike)
     some, fewer = list(some), list(fewer)
     assert set(fewer) <= set(some) <= set(range(count))
@@ -86,7 +86,7 @@ def test_samples(works: list[float], resident: int, alike: bool, patience: float
             assert (count - len(some)) % resident == (count - len(fewer)) % resident == 0
         else:
             assert some[-1] == fewer[-1] == count - 1
-            assert len(some) >= volta_launches.LEAST_UNALIKE
+            assert len(some) >= volta_launches.MIN_UNALIKE
 
 
 # --- what is compiled out --------------------------------------------------------------------------------------------

@@ -94,4 +94,4 @@ def test_kernels_are_compiled_with_nvrtc_alone(tmp_path: Path) -> None:
 
 def test_no_more_ctas_are_wanted_than_an_sm_has_threads() -> None:
     for variant in variants.VARIANTS:
-        assert build.most_registers(variant) >= 32, variant.name
+        assert build.max_registers(variant) >= 32, variant.name

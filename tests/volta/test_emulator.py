@@ -251,12 +251,12 @@ def kinds() -> list[Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, head_size: int, most_rows: int, most_keys: int) -> Case:
-    """``most_rows``: of any sequence, query tokens times query heads per KV head."""
+def cases(draw: st.DrawFn, head_size: int, max_rows: int, max_keys: int) -> Case:
+    """``max_rows``: of any sequence, query tokens times query heads per KV head."""
     kv_heads = draw(st.sampled_from([1, 1, 2]))
-    group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 8) if g <= most_rows]))
+    group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 8) if g <= max_rows]))
     lengths = draw(
-        st.lists(st.tuples(st.integers(1, most_rows // group), st.integers(1, most_keys)), min_size=1, max_size=2)
+        st.lists(st.tuples(st.integers(1, max_rows // group), st.integers(1, max_keys)), min_size=1, max_size=2)
     )
     page_size = draw(st.sampled_from([0, 16, 32, 784]))
     return Case(
@@ -283,7 +283,7 @@ def cases(draw: st.DrawFn, head_size: int, most_rows: int, most_keys: int) -> Ca
 @given(st.data())
 def test_prefill(head_size: int, architecture: int, data: st.DataObject) -> None:
     """Fewer keys than queries are drawn too: then the first rows see nothing."""
-    problem = data.draw(cases(head_size, most_rows=150, most_keys=200)).build()
+    problem = data.draw(cases(head_size, max_rows=150, max_keys=200)).build()
     count = data.draw(st.sampled_from([1, 1, 2, 5]))
     attention.check(problem, attention.prefill(problem, emulated, count, architecture))
 
@@ -292,7 +292,7 @@ def test_prefill(head_size: int, architecture: int, data: st.DataObject) -> None
 @settings(max_examples=10)
 @given(st.data())
 def test_decode(head_size: int, architecture: int, data: st.DataObject) -> None:
-    problem = data.draw(cases(head_size, most_rows=DECODE_ROWS, most_keys=400)).build()
+    problem = data.draw(cases(head_size, max_rows=DECODE_ROWS, max_keys=400)).build()
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
@@ -340,7 +340,7 @@ def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 def test_a_tile_of_decoding_ends_with_its_part(architecture: int) -> None:
     """A window begins three keys before the end of the first part; the fourth key of its tile is the second part's."""
-    length = volta_kernels.part_length(129, volta_kernels.least_parts(1))
+    length = volta_kernels.part_length(129, volta_kernels.min_parts(1))
     assert length == 128
     problem = Case((1,), (129,), 1, 1, dtype=FP16, causal=False, window=(3, -1)).build()
     attention.check(problem, attention.decode(problem, emulated, architecture))
@@ -371,7 +371,7 @@ LONG = Case((2,), (8300,), 2, 1, dtype=FP16)
 @pytest.mark.parametrize("head_size", [64, more(128), more(256)])
 def test_decode_of_long_parts(head_size: int, architecture: int) -> None:
     variant = variants.decode(head_size, architecture=architecture)
-    least = volta_kernels.least_parts(LONG.num_kv_heads)
+    least = volta_kernels.min_parts(LONG.num_kv_heads)
     assert volta_kernels.part_length(LONG.kv_lens[0], least) > variant.warps * variant.tile
     problem = replace(LONG, head_size=head_size).build()
     attention.check(problem, attention.decode(problem, emulated, architecture))

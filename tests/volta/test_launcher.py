@@ -227,19 +227,19 @@ def test_only_much_shared_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
 def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch)
     kernel = Kernel("k", ctypes.c_void_p(5), ctypes.c_void_p(6))
-    parameters = volta_kernels.Prefill(scale=0.5)
+    parameters = volta_kernels.AttentionParams(scale=0.5)
     kernel.launch((3, 2, 1), (128, 1, 1), 1024, parameters, 77)
     ((name, function, *numbers, stream, arguments, extra),) = driver.calls
     assert name == "cuLaunchKernel"
     assert (function.value, stream.value, extra.value) == (5, 77, None)
     assert numbers == [3, 2, 1, 128, 1, 1, 1024]
-    assert volta_kernels.Prefill.from_address(arguments[0]).scale == 0.5
+    assert volta_kernels.AttentionParams.from_address(arguments[0]).scale == 0.5
 
 
 def test_a_launch_of_nothing_and_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch, cuLaunchKernel=701)
     kernel = Kernel("k", ctypes.c_void_p(5), ctypes.c_void_p(6))
-    kernel.launch((3, 0, 1), (128, 1, 1), 0, volta_kernels.Prefill(), 0)
+    kernel.launch((3, 0, 1), (128, 1, 1), 0, volta_kernels.AttentionParams(), 0)
     assert driver.calls == []
     with pytest.raises(DriverError, match=r"^the launch of k with a grid of \(3, 2, 1\) failed: reason 701 \(CUDA"):
-        kernel.launch((3, 2, 1), (128, 1, 1), 0, volta_kernels.Prefill(), 0)
+        kernel.launch((3, 2, 1), (128, 1, 1), 0, volta_kernels.AttentionParams(), 0)

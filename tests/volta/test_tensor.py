@@ -42,7 +42,7 @@ def fragments(matrices: Array, along_inner: bool) -> Array:
     return held
 
 
-def place(lane: int, i: int, sums: str) -> tuple[int, int, int]:
+def element(lane: int, i: int, sums: str) -> tuple[int, int, int]:
     """Quadpair, row and column of element i of C and D in a lane."""
     quadpair, upper = lane >> 2 & 3, lane >> 4
     if sums == "f16":
@@ -58,7 +58,7 @@ def test_a_product_of_8_by_8_by_4_in_each_quadpair(layout_a: str, layout_b: str,
     a, b = (rng.standard_normal((QUADPAIRS, 8, 4)).astype(numpy.float16) for _ in range(2))
     kind = numpy.dtype(f"f{int(sums[1:]) // 8}")
     c = rng.standard_normal((QUADPAIRS, 8, 8)).astype(kind)
-    held_c = numpy.array([[c[place(lane, i, sums)] for i in range(8)] for lane in range(32)], kind)
+    held_c = numpy.array([[c[element(lane, i, sums)] for i in range(8)] for lane in range(32)], kind)
     held_d = numpy.zeros_like(held_c)
     done = run(
         kernel(layout_a, layout_b, sums),
@@ -68,7 +68,7 @@ def test_a_product_of_8_by_8_by_4_in_each_quadpair(layout_a: str, layout_b: str,
         held_d,
     )
     exact = c.astype(numpy.float64) + a.astype(numpy.float64) @ b.astype(numpy.float64).transpose(0, 2, 1)
-    expected = numpy.array([[exact[place(lane, i, sums)] for i in range(8)] for lane in range(32)]).astype(kind)
+    expected = numpy.array([[exact[element(lane, i, sums)] for i in range(8)] for lane in range(32)]).astype(kind)
     numpy.testing.assert_array_equal(held_d, expected)
     steps = 4 if sums == "f32" else 2
     assert sum(opcode.startswith("HMMA.884") for opcode in done.opcodes) == steps

@@ -225,6 +225,7 @@ def attention_arguments(
             )
         lse_strides = lse.stride()
 
+    # In the order of AttentionArguments: by name they take ctypes twice as long, once per layer and step.
     arguments = AttentionArguments(
         num_seqs,
         num_heads,

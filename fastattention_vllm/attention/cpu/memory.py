@@ -23,7 +23,7 @@ class _Placement(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Placement:
+class MemoryPlacement:
     """What was achieved for a range of memory."""
 
     huge_bytes: int | None
@@ -34,7 +34,7 @@ class Placement:
     """Sentences that say why something asked for was not had; empty if all was."""
 
 
-def place(address: int, size: int, nodes: Sequence[int] = (), *, discard: bool = False) -> Placement:
+def place_memory(address: int, size: int, nodes: Sequence[int] = (), *, discard: bool = False) -> MemoryPlacement:
     """Ask for huge pages and NUMA nodes for ``size`` bytes at ``address``.
 
     Only whole huge pages (2 MiB) inside the range are placed. ``nodes``: several are used in turn (interleaved), one by
@@ -60,6 +60,6 @@ def _nodes(nodes: Sequence[int]) -> tuple[ctypes.Array[c_int32] | None, int]:
     return ((c_int32 * len(nodes))(*nodes) if nodes else None), len(nodes)
 
 
-def _read(achieved: _Placement) -> Placement:
+def _read(achieved: _Placement) -> MemoryPlacement:
     huge = achieved.huge_bytes
-    return Placement(None if huge < 0 else huge, achieved.num_nodes, achieved.reason.decode())
+    return MemoryPlacement(None if huge < 0 else huge, achieved.num_nodes, achieved.reason.decode())

@@ -24,8 +24,8 @@ from fastattention_vllm.attention.volta.launch import (
     HEAD_SIZES,
     TURING,
     VOLTA,
+    AttentionParams,
     Divisor,
-    Prefill,
     Split,
     Variant,
     WriteKv,
@@ -36,9 +36,9 @@ IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
 ANY_PAGE_SIZE = False
 DEVICE = "cuda"
 LOG2E = math.log2(math.e)
-MOST_OFFSET = 1 << 32
+MAX_OFFSET = 1 << 32
 """Chunks of 16 bytes that the kernels can count in a cache."""
-MOST_BLOCKS = 65535
+MAX_BLOCKS = 65535
 """Of a grid in its second dimension, as the driver counts."""
 NUMBERS = {
     "query_start_loc": torch.int32,
@@ -128,7 +128,7 @@ def can_run(problem: AttentionProblem) -> str | None:
         return f"key has dtype {key.dtype} and value {value.dtype}, they must be alike."
     if key.stride() != value.stride():
         return f"key has strides {key.stride()} and value {value.stride()}, they must be alike."
-    if key.shape[0] * key.stride(0) // CHUNK >= MOST_OFFSET:
+    if key.shape[0] * key.stride(0) // CHUNK >= MAX_OFFSET:
         return f"key has {key.shape[0]} blocks of {key.stride(0)} numbers, more than the Volta kernels can count."
     if problem.scale <= 0:
         return f"scale is {problem.scale}, the Volta kernels need it above 0."
@@ -164,8 +164,8 @@ def run(
     found = torch.zeros_like(query, memory_format=torch.contiguous_format)
     sums = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
     if len(problem.seq_lens):
-        most = int(torch.diff(problem.query_start_loc).max())
-        attend(_on(query.device, problem), Extent(most, int(problem.seq_lens.max())), found, sums)
+        maximum = int(torch.diff(problem.query_start_loc).max())
+        attend(_on(query.device, problem), Extent(maximum, int(problem.seq_lens.max())), found, sums)
     out, lse = deliver(problem, found, sums, out, lse)
     return out, lse if return_lse else None
 
@@ -181,7 +181,7 @@ class Extent:
     """How large grids are: bounds of what only the GPU knows exactly. A CUDA graph is captured with those of all its
     replays."""
 
-    most_tokens: int
+    max_tokens: int
     """Query tokens of any sequence."""
     longest: int
     """KV tokens of any sequence."""
@@ -208,31 +208,31 @@ def attend(
     """
     kv_heads, seqs = problem.num_kv_heads, problem.num_seqs
     head_size, device = problem.head_size, problem.query.device
-    most_rows = problem.num_heads // kv_heads * extent.most_tokens
+    max_rows = problem.num_heads // kv_heads * extent.max_tokens
     argument = parameters(problem, out, lse)
     stream = torch.cuda.current_stream(device).cuda_stream
-    decoding, least = most_rows <= DECODE_ROWS, 0
+    decoding, minimum = max_rows <= DECODE_ROWS, 0
     cache, architecture = CACHES[problem.key.dtype], target().architecture
     if decoding:
         variant = _variant("decode", head_size, cache=cache, architecture=architecture)
-        least = volta_kernels.least_parts(kv_heads)
-        parts = volta_kernels.decode_parts(extent.longest, least)
+        minimum = volta_kernels.min_parts(kv_heads)
+        parts = volta_kernels.decode_parts(extent.longest, minimum)
         grid = (kv_heads, seqs, parts)
     else:
         adjusted = _is_adjusted(problem)
         variant = _variant("prefill", head_size, adjusted=adjusted, cache=cache, architecture=architecture)
-        blocks = volta_kernels.prefill_grid(variant, most_rows, kv_heads, seqs)
-        if blocks[1] > MOST_BLOCKS:
+        blocks = volta_kernels.prefill_grid(variant, max_rows, kv_heads, seqs)
+        if blocks[1] > MAX_BLOCKS:
             raise ValueError(
-                f"a sequence has {extent.most_tokens} new tokens, the Volta kernels take "
-                f"{MOST_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time with "
+                f"a sequence has {extent.max_tokens} new tokens, the Volta kernels take "
+                f"{MAX_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time with "
                 f"{problem.num_heads // kv_heads} query heads per KV head; attend to them in chunks."
             )
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (kv_heads * parts, blocks[1], seqs)
-    split = Split(argument, parts=Divisor.by(parts), rows=most_rows, least_parts=least)
+    split = Split(argument, parts=Divisor.by(parts), rows=max_rows, min_parts=minimum)
     if decoding or parts > 1:
-        rows = seqs * kv_heads * parts * most_rows
+        rows = seqs * kv_heads * parts * max_rows
         needed = volta_kernels.floats_of_parts(head_size, rows)
         partial = torch.empty(needed, device=device) if workspace is None else workspace
         if partial.numel() < needed:
@@ -241,7 +241,7 @@ def attend(
         split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows)
     _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
     if split.partial_out:
-        _kernel(_variant("combine")).launch((most_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
+        _kernel(_variant("combine")).launch((max_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
 
 
 def write_kv(
@@ -296,13 +296,13 @@ def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) 
         _kernel(variant)
 
 
-def partial_floats(head_size: int, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
+def partial_floats(head_size: int, group: int, num_kv_heads: int, max_seqs: int, longest: int) -> int:
     """fp32 numbers of a workspace that is enough for any launch: as :func:`~.launch.partial_floats`.
 
     Raises:
         ImageError: the kernels are not built, or were built for other code.
     """
-    return volta_kernels.partial_floats(_variant("prefill", head_size), group, num_kv_heads, most_seqs, longest)
+    return volta_kernels.partial_floats(_variant("prefill", head_size), group, num_kv_heads, max_seqs, longest)
 
 
 def _is_adjusted(problem: AttentionProblem) -> bool:
@@ -346,13 +346,13 @@ def parameters(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
-) -> Prefill:
+) -> AttentionParams:
     """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
     query, key, table = problem.query, problem.key, problem.block_table
     assert key.stride() == problem.value.stride()
     unit = UNITS.get(key.dtype, 1.0)
     scale = problem.scale * problem.key_scale * unit
-    return Prefill(
+    return AttentionParams(
         out=address_of(out),
         lse=0 if lse is None else address_of(lse),
         **{name: 0 if (tensor := getattr(problem, name)) is None else address_of(tensor) for name in TENSORS},
@@ -373,7 +373,7 @@ def parameters(
         scale=scale * LOG2E,
         softcap=problem.softcap * LOG2E,
         value_scale=problem.value_scale * unit,
-        into_cap=scale / problem.softcap if problem.softcap > 0 else 0.0,
+        scale_over_softcap=scale / problem.softcap if problem.softcap > 0 else 0.0,
     )
 
 

@@ -81,8 +81,8 @@ class Divisor(ctypes.Structure):
         return quotient
 
 
-class Prefill(ctypes.Structure):
-    """``fastattention::Prefill``. Addresses are of the device; strides in elements."""
+class AttentionParams(ctypes.Structure):
+    """``fastattention::AttentionParams``. Addresses are of the device; strides in elements."""
 
     _fields_ = [
         *((name, c_uint64) for name in ("query", "key", "value", "out", "lse", "query_start_loc", "seq_lens")),
@@ -98,7 +98,7 @@ class Prefill(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("value_scale", c_float),
-        ("into_cap", c_float),
+        ("scale_over_softcap", c_float),
     ]
 
 
@@ -106,12 +106,12 @@ class Split(ctypes.Structure):
     """``fastattention::Split``."""
 
     _fields_ = [
-        ("problem", Prefill),
+        ("problem", AttentionParams),
         ("partial_out", c_uint64),
         ("partial_lse", c_uint64),
         ("parts", Divisor),
         ("rows", c_int32),
-        ("least_parts", c_int32),
+        ("min_parts", c_int32),
     ]
 
 
@@ -128,34 +128,34 @@ class WriteKv(ctypes.Structure):
     ]
 
 
-def least_parts(num_kv_heads: int) -> int:
-    """``Split.least_parts`` to decode."""
+def min_parts(num_kv_heads: int) -> int:
+    """``Split.min_parts`` to decode."""
     return -(-FEW_CTAS // num_kv_heads)
 
 
-def part_length(kv_len: int, least: int) -> int:
+def part_length(kv_len: int, minimum: int) -> int:
     """Keys of one part of a sequence that is decoded; the kernels have it from ``problem.h``."""
     length = 128
-    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= least):
+    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= minimum):
         length *= 2
     return length
 
 
-def decode_parts(longest: int, least: int) -> int:
+def decode_parts(longest: int, minimum: int) -> int:
     """The most of any sequence of at most ``longest`` keys: shorter ones may have more parts than the longest."""
     lengths, length = [max(longest, 1)], 128
     while length < longest:
         grows_at = DECODE_PARTS * length + 1
         if length < LONGEST_PART:
-            grows_at = min(grows_at, 2 * length * least)
+            grows_at = min(grows_at, 2 * length * minimum)
         lengths.append(min(longest, grows_at - 1))
         length *= 2
-    return max(-(-kv_len // part_length(kv_len, least)) for kv_len in lengths)
+    return max(-(-kv_len // part_length(kv_len, minimum)) for kv_len in lengths)
 
 
-def prefill_grid(variant: Variant, most_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
-    """Where keys are not in parts. ``most_rows``: of any sequence, query tokens times query heads per KV head."""
-    return num_kv_heads, -(-most_rows // variant.rows), num_seqs
+def prefill_grid(variant: Variant, max_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
+    """Where keys are not in parts. ``max_rows``: of any sequence, query tokens times query heads per KV head."""
+    return num_kv_heads, -(-max_rows // variant.rows), num_seqs
 
 
 def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) -> int:
@@ -175,8 +175,8 @@ def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) ->
         return -(-ctas * parts // at_once) * own_tiles
 
     room = max(1, longest // PART_KEYS)
-    most = [max(1, min(room, waves * at_once // ctas)) for waves in range(1, PREFILL_WAVES + 1)]
-    fewest = [-(-tiles // -(-tiles // parts)) for parts in most]  # for so many tiles in the largest part
+    limits = [max(1, min(room, waves * at_once // ctas)) for waves in range(1, PREFILL_WAVES + 1)]
+    fewest = [-(-tiles // -(-tiles // parts)) for parts in limits]  # for so many tiles in the largest part
     return min((1, *fewest), key=cost)
 
 
@@ -190,17 +190,17 @@ def bytes_of_means(head_size: int, rows: int) -> int:
     return 2 * rows * head_size
 
 
-def partial_floats(prefill: Variant, group: int, num_kv_heads: int, most_seqs: int, longest: int) -> int:
+def partial_floats(prefill: Variant, group: int, num_kv_heads: int, max_seqs: int, longest: int) -> int:
     """fp32 numbers that any launch needs at most for its parts. ``prefill``: the V100's, of this head size; ``group``:
-    query heads per KV head; ``longest``: keys of any of up to ``most_seqs`` sequences."""
+    query heads per KV head; ``longest``: keys of any of up to ``max_seqs`` sequences."""
     tokens = max(1, DECODE_ROWS // group)
-    parts = decode_parts(longest, least_parts(num_kv_heads))
-    decoding = most_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
+    parts = decode_parts(longest, min_parts(num_kv_heads))
+    decoding = max_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
     cut = PREFILL_WAVES * SMS * prefill.ctas_per_sm * prefill.rows
     return floats_of_parts(prefill.head_size, max(decoding, cut))
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, Prefill, Split, WriteKv)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, AttentionParams, Split, WriteKv)
 """Those of ``problem.h``."""
 
 

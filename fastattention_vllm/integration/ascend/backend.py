@@ -16,7 +16,7 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionBackend, AscendAtt
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendSide
+from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendRuntime
 from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
@@ -31,10 +31,10 @@ class FastAttentionAscendBackend(DevicesOwn, AscendAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        theirs: type[Any] = AscendAttentionBackend.get_impl_cls()
-        if theirs is not AscendAttentionBackendImpl:
-            logger.info_once("These layers stay with vllm-ascend: %s.", theirs.__name__)
-            return theirs
+        upstream: type[Any] = AscendAttentionBackend.get_impl_cls()
+        if upstream is not AscendAttentionBackendImpl:
+            logger.info_once("These layers stay with vllm-ascend: %s.", upstream.__name__)
+            return upstream
         return FastAttentionAscendImpl
 
 
@@ -74,9 +74,9 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
             *args,
             **kwargs,
         )
-        self.theirs = self._why_theirs()
-        if self.theirs:
-            logger.info_once("These layers stay with vllm-ascend: %s.", self.theirs)
+        self.upstream_reason = self._why_upstream()
+        if self.upstream_reason:
+            logger.info_once("These layers stay with vllm-ascend: %s.", self.upstream_reason)
             return
         reason = ascend.can_run(self._any_problem())
         if reason is not None:
@@ -84,7 +84,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        host_layers.place(self.vllm_config, AscendSide(self.vllm_config, HostLayerAscendBackend))
+        host_layers.set_up(self.vllm_config, AscendRuntime(self.vllm_config, HostLayerAscendBackend))
 
     def forward_fused_infer_attention(
         self,
@@ -96,11 +96,11 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         kv_cache: Any = None,
     ) -> torch.Tensor:
         """Attention of one step into ``output`` ``[num_tokens, num_heads, head_size]``, whose padding is left alone."""
-        if self.theirs or attention_v1._EXTRA_CTX.capturing:
-            theirs: torch.Tensor = super().forward_fused_infer_attention(
+        if self.upstream_reason or attention_v1._EXTRA_CTX.capturing:
+            answer: torch.Tensor = super().forward_fused_infer_attention(
                 query, key, value, attn_metadata, output, kv_cache
             )
-            return theirs
+            return answer
         problem = self.step(query, key, value, attn_metadata, kv_cache)
         out, _ = ascend.run(problem)
         output[: len(out)] = out
@@ -150,9 +150,9 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         """What keeps such layers on the NPU, or None."""
         if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
             return f"--kv-cache-dtype {self.kv_cache_dtype}"
-        return self.theirs
+        return self.upstream_reason
 
-    def _why_theirs(self) -> str | None:
+    def _why_upstream(self) -> str | None:
         if self.sinks is not None:
             return "attention sinks"
         if self.attn_type != AttentionType.DECODER:

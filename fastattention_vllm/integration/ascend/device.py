@@ -11,7 +11,7 @@ from vllm_ascend.ascend_config import get_ascend_config
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers.metadata import HostMetadataBuilder
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import npu
@@ -41,7 +41,7 @@ class AscendHostMetadataBuilder(HostMetadataBuilder):
         return Batch(starts, lengths, table, host_slots, host_slots, causal)
 
 
-class AscendSide(AcceleratorSide):
+class AscendRuntime(AcceleratorRuntime):
     """One NPU beside the host."""
 
     called = "NPU"

@@ -38,10 +38,10 @@ def install() -> None:
     from vllm.v1.attention import selector
     from vllm_ascend.platform import NPUPlatform
 
-    theirs = NPUPlatform.get_attn_backend_cls
-    if getattr(theirs, "_fastattention", False):
+    original = NPUPlatform.get_attn_backend_cls
+    if getattr(original, "_fastattention", False):
         return
-    NPUPlatform.get_attn_backend_cls = classmethod(_honouring(theirs.__func__))
+    NPUPlatform.get_attn_backend_cls = classmethod(_honouring(original.__func__))
     # A choice made before this would be remembered.
     selector._cached_get_attn_backend.cache_clear()
 

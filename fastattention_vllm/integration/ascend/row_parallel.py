@@ -34,7 +34,7 @@ from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.parallel import mm_all_reduce, tiled_linear
-from fastattention_vllm.parallel.collective import ProcessGroupCollective
+from fastattention_vllm.parallel.collective import Collective, ProcessGroupCollective
 from fastattention_vllm.parallel.plan import GRANULE
 from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.fastattention")
 
-LANE = "hccl"
+COLLECTIVE = "hccl"
 
 
 class TiledRowParallelOp(CustomRowParallelOp):
-    """vLLM's plain row-parallel layer until :func:`adopt` has found it fit, then one that is cut into blocks."""
+    """vLLM's plain row-parallel layer; one that is cut into blocks once :func:`enable_tiling` has found it fit."""
 
     tiled_group: str | None = None
     """The ranks' group by vLLM's name."""
@@ -91,11 +91,27 @@ class TensorParallelSums(ProcessGroupCollective):
         return found
 
 
+class AscendTiling(Tiling):
+    """Of vllm-ascend's group of tensor-parallel ranks. What an ACL graph captures is not cut."""
+
+    def __init__(self, collective: Collective, cuts: row_parallel.Cuts, fused_linears: Mapping[str, Linear]) -> None:
+        super().__init__(collective)
+        self._cuts = cuts
+        self._fused_linears = fused_linears
+
+    def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
+        return (rows,) if _captures() else self._cuts.of(rows, weight)[1]
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        chosen = "" if _captures() else self._cuts.of(x.shape[0], weight)[0]
+        return self._fused_linears.get(chosen, plain)(x, weight, bias)
+
+
 def install() -> None:
     """Have vllm-ascend's chooser answer with ours. Safe to call again and again; says nothing if not asked for."""
-    theirs = linear_op._get_row_parallel_op
-    if not getattr(theirs, "_fastattention", False):
-        linear_op._get_row_parallel_op = _tiling(theirs)
+    original = linear_op._get_row_parallel_op
+    if not getattr(original, "_fastattention", False):
+        linear_op._get_row_parallel_op = _tiling(original)
 
 
 def _tiling(choose: Any) -> Any:
@@ -107,14 +123,14 @@ def _tiling(choose: Any) -> Any:
         config = get_current_vllm_config_or_none()
         if config is None or not row_parallel.asked_for(config):
             return chosen
-        compat.before_profiling(resolve_obj_by_qualname(config.parallel_config.worker_cls), adopt)
+        compat.before_profiling(resolve_obj_by_qualname(config.parallel_config.worker_cls), enable_tiling)
         return TiledRowParallelOp(layer) if chosen is None else chosen
 
     _get_row_parallel_op._fastattention = True  # type: ignore[attr-defined]
     return _get_row_parallel_op
 
 
-def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank.
 
     After the weights are loaded, which may change how they lie; before the first graph is traced.
@@ -134,20 +150,12 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
             layer.custom_op = None
     weights = [layer.weight for layer in tiled]
     timed = options_of(vllm_config).tiling_all_reduce == "auto"
-    one_calls = _one_calls(coordinator, sums, weights) if timed and weights else {}
-    cut, how = row_parallel.decide_cuts(vllm_config, weights, {LANE: sums}, plain, one_calls)
-
-    def blocks(rows: int, weight: torch.Tensor) -> Sequence[int]:
-        return (rows,) if _captures() else cut(rows, weight)[1]
-
-    def uncut(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        chosen = "" if _captures() else cut(x.shape[0], weight)[0]
-        return one_calls.get(chosen, plain)(x, weight, bias)
-
-    tiled_linear.register(coordinator.unique_name, Tiling(sums, blocks, uncut))
+    fused_linears = _fused_linears(coordinator, sums, weights) if timed and weights else {}
+    cuts = row_parallel.decide_cuts(vllm_config, weights, {COLLECTIVE: sums}, plain, fused_linears)
+    tiled_linear.register(coordinator.unique_name, AscendTiling(sums, cuts, fused_linears))
     for layer in tiled:
         layer.custom_op.tiled_group = coordinator.unique_name
-    row_parallel.log_layers(len(tiled), how, Counter(reason for reason, _ in layers if reason))
+    row_parallel.log_layers(len(tiled), cuts, Counter(reason for reason, _ in layers if reason))
 
 
 def why_not(layer: Any, name: str) -> str:
@@ -175,7 +183,7 @@ def _captures() -> bool:
     return is_forward_context_available() and bool(_EXTRA_CTX.capturing)
 
 
-def _one_calls(coordinator: Any, sums: TensorParallelSums, weights: Sequence[torch.Tensor]) -> Mapping[str, Linear]:
+def _fused_linears(coordinator: Any, sums: TensorParallelSums, weights: Sequence[torch.Tensor]) -> Mapping[str, Linear]:
     """``npu_mm_all_reduce_base``, where all ranks can make it; else the log says why not."""
     one_machine = all(in_the_same_node_as(coordinator.cpu_group))
     problem = mm_all_reduce.why_not(weights[0].dtype, sums.size, one_machine)

@@ -116,7 +116,7 @@ class HostLayerBackend(HostLayerMixin, FastAttentionBackend):
     """The CPU's backend for host layers."""
 
 
-class CpuSide:
+class CpuRuntime:
     """The "device" beside the host is the host itself: two pools, the same steps."""
 
     pin = None
@@ -178,7 +178,7 @@ class FastAttentionImpl(Layer):
         self._writer: LayerWriter
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        host_layers.place(get_current_vllm_config(), CpuSide(get_current_vllm_config()))
+        host_layers.set_up(get_current_vllm_config(), CpuRuntime(get_current_vllm_config()))
 
     def do_kv_cache_update(
         self,

@@ -35,27 +35,27 @@ class FastAttentionCpuWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         row_parallel.install(self.vllm_config)
         super().load_model(*args, **kwargs)
-        row_parallel.adopt(self.vllm_config, self.model_runner.model)
+        row_parallel.enable_tiling(self.vllm_config, self.model_runner.model)
         weights = [*self.model_runner.model.parameters(), *cpu_linear.packed_weights()]
-        place("weights", weights, self._cpus(), discard=False)
+        place_tensors("weights", weights, self._cpus(), discard=False)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        house = host_layers.find(self.vllm_config)
-        return house.clamp(available) if house else available
+        layers = host_layers.find(self.vllm_config)
+        return layers.clamp(available) if layers else available
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        place("KV cache", self.model_runner.kv_caches, self._cpus(), discard=True)
-        house = host_layers.find(self.vllm_config)
-        if house:
-            house.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+        place_tensors("KV cache", self.model_runner.kv_caches, self._cpus(), discard=True)
+        layers = host_layers.find(self.vllm_config)
+        if layers:
+            layers.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     def _cpus(self) -> list[int]:
         return binding.cpus_in_reach(self.local_rank)
 
 
-def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> None:
+def place_tensors(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> None:
     """Place the buffers of ``tensors`` (lists of them nested at will) for threads on ``cpus``; log what was had.
 
     With ``discard`` they are zero afterwards, without they keep their contents and those smaller than a huge page are
@@ -65,7 +65,7 @@ def place(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> Non
     if not buffers:
         return
     nodes = topology.numa_nodes(cpus)
-    placements = [cpu_memory.place(address, size, nodes, discard=discard) for address, size in buffers.items()]
+    placements = [cpu_memory.place_memory(address, size, nodes, discard=discard) for address, size in buffers.items()]
     logger.info("%s", describe(what, sum(buffers.values()), nodes, placements))
 
 
@@ -73,7 +73,7 @@ def _least(discard: bool) -> int:
     return 1 if discard else 2 * HUGE_PAGE  # of which one lies inside, wherever the buffer begins
 
 
-def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.Placement]) -> str:
+def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.MemoryPlacement]) -> str:
     """One line for the log: ``size`` bytes of ``what``, the NUMA ``nodes`` asked for, and what each buffer got."""
     known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
     huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"

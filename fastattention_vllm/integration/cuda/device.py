@@ -9,7 +9,7 @@ from vllm.config import get_current_vllm_config
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import AcceleratorSide
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import CudaLink, Link
@@ -25,7 +25,7 @@ def preferred_block_size(otherwise: int) -> int:
     return otherwise if none else max(otherwise, HOST_BLOCK)
 
 
-class CudaSide(AcceleratorSide):
+class CudaRuntime(AcceleratorRuntime):
     """One GPU beside the host."""
 
     pin = CudaPinning()

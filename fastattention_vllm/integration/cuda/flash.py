@@ -16,7 +16,7 @@ from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import DeviceBuildersOwn, DeviceImplsOwn, DevicesOwn
-from fastattention_vllm.integration.cuda.device import CudaSide, preferred_block_size
+from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
@@ -56,9 +56,9 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
         super().process_weights_after_loading(act_dtype)
         vllm_config = get_current_vllm_config()
         if options_of(vllm_config).tiling_all_reduce != "off":
-            compat.before_gpu_profiling(row_parallel.adopt)
+            compat.before_gpu_profiling(row_parallel.enable_tiling)
         named = f"FlashAttention {flash.version(self.head_size)}"
-        host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerFlashBackend, flash, named))
+        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerFlashBackend, flash, named))
 
     def forward(
         self,

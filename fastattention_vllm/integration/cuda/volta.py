@@ -28,7 +28,7 @@ from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
-from fastattention_vllm.integration.cuda.device import CudaSide, preferred_block_size
+from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
@@ -71,7 +71,7 @@ class FastAttentionVoltaBackend(Backend):
 
 
 @dataclass(frozen=True)
-class Part:
+class RequestGroup:
     """Some requests of a step or block, one behind the other. All tensors are on the GPU; see ``AttentionProblem``."""
 
     extent: volta.Extent
@@ -87,7 +87,7 @@ class Block:
     """Rows of a step which are computed before the next ones."""
 
     rows: slice
-    parts: tuple[Part, ...]
+    request_groups: tuple[RequestGroup, ...]
 
 
 @dataclass
@@ -95,7 +95,7 @@ class VoltaMetadata:
     """One step's batch: decoding requests, which have a kernel of their own, and others. Not frozen: classes of vLLM's
     that derive from it set its fields one by one."""
 
-    parts: tuple[Part, ...]
+    request_groups: tuple[RequestGroup, ...]
     causal: bool
     slot_mapping: torch.Tensor
     blocks: tuple[Block, ...] = ()
@@ -113,7 +113,7 @@ def heads_of(vllm_config: Any) -> tuple[int, int]:
 
 
 def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.Tensor:
-    """What any launch needs for its parts, fp32: one on ``device`` for all layers, which run one after the other.
+    """What any launch needs for parts of keys, fp32: one on ``device`` for all layers, which run one after the other.
 
     Layers ask for it when they are loaded, before vLLM measures what is left for the cache; builders then get the same.
     """
@@ -179,8 +179,8 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         assert self.reorder_batch_threshold is not None
         decodes = split_decodes_and_prefills(common, self.reorder_batch_threshold)[0]
         tokens = common.query_start_loc_cpu[1 : seqs + 1] - common.query_start_loc_cpu[:seqs]
-        parts = tuple(
-            Part(
+        request_groups = tuple(
+            RequestGroup(
                 volta.Extent(max(1, int(tokens[begin:end].max())), longest),
                 starts[begin : end + 1],
                 lengths[begin:end],
@@ -190,23 +190,23 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
             for begin, end in ((0, decodes), (decodes, seqs))
             if begin < end
         )
-        return VoltaMetadata(parts, causal, common.slot_mapping)
+        return VoltaMetadata(request_groups, causal, common.slot_mapping)
 
     def _blocks(self, sizes: Sequence[int], starts: Sequence[int], metadata: VoltaMetadata) -> tuple[Block, ...]:
         """Those of attention whose rows are cut. Graphs are captured without."""
-        seqs, decodes = len(starts) - 1, len(metadata.parts[0].seq_lens)
-        longest = metadata.parts[0].extent.longest
+        seqs, decodes = len(starts) - 1, len(metadata.request_groups[0].seq_lens)
+        longest = metadata.request_groups[0].extent.longest
         assert self.block_table is not None
         found = []
         for block in row_blocks(sizes, starts, self.query_start_loc[: seqs + 1], self.seq_lens[:seqs]):
-            parts = []
+            request_groups = []
             for begin, end in ((block.first, min(decodes, block.last)), (max(decodes, block.first), block.last)):
                 if begin >= end:
                     continue
                 tokens = max(min(starts[i + 1], block.end) - max(starts[i], block.begin) for i in range(begin, end))
                 own = slice(begin - block.first, end - block.first)
-                parts.append(
-                    Part(
+                request_groups.append(
+                    RequestGroup(
                         volta.Extent(tokens, longest),
                         block.starts[own.start : own.stop + 1],
                         block.lengths[own],
@@ -214,7 +214,7 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
                         self.workspace,
                     )
                 )
-            found.append(Block(slice(block.begin, block.end), tuple(parts)))
+            found.append(Block(slice(block.begin, block.end), tuple(request_groups)))
         return tuple(found)
 
     def _table(self, given: torch.Tensor) -> torch.Tensor:
@@ -244,10 +244,10 @@ class FastAttentionVoltaImpl(Layer):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(device)
         if options_of(vllm_config).tiling_all_reduce != "off":
-            compat.before_gpu_profiling(row_parallel.adopt)
+            compat.before_gpu_profiling(row_parallel.enable_tiling)
         named = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", named)
-        host_layers.place(vllm_config, CudaSide(vllm_config, HostLayerVoltaBackend, volta, named))
+        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, named))
 
     def do_kv_cache_update(
         self,
@@ -281,28 +281,32 @@ class FastAttentionVoltaImpl(Layer):
         else:
             key, value = self.split(kv_cache)
 
-        def attend(parts: tuple[Part, ...], rows: slice) -> None:
-            for part in parts:
-                where = {"kv_start_loc": part.query_start_loc} if self.is_encoder else {"block_table": part.block_table}
+        def attend(request_groups: tuple[RequestGroup, ...], rows: slice) -> None:
+            for requests in request_groups:
+                where = (
+                    {"kv_start_loc": requests.query_start_loc}
+                    if self.is_encoder
+                    else {"block_table": requests.block_table}
+                )
                 problem: AttentionProblem = self.problem(
                     layer,
                     query=query[rows],
                     key=key,
                     value=value,
-                    query_start_loc=part.query_start_loc,
-                    seq_lens=part.seq_lens,
+                    query_start_loc=requests.query_start_loc,
+                    seq_lens=requests.seq_lens,
                     causal=metadata.causal,
                     **where,
                 )
-                volta.attend(problem, part.extent, output[rows], workspace=part.workspace)
+                volta.attend(problem, requests.extent, output[rows], workspace=requests.workspace)
 
         following = row_parallel.attention_blocks()
         if following is None or not metadata.blocks:
-            attend(metadata.parts, slice(None))
+            attend(metadata.request_groups, slice(None))
             return output
         following.ready.begin(output)
         for block in metadata.blocks:
-            attend(block.parts, block.rows)
+            attend(block.request_groups, block.rows)
             following.ready.mark(output, block.rows.stop)
         return output
 

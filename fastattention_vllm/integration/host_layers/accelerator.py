@@ -25,7 +25,7 @@ SPIN_SECONDS = 0.003
 their CPUs."""
 
 
-class AcceleratorSide:
+class AcceleratorRuntime:
     """One device beside the host."""
 
     called = "GPU"
@@ -78,8 +78,8 @@ class AcceleratorSide:
         asked = config.cache_config.kv_cache_memory_bytes
         if asked:
             return int(asked)
-        runtime: Any = torch.get_device_module(self.device)
-        free, total = runtime.mem_get_info(self.device)
+        device_module: Any = torch.get_device_module(self.device)
+        free, total = device_module.mem_get_info(self.device)
         model, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
         tokens, seqs = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
         hidden = model.hidden_size

@@ -37,7 +37,7 @@ class DeviceLayer(Protocol):
         """What such a layer asks for that host layers cannot do here, or None."""
 
 
-class DeviceSide(Protocol):
+class DeviceRuntime(Protocol):
     """One kind of device beside the host."""
 
     host_backend: type[Any]

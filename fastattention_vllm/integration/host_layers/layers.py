@@ -23,20 +23,20 @@ from vllm.v1.attention.backend import AttentionImpl
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import ImplClaims
-from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceSide
-from fastattention_vllm.integration.host_layers.metadata import EVERY_LENGTH, HostMetadata
+from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceRuntime
+from fastattention_vllm.integration.host_layers.metadata import NO_LIMIT, HostMetadata
 from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
-from fastattention_vllm.placement.host_attention import HostAttention, Lane, Share
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup, StreamSplit
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
-from fastattention_vllm.placement.plan import Layers, Limits, Placement, indices_text
+from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, indices_text
 from fastattention_vllm.placement.prefetch import Visit
-from fastattention_vllm.placement.step import MAX_SHORT, Step
+from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,9 +48,9 @@ logger = init_logger("vllm.fastattention")
 class HostLayers:
     """The host layers of one worker."""
 
-    side: DeviceSide
-    lane: Lane
-    placement: Placement
+    runtime: DeviceRuntime
+    group: HostLayerGroup
+    placement: LayerPlacement
     targets: dict[str, str]
     """By host layer's name, in the model's order: the device layer to which it points."""
     budget: int
@@ -108,7 +108,7 @@ class HostLayers:
         }
         try:
             self.pool = host_pool.create(
-                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.side.pin
+                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.runtime.pin
             )
         except MemoryError as error:
             raise Refusal(f"{error}.") from error
@@ -121,24 +121,24 @@ class HostLayers:
     def _divide_reading(self, forward_context: dict[str, Any]) -> None:
         """Decide what part of a decoding request's host KV the device reads itself."""
         if self.stream_fraction != "auto":
-            self.set_share(Share(float(self.stream_fraction)))
-        elif self.side.pin:
+            self.set_stream_split(StreamSplit(float(self.stream_fraction)))
+        elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
             self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
-            share = calibrate.share(rates)
+            split = calibrate.stream_split(rates)
             logger.info(
                 "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
                 "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding, and the first %d "
                 "MiB of a layer.",
                 *(rate / 1e9 for rate in dataclasses.astuple(rates)),
-                100 * share.part,
-                share.head_start >> 20,
+                100 * split.fraction,
+                split.head_start >> 20,
             )
-            self.set_share(share)
+            self.set_stream_split(split)
 
-    def set_share(self, share: Share) -> None:
+    def set_stream_split(self, split: StreamSplit) -> None:
         """How much of decoding requests' host KV the device reads over the link."""
-        self.lane.share = share
+        self.group.stream_split = split
 
     def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
         """The host layers' turns in this forward pass from ``first`` on, each with the step that vLLM has for it.
@@ -146,7 +146,7 @@ class HostLayers:
         Layers of other block tables, or with another number of query heads, have metadata of their own.
         """
         metadata = get_forward_context().attn_metadata
-        for attention in self.lane.layers[self.lane.layers.index(first) :]:
+        for attention in self.group.layers[self.group.layers.index(first) :]:
             if attention is first:
                 yield Visit(first, step)
                 continue
@@ -160,10 +160,10 @@ class HostLayers:
 class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
     """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
 
-    def __init__(self, layer: Any, inner: DeviceLayer, house: HostLayers) -> None:
+    def __init__(self, layer: Any, inner: DeviceLayer, host_layers: HostLayers) -> None:
         self.layer = layer
         self.inner = inner
-        self.house = house
+        self.host_layers = host_layers
         self.num_heads, self.num_kv_heads = inner.num_heads, inner.num_kv_heads
         self.head_size, self.scale = inner.head_size, inner.scale
         self.attention: HostAttention | None = None
@@ -174,7 +174,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
 
     def open(self, cache: torch.Tensor) -> None:
         """From now on keys and values go to ``cache``."""
-        self.attention = HostAttention(self.house.lane, self, cache, self.inner.host_window)
+        self.attention = HostAttention(self.host_layers.group, self, cache, self.inner.host_window)
 
     def problem(self, **parts: Any) -> AttentionProblem:
         return self.inner.problem(self.layer, **parts)
@@ -203,8 +203,8 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
             RuntimeError: a batch is to be computed, and the worker has not made the host layers' pool.
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
-            if len(query) > self.house.rehearsed and self.house.side.pin:
-                self.house.rehearsed = len(query)
+            if len(query) > self.host_layers.rehearsed and self.host_layers.runtime.pin:
+                self.host_layers.rehearsed = len(query)
                 rehearse(self, query, key, value, output)
             return output.fill_(0)
         attention = self.attention
@@ -214,26 +214,26 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
                 "allocated; remove --worker-cls, or set host_kv_layers to 0."
             )
         step = self.step(attn_metadata, attention)
-        attention.attend(step, query, key, value, output, lambda: self.house.visits(attention, step))
+        attention.attend(step, query, key, value, output, lambda: self.host_layers.visits(attention, step))
         return output
 
     def step(self, metadata: HostMetadata, attention: HostAttention) -> Step:
-        return metadata.divided(attention.block_size, MAX_SHORT if self.merges() else EVERY_LENGTH)
+        return metadata.divided(attention.block_size, MAX_CPU_TOKENS if self.merges() else NO_LIMIT)
 
 
 def rehearse(
     layer: HostLayerImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
 ) -> None:
     """Have vLLM's profiling see the device memory that a step of so many tokens takes. There is no pool yet."""
-    house = layer.house
-    block_size = house.placement.device_size.block_size
+    host_layers = layer.host_layers
+    block_size = host_layers.placement.device_size.block_size
     page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
-    lane = replace(house.lane, layers=[])
-    lane.prefetcher = house.lane.prefetcher
-    HostAttention(lane, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
+    group = replace(host_layers.group, layers=[])
+    group.prefetcher = host_layers.group.prefetcher
+    HostAttention(group, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
 
 
-def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
+def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     """Decide which layers are host layers and make them so. Called by every attention layer; the first one does it.
 
     Raises:
@@ -246,15 +246,15 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     options = options_of(vllm_config)
     if options.host_kv_layers in (0, []):
         return
-    names, layers, special = attention_layers(context, side.host_backend, vllm_config)
+    names, layers, special = attention_layers(context, runtime.host_backend, vllm_config)
     if special:
         _without_host_layers(vllm_config, special)
         return
-    side.settle_block_size()
+    runtime.settle_block_size()
     local_ranks = vllm_config.parallel_config.local_world_size
     limits = Limits(
-        device_bytes=side.kv_bytes(),
-        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if side.pin else side.kv_bytes()),
+        device_bytes=runtime.kv_bytes(),
+        host_bytes=host_budget(options.host_kv_gib, local_ranks, 0 if runtime.pin else runtime.kv_bytes()),
         tokens=vllm_config.model_config.max_model_len,
         requests=options.host_kv_requests,
     )
@@ -265,18 +265,18 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
         return
     check(vllm_config)
     targets = {names[host]: names[target] for host, target in sorted(_targets(layers, placement).items())}
-    nodes = topology.numa_nodes(side.cpus())
+    nodes = topology.numa_nodes(runtime.cpus())
     for name in targets:
         why_not = context[name].impl.why_not_on_host()
         if why_not:
             raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
-    side.prepare()
-    lane = Lane(side.link(), side.kernels())
+    runtime.prepare()
+    group = HostLayerGroup(runtime.link(), runtime.kernels())
     # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
-    lane.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
-    house = HostLayers(
-        side,
-        lane,
+    group.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
+    host_layers = HostLayers(
+        runtime,
+        group,
         placement,
         targets,
         limits.host_bytes,
@@ -289,19 +289,19 @@ def place(vllm_config: VllmConfig, side: DeviceSide) -> None:
     for name, target in targets.items():
         layer = context[name]
         layer.kv_sharing_target_layer_name = target
-        layer.attn_backend = side.host_backend
-        layer.impl = HostLayerImpl(layer, layer.impl, house)
+        layer.attn_backend = runtime.host_backend
+        layer.impl = HostLayerImpl(layer, layer.impl, host_layers)
 
 
-DONE = "fastattention_host_layers_placed"
+DONE = "fastattention_host_layers_set_up"
 
 
 def find(vllm_config: VllmConfig) -> HostLayers | None:
-    """Those that :func:`place` made in this process, or None if there are none."""
+    """Those that :func:`set_up` made in this process, or None if there are none."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         if isinstance(getattr(layer, "impl", None), HostLayerImpl):
-            house: HostLayers = layer.impl.house
-            return house
+            host_layers: HostLayers = layer.impl.host_layers
+            return host_layers
     return None
 
 
@@ -319,28 +319,28 @@ def page_shape(host: Any, target: Any) -> PageShape:
     )
 
 
-def describe(house: HostLayers, blocks: int) -> list[str]:
+def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     """The decision as a table, for the log."""
-    placement = house.placement
-    assert house.pool is not None
+    placement = host_layers.placement
+    assert host_layers.pool is not None
     per_layer = blocks * placement.bytes_per_block
     device_bytes = blocks * placement.bytes_per_block * placement.device_size.layers_per_group()
-    huge = sum(part.huge_bytes or 0 for part in house.pool.placements)
+    huge = sum(part.huge_bytes or 0 for part in host_layers.pool.placements)
     longest = placement.device_size.longest_request(device_bytes)
     lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB a layer':>11} {'GiB in all':>10}"]
-    rows = ((placement.device, "device", device_bytes), (placement.host, "host", house.pool.memory.nbytes))
+    rows = ((placement.device, "device", device_bytes), (placement.host, "host", host_layers.pool.memory.nbytes))
     lines += [
         f"  {indices_text(layers):<40} {where:<12} {per_layer / GIB:>11.3f} {total / GIB:>10.3f}"
         for layers, where, total in rows
     ]
-    pinned = "pinned, " if house.pool.pinned else ""
-    tokens = min(longest, house.max_model_len)
+    pinned = "pinned, " if host_layers.pool.pinned else ""
+    tokens = min(longest, host_layers.max_model_len)
     lines.append(
         f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has {tokens} tokens; "
-        f"host memory: {pinned}{100 * huge / house.pool.memory.nbytes:.0f} % in huge pages."
+        f"host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
     )
-    if house.rates:
-        rate = decode_rate(house.rates)
+    if host_layers.rates:
+        rate = decode_rate(host_layers.rates)
         milliseconds = 1e3 * placement.host_seconds(tokens, rate)
         lines.append(
             f"  Behind {tokens} tokens the host layers are predicted to add {milliseconds:.3g} ms to a token: "
@@ -350,8 +350,8 @@ def describe(house: HostLayers, blocks: int) -> list[str]:
 
 
 def decode_rate(rates: calibrate.Rates) -> float:
-    """Bytes per second of host KV: of the CPU and the link together, where it is divided (:func:`calibrate.share`)."""
-    together = calibrate.share(rates).part > 0
+    """Bytes per second of host KV: by CPU and link together where both read it (:func:`calibrate.stream_split`)."""
+    together = calibrate.stream_split(rates).fraction > 0
     return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
 
 
@@ -418,7 +418,7 @@ def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
     decide_host_layers(vllm_config, [])
 
 
-def _targets(layers: Layers, placement: Placement) -> dict[int, int]:
+def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
     """The device layer of its kind for each host layer, so that every block table gets its part of them.
 
     vLLM deals a kind's device layers to its block tables in turn; so are the host layers.

@@ -12,7 +12,7 @@ from fastattention_vllm.integration.claims import BuilderClaims, HostLayerClaims
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
 from fastattention_vllm.placement.step import Batch, Step, divide
 
-EVERY_LENGTH = 1 << 30
+NO_LIMIT = 1 << 30
 """New tokens up to which the CPU attends, where partial results of a device could not be merged exactly."""
 
 
@@ -25,11 +25,11 @@ class HostMetadata:
     """Called once, where ``batch`` is None: waits for it."""
     _step: Step | None = None
 
-    def divided(self, block_size: int, most_short: int) -> Step:
+    def divided(self, block_size: int, max_cpu_tokens: int) -> Step:
         if self._step is None:
             if self.batch is None:
                 self.batch = self.arrive()
-            self._step = divide(self.batch, block_size, most_short if self.batch.causal else EVERY_LENGTH)
+            self._step = divide(self.batch, block_size, max_cpu_tokens if self.batch.causal else NO_LIMIT)
         return self._step
 
 

@@ -9,7 +9,7 @@ from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement.host_memory import GIB, available_bytes
-from fastattention_vllm.placement.plan import Layers, Limits, Placement, PlacementError, plan
+from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, PlacementError, plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,7 +59,7 @@ def check(vllm_config: VllmConfig) -> None:
             raise Refusal(f"{name} is not supported with host layers: {why}; {instead}, or set host_kv_layers to 0.")
 
 
-def plan_without_gpu(vllm_config: VllmConfig) -> Placement:
+def plan_without_gpu(vllm_config: VllmConfig) -> LayerPlacement:
     """Decide in the API server already, where all numbers are known and a wrong one ends in one sentence.
 
     Raises:
@@ -80,7 +80,7 @@ def length_is_automatic(vllm_config: VllmConfig) -> bool:
     return automatic
 
 
-def longest_request(placement: Placement, vllm_config: VllmConfig, kv_bytes: int, weight_bytes: int) -> int:
+def longest_request(placement: LayerPlacement, vllm_config: VllmConfig, kv_bytes: int, weight_bytes: int) -> int:
     """The most tokens of one request in ``kv_bytes`` on the device and in what the host layers may take beside them.
 
     Args:
@@ -104,7 +104,7 @@ def longest_request(placement: Placement, vllm_config: VllmConfig, kv_bytes: int
     return longest
 
 
-def plan_layers(layers: Layers, vllm_config: VllmConfig, wanted: Any, limits: Limits) -> Placement:
+def plan_layers(layers: Layers, vllm_config: VllmConfig, wanted: Any, limits: Limits) -> LayerPlacement:
     size = replace(kv_size_of(vllm_config), full_layers=len(layers.full), windowed_layers=len(layers.windowed))
     try:
         return plan(layers, size, wanted, limits)

@@ -35,14 +35,14 @@ def install() -> None:
 
 def tell_requests(module: Any) -> None:
     """End the requests that still wait when ``AsyncLLM`` has been shut down."""
-    theirs = module.AsyncLLM.shutdown
-    if hasattr(theirs, "_fastattention"):
+    original = module.AsyncLLM.shutdown
+    if hasattr(original, "_fastattention"):
         return
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            theirs(self, *args, **kwargs)
+            original(self, *args, **kwargs)
         finally:
             # There is no such task before the first request.
             handler = getattr(self, "output_handler", None)
@@ -56,16 +56,16 @@ def tell_requests(module: Any) -> None:
 
 def limit_waiting(module: Any) -> None:
     """Give vLLM's servers a limit for open connections, where nobody has set one. Others' servers are left alone."""
-    theirs = module.Server.shutdown
-    if hasattr(theirs, "_fastattention"):
+    original = module.Server.shutdown
+    if hasattr(original, "_fastattention"):
         return
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     async def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
         ends_vllm = hasattr(getattr(self.config.app, "state", None), "engine_client")
         if ends_vllm and self.config.timeout_graceful_shutdown is None:
             self.config.timeout_graceful_shutdown = GRACE_S
-        await theirs(self, *args, **kwargs)
+        await original(self, *args, **kwargs)
 
     shutdown._fastattention = True  # type: ignore[attr-defined]
     module.Server.shutdown = shutdown

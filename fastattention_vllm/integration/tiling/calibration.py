@@ -14,7 +14,7 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 
 from fastattention_vllm import __version__
-from fastattention_vllm.parallel import calibrate, calibration_file, one_call
+from fastattention_vllm.parallel import calibrate, calibration_file, fused_linear
 from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.layer_timer import LayerTimer
@@ -25,23 +25,23 @@ logger = init_logger("vllm.fastattention")
 
 def of(
     weight: torch.Tensor,
-    lanes: Mapping[str, Collective],
+    collectives: Mapping[str, Collective],
     plain: Linear,
-    least_rows: int,
-    most_rows: int,
-    one_calls: Mapping[str, Linear],
+    min_rows: int,
+    max_rows: int,
+    fused_linears: Mapping[str, Linear],
 ) -> Choice:
     """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
 
     Args:
         weight: [outputs, inputs of this rank].
-        lanes: collectives to choose from, by name.
+        collectives: those to choose from, by name.
         plain: the layer without a cut.
-        most_rows: tokens of the longest step.
-        one_calls: what does the whole layer in one call, by name.
+        max_rows: tokens of the longest step.
+        fused_linears: what does the whole layer in one call, by name.
     """
-    first = next(iter(lanes.values()))
-    path, key = file(), key_of(weight, lanes, least_rows, most_rows, one_calls)
+    first = next(iter(collectives.values()))
+    path, key = file(), key_of(weight, collectives, min_rows, max_rows, fused_linears)
     try:
         known = calibration_file.read(path, key)
     except ValueError as error:
@@ -56,10 +56,10 @@ def of(
     def say(line: str) -> None:
         logger.info_once("Tiling-AllReduce: %s, %.1f s.", line, time.perf_counter() - began)
 
-    measured = calibrate.measure(lanes, plain, weight, least_rows, most_rows, say=say)
-    for name, layer in one_calls.items() if measured.trials else []:
-        timer = LayerTimer(lanes, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
-        measured = one_call.contest(measured, timer, name, layer)
+    measured = calibrate.measure(collectives, plain, weight, min_rows, max_rows, say=say)
+    for name, layer in fused_linears.items() if measured.trials else []:
+        timer = LayerTimer(collectives, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
+        measured = fused_linear.contest(measured, timer, name, layer)
         say(f"{name} is timed beside them")
     logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
     try:
@@ -75,10 +75,10 @@ def file() -> Path:
 
 def key_of(
     weight: torch.Tensor,
-    lanes: Mapping[str, Collective],
-    least_rows: int,
-    most_rows: int,
-    one_calls: Mapping[str, Linear],
+    collectives: Mapping[str, Collective],
+    min_rows: int,
+    max_rows: int,
+    fused_linears: Mapping[str, Linear],
 ) -> str:
     """All that times and what is timed depend on, in words."""
     if weight.device.type == "cpu":
@@ -92,11 +92,11 @@ def key_of(
         device += "".join(f", {one}" for one in told)
     outputs, inputs = weight.shape
     dtype = str(weight.dtype).removeprefix("torch.")
-    calibrated = calibrate.row_counts(most_rows)[-1]
-    ranks = next(iter(lanes.values())).size
+    calibrated = calibrate.row_counts(max_rows)[-1]
+    ranks = next(iter(collectives.values())).size
     return (
-        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*lanes, *one_calls])}, "
-        f"{least_rows} to {calibrated} tokens, "
+        f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*collectives, *fused_linears])}, "
+        f"{min_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
         f"torch {torch.__version__}, fastattention {__version__}"
     )

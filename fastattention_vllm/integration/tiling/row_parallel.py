@@ -1,8 +1,8 @@
 """vLLM's RowParallelLinear with the all-reduce hidden behind the matmul, where ``tiling_all_reduce`` asks for it.
 
 vLLM makes its layers through a registry in which a class of one's own takes the place of one of its own, in every
-version. Ours does what the registered one does, but for layers that :func:`adopt` has found fit. On a GPU this plugin's
-code first runs when layers are there already: those become ours when they are adopted.
+version. Ours does what the registered one does, but for layers that :func:`enable_tiling` has found fit. On a GPU this
+plugin's code first runs when layers are there already: those become ours when tiling is enabled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,24 +26,92 @@ from fastattention_vllm.integration.tiling import calibration as tiling_times
 from fastattention_vllm.parallel import tiled_linear
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
-from fastattention_vllm.parallel.lanes import DEFAULT_LANES, open_lanes
+from fastattention_vllm.parallel.named_collectives import DEFAULT_COLLECTIVES, open_named_collectives
 from fastattention_vllm.parallel.plan import even
 from fastattention_vllm.parallel.rows_ready import RowsReady
-from fastattention_vllm.parallel.tiled_linear import Linear, Tiling
+from fastattention_vllm.parallel.tiled_linear import Activation, Linear, Tiling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.fastattention")
 
-Cut = Callable[[int, torch.Tensor], tuple[str, Sequence[int]]]
-"""Rows and a layer's weight to the collective and the blocks."""
-
 NAME = "RowParallelLinear"
 MLPS = ("LlamaMLP", "Qwen2MLP")
 """vLLM's classes that are gate_up_proj, act_fn and down_proj, one after the other, and nothing else."""
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others' part of a sum; vLLM itself gives up a step after as many."""
+
+
+class Cuts(Protocol):
+    """How the layers of a model are cut. ``str`` of it is what the log says."""
+
+    def of(self, rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
+        """A collective's name, and the rows of each block."""
+
+
+@dataclass(frozen=True)
+class EvenCuts:
+    """As many blocks as the user says."""
+
+    collective: str
+    count: int
+    min_rows: int
+
+    def of(self, rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
+        return self.collective, even(rows, self.count) if rows >= self.min_rows else (rows,)
+
+    def __str__(self) -> str:
+        return f"{self.count} blocks from {self.min_rows} tokens on"
+
+
+@dataclass(frozen=True)
+class MeasuredCuts:
+    """What a calibration found fastest."""
+
+    choices: Mapping[torch.Size, Choice]
+    """By the shape of a layer's weight; empty: nothing is cut."""
+    collective: str
+    """Named where nothing is cut."""
+    min_rows: int
+
+    def of(self, rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
+        if rows < self.min_rows or not self.choices:
+            return self.collective, (rows,)
+        return self.choices[weight.shape].of(rows)
+
+    def __str__(self) -> str:
+        return f"as many blocks as are fastest from {self.min_rows} tokens on"
+
+
+class VllmTiling(Tiling):
+    """Of vLLM's group of tensor-parallel ranks."""
+
+    def __init__(
+        self,
+        collectives: Mapping[str, Collective],
+        cuts: Cuts,
+        activation: Activation | None,
+        ready: RowsReady | None,
+    ) -> None:
+        super().__init__(next(iter(collectives.values())), activation=activation, ready=ready)
+        self._collectives = collectives
+        self._cuts = cuts
+
+    def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
+        return self._cuts.of(rows, weight)[1]
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return plain(x, weight, bias)
+
+    def collective_for(self, rows: int, weight: torch.Tensor) -> Collective:
+        return self._collectives.get(self._cuts.of(rows, weight)[0], self.collective)
+
+
+def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What vLLM does with these tensors itself."""
+    summed: torch.Tensor = get_tp_group()._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
+    return summed
 
 
 class TiledRowParallel:
@@ -82,7 +150,7 @@ def install(vllm_config: VllmConfig) -> None:
     PluggableLayer.register_oot(type(NAME, (TiledRowParallel, registered), {}), name=NAME)
 
 
-def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank of the world.
 
     After the weights are loaded, which may change how they lie; before the first graph is traced.
@@ -101,9 +169,9 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
                 tiled.append(layer)
     device = group.device.type
     fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
-    names = DEFAULT_LANES[device][: 1 if fixed else None]
+    names = DEFAULT_COLLECTIVES[device][: 1 if fixed else None]
     logger.info_once("Tiling-AllReduce: %d layers fit; opening %s.", len(tiled), ", ".join(names))
-    lanes = open_lanes(
+    collectives = open_named_collectives(
         names,
         _all_tensor_parallel_groups(),
         dist.get_rank(),
@@ -112,32 +180,18 @@ def adopt(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         _exchange,
         lambda problem: logger.info_once("Tiling-AllReduce: %s", problem),
     )
-
-    def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        summed: torch.Tensor = group._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
-        return summed
-
-    cut, how = decide_cuts(vllm_config, [layer.weight for layer in tiled], lanes, plain, {})
-    first = next(iter(lanes.values()))
+    cuts = decide_cuts(vllm_config, [layer.weight for layer in tiled], collectives, plain, {})
     ready = None
-    activate = None
+    activation = None
     if options_of(vllm_config).tiling_full_form:
-        ready = _follow_attention(tiled, reasons, cut)
-        activate = _adopt_mlps(model, group.unique_name)
-    tiling = Tiling(
-        first,
-        lambda rows, weight: cut(rows, weight)[1],
-        plain,
-        lambda rows, weight: lanes.get(cut(rows, weight)[0], first),
-        activate,
-        ready,
-    )
-    tiled_linear.register(group.unique_name, tiling)
+        ready = _follow_attention(tiled, reasons, cuts)
+        activation = _enable_mlp_tiling(model, group.unique_name)
+    tiled_linear.register(group.unique_name, VllmTiling(collectives, cuts, activation, ready))
     for layer in tiled:
         if not isinstance(layer, TiledRowParallel):
             layer.__class__ = type(NAME, (TiledRowParallel, type(layer)), {})
         layer.tiled_group = group.unique_name
-    log_layers(len(tiled), how, reasons)
+    log_layers(len(tiled), cuts, reasons)
 
 
 @dataclass(frozen=True)
@@ -156,7 +210,7 @@ def attention_blocks() -> AttentionBlocks | None:
     return _attention_blocks
 
 
-def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> RowsReady:
+def _follow_attention(tiled: list[Any], reasons: Counter[str], cuts: Cuts) -> RowsReady:
     """
     Raises:
         Refusal: not every row-parallel layer is tiled. What attention has marked for one that is not would be taken by
@@ -169,11 +223,11 @@ def _follow_attention(tiled: list[Any], reasons: Counter[str], cut: Cut) -> Rows
         raise Refusal(f"tiling_full_form is for models all of whose row-parallel layers are tiled; here: {what}.")
     (weight,) = weights.values()
     ready = RowsReady(weight.shape[0])
-    _attention_blocks = AttentionBlocks(ready, lambda rows: cut(rows, weight)[1])
+    _attention_blocks = AttentionBlocks(ready, lambda rows: cuts.of(rows, weight)[1])
     return ready
 
 
-def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _enable_mlp_tiling(model: torch.nn.Module, group: str) -> Activation | None:
     """Turn on tiling in all MLPs that are fit for it; returns their activation."""
     fit: list[Any] = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
     activations = {type(module.act_fn) for module in fit}
@@ -186,10 +240,8 @@ def _adopt_mlps(model: torch.nn.Module, group: str) -> Callable[[torch.Tensor], 
     logger.info_once("Tiling-AllReduce: %d MLPs are tiled as a whole.", len(fit))
     act_fn: Any = fit[0].act_fn
     # What torch.compile would fuse is inside an opaque op here, so on a GPU it is to be vLLM's kernel in any case.
-    activate: Callable[[torch.Tensor], torch.Tensor] = (
-        act_fn.forward_cuda if fit[0].down_proj.weight.is_cuda else act_fn
-    )
-    return activate
+    activation: Activation = act_fn.forward_cuda if fit[0].down_proj.weight.is_cuda else act_fn
+    return activation
 
 
 def _fits(mlp: Any) -> bool:
@@ -203,35 +255,30 @@ def _fits(mlp: Any) -> bool:
 def decide_cuts(
     vllm_config: VllmConfig,
     weights: list[torch.Tensor],
-    lanes: Mapping[str, Collective],
+    collectives: Mapping[str, Collective],
     plain: Linear,
-    one_calls: Mapping[str, Linear],
-) -> tuple[Cut, str]:
-    """How so many rows are cut for a weight, and what the log says of it.
+    fused_linears: Mapping[str, Linear],
+) -> Cuts:
+    """How the layers of ``weights`` are cut.
 
     Args:
-        one_calls: what does a whole layer in one call, by name, for "auto" to choose as well.
+        fused_linears: what does a whole layer in one call, by name, for "auto" to choose as well.
     """
     options = options_of(vllm_config)
-    count, least = options.tiling_all_reduce, options.tiling_min_tokens
-    first = next(iter(lanes))
+    count, min_tokens = options.tiling_all_reduce, options.tiling_min_tokens
+    first = next(iter(collectives))
     if isinstance(count, int):
-        return (
-            lambda rows, weight: (first, even(rows, count) if rows >= least else (rows,)),
-            f"{count} blocks from {least} tokens on",
-        )
-    most = vllm_config.scheduler_config.max_num_batched_tokens
+        return EvenCuts(first, count, min_tokens)
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     choices: dict[torch.Size, Choice] = {}
-    for weight in weights if most >= least else []:
+    for weight in weights if max_tokens >= min_tokens else []:
         if weight.shape not in choices:
-            choices[weight.shape] = choice = tiling_times.of(weight, lanes, plain, least, most, one_calls)
+            choices[weight.shape] = choice = tiling_times.of(
+                weight, collectives, plain, min_tokens, max_tokens, fused_linears
+            )
             for trial in choice.trials:
                 logger.info_once("Tiling-AllReduce: %s.", describe(weight.shape, trial))
-
-    def chosen(rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
-        return choices[weight.shape].of(rows) if rows >= least and choices else (first, (rows,))
-
-    return chosen, f"as many blocks as are fastest from {least} tokens on"
+    return MeasuredCuts(choices, first, min_tokens)
 
 
 def describe(shape: torch.Size, trial: Trial) -> str:
@@ -247,10 +294,10 @@ def describe(shape: torch.Size, trial: Trial) -> str:
     )
 
 
-def log_layers(tiled: int, how: str, reasons: Mapping[str, int]) -> None:
+def log_layers(tiled: int, cuts: Cuts, reasons: Mapping[str, int]) -> None:
     """``reasons``: of how many layers each is why they are not tiled."""
     rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
-    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, how, rest)
+    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, cuts, rest)
 
 
 def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMethod) -> str:

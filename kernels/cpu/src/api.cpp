@@ -14,7 +14,7 @@
 #include "fastattention_cpu.h"
 #include "isa.h"
 #include "memory.h"
-#include "roof_choice.h"
+#include "roofline_choice.h"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
 

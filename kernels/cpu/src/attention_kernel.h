@@ -275,8 +275,8 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
     if (num_rows <= kTuning.max_pair_rows && PairPanels<T>::can_run(problem)) {
       return attend_with<T, PairPanels<T>>(problem, item, following, memory);
     }
-    if (num_rows <= kTuning.max_turned_rows_pairs && PairPanels<T>::can_run(problem)) {
-      return attend_with<T, TurnedPanels<T, TurnedPairs<T>>>(problem, item, following, memory);
+    if (num_rows <= kTuning.max_transposed_k_rows_pairs && PairPanels<T>::can_run(problem)) {
+      return attend_with<T, TransposedKPanels<T, TransposedPairs<T>>>(problem, item, following, memory);
     }
   }
 #endif
@@ -284,9 +284,9 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
   if (num_rows <= kTuning.max_direct_rows || num_rows == kDirectRows) {
     return attend_with<T, DirectPanels<T>>(problem, item, following, memory);
   }
-  if constexpr (kTuning.max_turned_rows > 0) {
-    if (num_rows <= kTuning.max_turned_rows) {
-      return attend_with<T, TurnedPanels<T, TurnedKeys<T>>>(problem, item, following, memory);
+  if constexpr (kTuning.max_transposed_k_rows > 0) {
+    if (num_rows <= kTuning.max_transposed_k_rows) {
+      return attend_with<T, TransposedKPanels<T, TransposedKeys<T>>>(problem, item, following, memory);
     }
   }
   attend_with<T, PackedPanels<T, FmaUnit>>(problem, item, following, memory);

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "isa.h"
-#include "roof_choice.h"
+#include "roofline_choice.h"
 #include "schedule_tuning.h"
 
 namespace fastattention {

@@ -10,7 +10,7 @@
 
 #include "kernel.h"
 #include "plan.h"
-#include "roof.h"
+#include "roofline.h"
 #include "thread_pool.h"
 
 namespace fastattention {

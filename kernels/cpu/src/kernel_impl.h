@@ -22,7 +22,7 @@
 #if defined(FA_BF16_PAIRS)
 #include "panel_pairs.h"
 #endif
-#include "panel_turned.h"
+#include "panel_transposed_k.h"
 #include "softmax.h"
 #include "attention_kernel.h"
 #include "kv_write.h"

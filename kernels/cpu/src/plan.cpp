@@ -12,9 +12,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Larger items only while the sequence has enough of them.
 int row_block(const fa_attention_problem& problem, const KernelTable& kernel, int64_t rows_of_sequence) {
   const bool sixteen_bits = problem.dtype == FA_BF16 || problem.dtype == FA_F16;
-  const int64_t most_elements = sixteen_bits && problem.kv_dtype == problem.dtype ? kernel.row_block_elements : 0;
+  const int64_t max_elements = sixteen_bits && problem.kv_dtype == problem.dtype ? kernel.row_block_elements : 0;
   int rows = kRowBlock;
-  while (2 * int64_t{rows} * problem.head_size <= most_elements &&
+  while (2 * int64_t{rows} * problem.head_size <= max_elements &&
          ceil_div(rows_of_sequence, 2 * rows) * problem.num_kv_heads >= kSplits.row_blocks_of_sequence) {
     rows *= 2;
   }

@@ -30,7 +30,7 @@ ADDRESS_UNIT = 0x1000_0000
 """Arrays begin at multiples of this (256 MiB), so that an index far out of range hits memory that nobody mapped."""
 LOCAL_BYTES = 8192
 """Of each thread, for spilled registers and arrays."""
-MOST_STATIC_AND_DYNAMIC_SHARED = 96 * 1024
+MAX_STATIC_AND_DYNAMIC_SHARED = 96 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Simulation:
                 f"{self.image.name} takes {self.image.parameter_bytes} bytes of parameters, not {len(parameters)}."
             )
         shared = self.image.shared_bytes + dynamic_shared_bytes
-        if shared > MOST_STATIC_AND_DYNAMIC_SHARED:
+        if shared > MAX_STATIC_AND_DYNAMIC_SHARED:
             raise SimulationError(f"a CTA can have 98304 bytes of shared memory, not {shared}.")
         constants = bytearray(PARAMETERS_AT) + parameters
         struct.pack_into("<6I", constants, 0, *block, *grid)

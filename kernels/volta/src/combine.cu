@@ -6,15 +6,15 @@
 namespace fastattention {
 
 extern "C" __global__ void fa_volta_combine(const Split s) {
-  const Prefill& p = s.problem;
+  const AttentionParams& p = s.problem;
   const int row = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z;
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, kv_len = p.seq_lens[seq];
   if (row >= q_len * group) return;
   const int token = divide(row, p.group), head = kv_head * group + row - token * group;
   int parts = s.parts.divisor;
-  if (s.least_parts > 0) {
-    const int length = part_length(kv_len, s.least_parts);
+  if (s.min_parts > 0) {
+    const int length = part_length(kv_len, s.min_parts);
     parts = (kv_len + length - 1) / length;
   }
   const size_t first = (static_cast<size_t>(seq) * gridDim.y + kv_head) * s.parts.divisor * s.rows + row;

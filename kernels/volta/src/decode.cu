@@ -31,10 +31,10 @@ constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_decode(const Split s) {
   extern __shared__ uint4 shared[];
-  const Prefill& p = s.problem;
+  const AttentionParams& p = s.problem;
   // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last of all.
   const int seq = blockIdx.y, part = blockIdx.z, kv_head = blockIdx.x;
-  const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.least_parts);
+  const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.min_parts);
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, num_rows = q_len * group, offset = kv_len - q_len;
   const auto begin_of = [&](int position) { return p.window_left < 0 ? 0 : max(0, position - p.window_left); };
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   const auto store = [&] {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass)
-      tile[place<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = to_halves(coming[pass]);
+      tile[swizzled_chunk<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = to_halves(coming[pass]);
   };
 
   int begin = first_key + warp * kTile;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
                                          (first_token + token) * p.query_token_stride +
                                          head * p.query_head_stride)[chunk];
     }
-    queries[place<kPitch>(row, chunk)] = x;
+    queries[swizzled_chunk<kPitch>(row, chunk)] = x;
   }
   load(p.key, here);
   __syncthreads();
@@ -129,12 +129,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
       for (int e = 0; e < 4; ++e) {
         const int key = begin + lane.key(e);
         float score = scores[WarpLane::score(r, e)];
-        score = p.softcap > 0.0f ? p.softcap * tanh(score * p.into_cap) : score * p.scale;
+        score = p.softcap > 0.0f ? p.softcap * tanh(score * p.scale_over_softcap) : score * p.scale;
         score -= slope * fabsf(static_cast<float>(key - position));
         adjusted[e] = key < from || key >= to ? -infinity() : score;
         most = fmaxf(most, adjusted[e]);
       }
-      most = lane.most_of_row(most);
+      most = lane.max_of_row(most);
       const float shift = most == -infinity() ? 0.0f : most, rescale = exp2(reference[r] - shift);
       reference[r] = most;
       FA_UNROLL

@@ -25,7 +25,7 @@ FA_DEVICE int divide(int n, const Divisor& by) { return __umulhi(2 * n, by.multi
 // its row depends on the row: the eight lanes of a phase then meet all banks whether they go along a row or down a
 // column.
 template <int kPitch>
-FA_DEVICE int place(int row, int chunk) {
+FA_DEVICE int swizzled_chunk(int row, int chunk) {
   return row * kPitch + (chunk ^ (row & 7));
 }
 // What lies `down` rows, a multiple of 8, and `right` chunks from a place whose own chunk has none of the bits of

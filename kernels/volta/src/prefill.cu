@@ -86,13 +86,13 @@ struct Loader {
   FA_DEVICE void store(uint4* tile, const Eight (&from)[kPasses]) const {
     FA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      tile[place<kPitch>(row + pass * (kThreads / kPitch), chunk)] = to_halves(from[pass]);
+      tile[swizzled_chunk<kPitch>(row + pass * (kThreads / kPitch), chunk)] = to_halves(from[pass]);
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_prefill(const Split s) {
-  const Prefill& p = s.problem;
+  const AttentionParams& p = s.problem;
   extern __shared__ uint4 shared[];
   uint4* const queries = shared;
   uint4* const keys = queries + kRows * kPitch;
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     uint4 x = make_uint4(0, 0, 0, 0);
     if (kChunks == kPitch || chunk_of_lane < kChunks)
       x = static_cast<const uint4*>(p.query)[static_cast<size_t>(from) + chunk_of_lane];
-    queries[place<kPitch>(kWarpRows * warp + i + row_of_lane, chunk_of_lane)] = x;
+    queries[swizzled_chunk<kPitch>(kWarpRows * warp + i + row_of_lane, chunk_of_lane)] = x;
   }
   if (num_tiles > 0) {
     loader.store(keys, coming);
@@ -231,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     if (more) loader.load(coming, keys_in_memory, next);
 
     if constexpr (kAdjusted) {
-      const float into_cap = __fdividef(p.scale, p.softcap);  // one division for all scores; not used without a cap
+      const float scale_over_softcap =
+          __fdividef(p.scale, p.softcap);  // one division for all scores; not used without a cap
       FA_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
         FA_UNROLL
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
           FA_UNROLL
           for (int e = 0; e < 8; ++e) {
             float& score = scores[i][j][e];
-            score = p.softcap > 0.0f ? p.softcap * tanh(score * into_cap) : score * p.scale;
+            score = p.softcap > 0.0f ? p.softcap * tanh(score * scale_over_softcap) : score * p.scale;
           }
         }
       }
@@ -296,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
           const float (&s)[8] = scores[i][j];
           most = fmaxf(most, fmaxf(fmaxf(s[2 * r], s[2 * r + 1]), fmaxf(s[4 + 2 * r], s[5 + 2 * r])));
         }
-        most = most_of_row(most);
+        most = max_of_row(most);
         // A row that has seen nothing so far must not subtract infinity from infinity.
         const float shift = kMasked && most == -infinity() ? 0.0f : most * factor;
         const float rescale = exp2(reference[i][r] * factor - shift);
@@ -396,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
         for (int e = 0; e < 2; ++e) {
           const int chunk = lane.output_chunk(t, e);
           const u32 both = pack(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
-          *reinterpret_cast<u32*>(staged + place<kPitch>(own_row, chunk) * 8 + lane.output_column(t)) = both;
+          *reinterpret_cast<u32*>(staged + swizzled_chunk<kPitch>(own_row, chunk) * 8 + lane.output_column(t)) = both;
         }
       }
     }
@@ -410,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     const u32 to = __shfl_sync(~0u, out_row, i + row_of_lane);
     if (first_row + own_row < num_rows && (kChunks == kPitch || chunk_of_lane < kChunks)) {
       static_cast<uint4*>(p.out)[static_cast<size_t>(to) + chunk_of_lane] =
-          queries[place<kPitch>(own_row, chunk_of_lane)];
+          queries[swizzled_chunk<kPitch>(own_row, chunk_of_lane)];
     }
   }
 }

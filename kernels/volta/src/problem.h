@@ -12,7 +12,7 @@ struct Divisor {
 
 // All tensors are fp16 but for lse, and for key and value where they are stored in 8 bits. Strides are in elements,
 // those of key and value alike, and multiples of 8.
-struct Prefill {
+struct AttentionParams {
   const void* query;  // [num_tokens, num_heads, head_size]
   const void* key;    // [num_blocks, page_size, num_kv_heads, head_size]; without a block table [kv_tokens, ...]
   const void* value;
@@ -34,20 +34,20 @@ struct Prefill {
   float scale;                    // above 0; with log2(e) in it, and what keys are to be multiplied by
   float softcap;                  // 0: none; with log2(e) in it
   float value_scale;              // what values are to be multiplied by
-  float into_cap;                 // scale / softcap, for decoding: no division there
+  float scale_over_softcap;       // scale / softcap, for decoding: no division there
 };
 
 // A problem whose keys are attended to in parts, which are summed then. Rows are packed: query tokens times query heads
 // per KV head.
 struct Split {
-  Prefill problem;
+  AttentionParams problem;
   // [num_seqs, num_kv_heads, parts, rows, head_size] in fp16: means of what is stored as values, so they lie in its
   // range
   unsigned short* partial_out;
   float* partial_lse;  // [num_seqs, num_kv_heads, parts, rows], in base 2; -inf where nothing was seen
   Divisor parts;       // room for so many of each sequence. Prefill takes all (1: no sums), decoding as many as needed
   int rows;            // room for so many of each sequence
-  int least_parts;     // decoding: of a sequence, unless it is short, see part_length; 0: prefill
+  int min_parts;       // decoding: of a sequence, unless it is short, see part_length; 0: prefill
 };
 
 // New keys and values, in fp16, on their way into pages. Strides as above, those of key and value alike.
@@ -64,14 +64,14 @@ struct WriteKv {
 };
 
 // Keys of one part of a sequence that is decoded: 128 times a power of two. Long parts are read faster, more of them
-// keep more SMs busy: they grow up to 1024 keys while there are least_parts of them, and beyond that, so that there are
+// keep more SMs busy: they grow up to 1024 keys while there are min_parts of them, and beyond that, so that there are
 // 64 at most. It depends on the sequence and the model alone, and so do results, whatever the batch.
 #ifdef __CUDACC__
 __device__
 #endif
-    inline int part_length(int kv_len, int least_parts) {
+    inline int part_length(int kv_len, int min_parts) {
   int length = 128;
-  while (64 * length < kv_len || (length < 1024 && kv_len / (2 * length) >= least_parts)) length *= 2;
+  while (64 * length < kv_len || (length < 1024 && kv_len / (2 * length) >= min_parts)) length *= 2;
   return length;
 }
 

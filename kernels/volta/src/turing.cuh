@@ -21,7 +21,7 @@ struct Lane {
   FA_DEVICE int output_column(int) const { return 2 * (index & 3); }
 };
 
-FA_DEVICE float most_of_row(float x) {
+FA_DEVICE float max_of_row(float x) {
   x = fmaxf(x, of_lane_xor(x, 1));
   return fmaxf(x, of_lane_xor(x, 2));
 }
@@ -42,7 +42,7 @@ constexpr int kKeysAtOnce = 2;
 template <int kPitch>
 FA_DEVICE void load_rows(Operand& first, Operand& second, const uint4* tile, const Lane& lane, int row, int chunk) {
   u32 matrices[4];
-  load_matrices(matrices, tile, place<kPitch>(row + lane.index, 0), chunk);
+  load_matrices(matrices, tile, swizzled_chunk<kPitch>(row + lane.index, 0), chunk);
   first = {matrices[0], matrices[1]};
   second = {matrices[2], matrices[3]};
 }
@@ -50,7 +50,7 @@ template <int kPitch, int kBlocks>
 FA_DEVICE void load_queries(Operand (&to)[kBlocks], const uint4* tile, const Lane& lane, int first_row, int chunk) {
   if constexpr (kBlocks == 1) {
     u32 matrices[2];
-    load_matrices(matrices, tile, place<kPitch>(first_row + (lane.index & 15), 0), chunk);
+    load_matrices(matrices, tile, swizzled_chunk<kPitch>(first_row + (lane.index & 15), 0), chunk);
     to[0] = {matrices[0], matrices[1]};
   } else {
     static_assert(kBlocks == 2, "32 rows at once");
@@ -83,7 +83,7 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
   FA_UNROLL
   for (int t = 0; t < kOutputs; ++t) {
     u32 v[4];  // keys 0 to 7 and 8 to 15 of columns 0 to 7, then of columns 8 to 15
-    load_transposed_matrices(v, values, place<kPitch>(first_key + (lane.index & 15), lane.index >> 4), 2 * t);
+    load_transposed_matrices(v, values, swizzled_chunk<kPitch>(first_key + (lane.index & 15), lane.index >> 4), 2 * t);
     FA_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const u32(&w)[4] = weights[i][j];
@@ -118,18 +118,18 @@ struct DecodeLane : Lane {
     FA_UNROLL
     for (int c = 0; c < kHeadSize / 8; c += 2) {
       u32 q[2];
-      load_matrices(q, queries, place<kPitch>(index & 7, index >> 3 & 1), c);
+      load_matrices(q, queries, swizzled_chunk<kPitch>(index & 7, index >> 3 & 1), c);
       FA_UNROLL
       for (int also = 0; also < 2; ++also) {
         u32 k[4];
-        load_matrices(k, keys, place<kPitch>(index, 0), c + also);
+        load_matrices(k, keys, swizzled_chunk<kPitch>(index, 0), c + also);
         multiply_16x8(scores, k[0], k[1], q[also]);
         multiply_16x8(scores + 4, k[2], k[3], q[also]);
       }
     }
   }
 
-  FA_DEVICE float most_of_row(float x) const {
+  FA_DEVICE float max_of_row(float x) const {
     FA_UNROLL
     for (int mask = 4; mask < 32; mask *= 2) x = fmaxf(x, of_lane_xor(x, mask));
     return x;
@@ -148,7 +148,7 @@ struct DecodeLane : Lane {
       for (int e = 0; e < 4; e += 2) {
         u32 v[4];  // columns 0 to 7 and 8 to 15 of keys 0 to 7, then of keys 8 to 15
         const int key = 8 * e + 8 * (index >> 4) + (index & 7);
-        load_transposed_matrices(v, values, place<kPitch>(key, index >> 3 & 1), 2 * t);
+        load_transposed_matrices(v, values, swizzled_chunk<kPitch>(key, index >> 3 & 1), 2 * t);
         multiply_16x8(output[t], v[0], v[1], weights[e]);
         multiply_16x8(output[t], v[2], v[3], weights[e + 1]);
       }

@@ -37,7 +37,7 @@ struct Lane {
 };
 
 // Over the lanes that share a row.
-FA_DEVICE float most_of_row(float x) {
+FA_DEVICE float max_of_row(float x) {
   x = fmaxf(x, of_lane_xor(x, 2));
   return fmaxf(x, of_lane_xor(x, 8));
 }
@@ -57,13 +57,13 @@ FA_DEVICE void load_queries(Operand (&to)[kBlocks], const uint4* tile, const Lan
   // Eight rows that differ modulo 8 in each phase.
   FA_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
-    to[i] = load_from<kPitch>(tile, place<kPitch>(first_row + 8 * lane.half + 4 * lane.down + (lane.index & 3), 0),
-                              16 * i, chunk);
+    to[i] = load_from<kPitch>(
+        tile, swizzled_chunk<kPitch>(first_row + 8 * lane.half + 4 * lane.down + (lane.index & 3), 0), 16 * i, chunk);
   }
 }
 template <int kPitch>
 FA_DEVICE void load_keys(Operand (&to)[kKeysAtOnce], const uint4* tile, const Lane& lane, int first_key, int chunk) {
-  to[0] = load_from<kPitch>(tile, place<kPitch>(8 * lane.across + lane.slot, 0), first_key, chunk);
+  to[0] = load_from<kPitch>(tile, swizzled_chunk<kPitch>(8 * lane.across + lane.slot, 0), first_key, chunk);
 }
 // scores[i][j] += q[i] * k
 template <int kBlocks, int kColumns>
@@ -111,7 +111,7 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
     FA_UNROLL
     for (int k = 0; k < 2; ++k) {
       const int at =
-          place<kPitch>(8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3), 2 * lane.across + lane.half);
+          swizzled_chunk<kPitch>(8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3), 2 * lane.across + lane.half);
       FA_UNROLL
       for (int t = 0; t < kOutputs / 2; ++t) {
         const uint4 v = load_from<kPitch>(values, at, first_key, 4 * t);
@@ -157,15 +157,15 @@ struct DecodeLane : Lane {
   FA_DEVICE void multiply_by_keys(float (&scores)[8], const uint4* queries, const uint4* keys) const {
     FA_UNROLL
     for (int c = 0; c < kHeadSize / 8; ++c) {
-      const uint4 q = queries[place<kPitch>(slot, c)];
-      const uint4 k = keys[place<kPitch>((index & 3) + own_keys + 16 * half, c)];
+      const uint4 q = queries[swizzled_chunk<kPitch>(slot, c)];
+      const uint4 k = keys[swizzled_chunk<kPitch>((index & 3) + own_keys + 16 * half, c)];
       multiply_by_columns(scores, q.x, q.y, k.x, k.y);
       multiply_by_columns(scores, q.z, q.w, k.z, k.w);
     }
   }
 
   // Over the lanes whose keys share a softmax.
-  FA_DEVICE float most_of_row(float x) const {
+  FA_DEVICE float max_of_row(float x) const {
     x = fmaxf(x, of_lane_xor(x, 2));
     if (kDivided) {
       x = fmaxf(x, of_lane_xor(x, 4));
@@ -195,7 +195,7 @@ struct DecodeLane : Lane {
         FA_UNROLL
         for (int t = 0; t < kOwnColumns; ++t) {
           const int column = kDivided ? 4 * t + quadpair : t;
-          const uint4 v = values[place<kPitch>(their_keys + (index & 3) + 16 * k, 2 * column + half)];
+          const uint4 v = values[swizzled_chunk<kPitch>(their_keys + (index & 3) + 16 * k, 2 * column + half)];
           multiply_by_rows(output[2 * t], w0, w1, v.x, v.y);
           multiply_by_rows(output[2 * t + 1], w0, w1, v.z, v.w);
         }

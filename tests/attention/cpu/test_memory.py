@@ -53,7 +53,7 @@ def scratch(size: int) -> torch.Tensor:
 def test_discarded_memory_comes_back_zero_and_in_huge_pages(threads: int) -> None:
     cpu.set_num_threads(threads)
     buffer = scratch(32 * HUGE)
-    achieved = cpu_memory.place(buffer.data_ptr(), buffer.nbytes, discard=True)
+    achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, discard=True)
     whole = whole_pages(buffer.data_ptr(), buffer.nbytes)
     assert not buffer.any()
     assert achieved.huge_bytes == whole, achieved.reason
@@ -66,7 +66,7 @@ def test_discarded_memory_comes_back_zero_and_in_huge_pages(threads: int) -> Non
 def test_kept_memory_keeps_its_contents_and_moves_into_huge_pages() -> None:
     buffer = torch.arange(4 * HUGE, dtype=torch.int32)
     before = huge_bytes(buffer.data_ptr(), buffer.nbytes)
-    achieved = cpu_memory.place(buffer.data_ptr(), buffer.nbytes)
+    achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes)
     assert torch.equal(buffer, torch.arange(4 * HUGE, dtype=torch.int32))
     if tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 1):
         pytest.skip("before Linux 6.1 pages that exist become huge ones only in the kernel's own time")
@@ -80,12 +80,12 @@ def test_odd_addresses_and_sizes_touch_nothing_else(size: int, offset: int, disc
     buffer = scratch(8 * HUGE)
     aligned = -buffer.data_ptr() % HUGE
     begin = aligned + offset
-    achieved = cpu_memory.place(buffer.data_ptr() + begin, size, discard=discard)
+    achieved = cpu_memory.place_memory(buffer.data_ptr() + begin, size, discard=discard)
     assert (buffer[begin : begin + size] == (0 if discard else 7)).all()
     assert (buffer[:begin] == 7).all()
     assert (buffer[begin + size :] == 7).all()
     if whole_pages(begin - aligned, size) == 0:
-        assert achieved == cpu_memory.Placement(0, 0, "The range holds no whole huge page.")
+        assert achieved == cpu_memory.MemoryPlacement(0, 0, "The range holds no whole huge page.")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_nodes_that_do_not_exist_are_a_reason_and_no_error(nodes: list[int], rea
     if "1000" in reason or "Invalid" in reason:
         skip_without_mbind()
     buffer = scratch(4 * HUGE)
-    achieved = cpu_memory.place(buffer.data_ptr(), buffer.nbytes, nodes, discard=discard)
+    achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, nodes, discard=discard)
     assert reason in achieved.reason
     assert achieved.num_nodes == (1 if 1000 in nodes and 0 in nodes else 0)
     assert (buffer == (0 if discard else 7)).all()
@@ -111,14 +111,14 @@ def test_nodes_that_do_not_exist_are_a_reason_and_no_error(nodes: list[int], rea
 def test_a_node_that_exists_is_had() -> None:
     skip_without_mbind()
     buffer = scratch(4 * HUGE)
-    achieved = cpu_memory.place(buffer.data_ptr(), buffer.nbytes, [0], discard=True)
+    achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, [0], discard=True)
     assert achieved.num_nodes == 1
     assert "node" not in achieved.reason
 
 
 def skip_without_mbind() -> None:
     buffer = scratch(4 * HUGE)
-    achieved = cpu_memory.place(buffer.data_ptr(), buffer.nbytes, [0])
+    achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, [0])
     for refusal in ("Operation not permitted", "Function not implemented"):
         if refusal in achieved.reason:
             pytest.skip(f"this container or kernel does not let memory be assigned to NUMA nodes: {achieved.reason}")
@@ -126,9 +126,9 @@ def skip_without_mbind() -> None:
 
 def test_calls_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="address and achieved must not be null pointers"):
-        cpu_memory.place(0, HUGE)
+        cpu_memory.place_memory(0, HUGE)
     with pytest.raises(ValueError, match="bytes must not be negative, but is -1"):
-        cpu_memory.place(HUGE, -1)
+        cpu_memory.place_memory(HUGE, -1)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
@@ -142,10 +142,10 @@ def test_a_forked_child_places_memory_of_its_own_and_leaves_its_parents_alone() 
         signal.alarm(30)
         status = 1
         try:
-            cpu_memory.place(buffer.data_ptr(), buffer.nbytes, discard=True)
+            cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, discard=True)
             own = scratch(2 * HUGE)
             own.fill_(1)
-            cpu_memory.place(own.data_ptr(), own.nbytes, discard=True)
+            cpu_memory.place_memory(own.data_ptr(), own.nbytes, discard=True)
             status = int(buffer.numpy().any() or own.numpy().any())
         finally:
             os._exit(status)

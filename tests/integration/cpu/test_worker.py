@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattention_vllm.attention.cpu.memory import Placement
+from fastattention_vllm.attention.cpu.memory import MemoryPlacement
 from fastattention_vllm.integration.cpu import worker as cpu_worker
 from fastattention_vllm.placement.host_memory import GIB
 from tests.attention.cpu.test_memory import HUGE, huge_bytes, needs_huge_pages, whole_pages
@@ -33,18 +33,18 @@ def test_the_kv_cache_of_an_engine_lies_in_huge_pages(tmp_path: Path, monkeypatc
 def test_every_buffer_is_placed_once_and_is_zero() -> None:
     """Layers share a buffer from 0.29 on, and a Mamba layer has several tensors."""
     shared, own = torch.full((4 * HUGE,), 5, dtype=torch.uint8), torch.full((HUGE,), 5, dtype=torch.uint8)
-    cpu_worker.place(
+    cpu_worker.place_tensors(
         "KV cache", [shared[:HUGE], shared[HUGE:], [own[:10], own[10:]], torch.empty(0)], [0], discard=True
     )
     assert not shared.any()
     assert not own.any()
     assert len(dict(cpu_worker._buffers([shared[1:], [own], {"layer": own}]))) == 2
-    cpu_worker.place("KV cache", [], [0], discard=True)
+    cpu_worker.place_tensors("KV cache", [], [0], discard=True)
 
 
 def test_weights_keep_their_contents() -> None:
     large, small = torch.arange(4 * HUGE, dtype=torch.int32), torch.arange(9)
-    cpu_worker.place("weights", [large[5:], small], [0], discard=False)
+    cpu_worker.place_tensors("weights", [large[5:], small], [0], discard=False)
     assert torch.equal(large, torch.arange(4 * HUGE, dtype=torch.int32))
     assert torch.equal(small, torch.arange(9))
 
@@ -52,20 +52,20 @@ def test_weights_keep_their_contents() -> None:
 @pytest.mark.parametrize(
     ("nodes", "placements", "line"),
     [
-        ([], [Placement(2 * GIB, 0, "")] * 2, "KV cache: 4.00 GiB, 100 % of it in huge pages."),
+        ([], [MemoryPlacement(2 * GIB, 0, "")] * 2, "KV cache: 4.00 GiB, 100 % of it in huge pages."),
         (
             [0, 1],
-            [Placement(GIB, 2, "")] * 2,
+            [MemoryPlacement(GIB, 2, "")] * 2,
             "KV cache: 4.00 GiB, 50 % of it in huge pages, interleaved over NUMA nodes 0, 1.",
         ),
-        ([1], [Placement(4 * GIB, 1, "")], "KV cache: 4.00 GiB, 100 % of it in huge pages, on NUMA node 1."),
+        ([1], [MemoryPlacement(4 * GIB, 1, "")], "KV cache: 4.00 GiB, 100 % of it in huge pages, on NUMA node 1."),
         (
             [0, 1],
-            [Placement(0, 0, "Why. Why not."), Placement(0, 2, "Why. Why not.")],
+            [MemoryPlacement(0, 0, "Why. Why not."), MemoryPlacement(0, 2, "Why. Why not.")],
             "KV cache: 4.00 GiB, 0 % of it in huge pages, NUMA nodes 0, 1 asked for. Why. Why not.",
         ),
-        ([], [Placement(None, 0, "Why.")], "KV cache: 4.00 GiB, an unknown part of it in huge pages. Why."),
+        ([], [MemoryPlacement(None, 0, "Why.")], "KV cache: 4.00 GiB, an unknown part of it in huge pages. Why."),
     ],
 )
-def test_the_log_line(nodes: list[int], placements: list[Placement], line: str) -> None:
+def test_the_log_line(nodes: list[int], placements: list[MemoryPlacement], line: str) -> None:
     assert cpu_worker.describe("KV cache", 4 * GIB, nodes, placements) == line

@@ -28,7 +28,7 @@ from fastattention_vllm.integration.host_layers.layers import HostLayers, descri
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import host_attention, host_memory, prefetch
 from fastattention_vllm.placement.calibrate import Rates
-from fastattention_vllm.placement.host_attention import Share
+from fastattention_vllm.placement.host_attention import StreamSplit
 from fastattention_vllm.placement.plan import indices_text
 from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
@@ -60,10 +60,10 @@ def small_blocks(model: Path, **changes: Any) -> Iterator[LLM]:
         yield llm
 
 
-def house_of(llm: LLM) -> HostLayers:
-    house = host_layers.find(llm.llm_engine.vllm_config)
-    assert house is not None
-    return house
+def host_layers_of(llm: LLM) -> HostLayers:
+    layers = host_layers.find(llm.llm_engine.vllm_config)
+    assert layers is not None
+    return layers
 
 
 def num_blocks(llm: LLM) -> int:
@@ -76,7 +76,7 @@ def num_blocks(llm: LLM) -> int:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts come up in many parts; a share of any size is worth it."""
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 3 * PAGE)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
 
 @pytest.fixture
@@ -111,18 +111,18 @@ def test_tokens_and_logprobs_equal_hugging_face(
     Once more with the device at work on the first third of every context beside the CPU.
     """
     with small_blocks(model, kv_cache_memory_bytes=KV_BYTES, **host(count)) as llm:
-        house = house_of(llm)
-        assert len(house.placement.host) == count
+        layers = host_layers_of(llm)
+        assert len(layers.placement.host) == count
         assert num_blocks(llm) == KV_BYTES // ((LAYERS - count) * PAGE)
-        assert house.pool is not None
-        assert house.pool.memory.nbytes == num_blocks(llm) * count * PAGE
-        assert not house.pool.memory.any()
+        assert layers.pool is not None
+        assert layers.pool.memory.nbytes == num_blocks(llm) * count * PAGE
+        assert not layers.pool.memory.any()
         check(generate(llm, prompts), expected)
-        assert all(cache.any() for cache in house.pool.caches.values())
-        house.set_share(Share(1 / 3))
+        assert all(cache.any() for cache in layers.pool.caches.values())
+        layers.set_stream_split(StreamSplit(1 / 3))
         check(generate(llm, prompts), expected)
     table = next(line for line in log if re.match(r"  [0-9, -]+ host ", line))
-    assert table.split(" host ")[0].strip() == indices_text(house.placement.host)
+    assert table.split(" host ")[0].strip() == indices_text(layers.placement.host)
 
 
 def test_no_host_layers_are_the_default_and_may_be_asked_for(model: Path) -> None:
@@ -143,7 +143,7 @@ def test_graphs_are_not_those_of_other_host_layers(
     monkeypatch.setattr("vllm.envs.VLLM_CACHE_ROOT", str(tmp_path), raising=False)
     for layers in ([1], [2, 3]):
         with small_blocks(model, enforce_eager=False, **host(layers)) as llm:
-            assert house_of(llm).placement.host == tuple(layers)
+            assert host_layers_of(llm).placement.host == tuple(layers)
             check(generate(llm, prompts), expected)
     assert any(path.is_file() for path in tmp_path.rglob("*")), "nothing was compiled to be mistaken for another"
 
@@ -167,13 +167,13 @@ def test_every_kind_of_layer_equals_hugging_face(
     make, wanted = MODELS[name]
     model = save_random(make(), tmp_path)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 4 * PAGE)
-    monkeypatch.setattr(host_attention, "LEAST_SHARE", 1)
+    monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
     answers = hugging_face_answers(model, prompts, MAX_TOKENS)
     with small_blocks(model, **host(wanted)) as llm:
-        placement = house_of(llm).placement
+        placement = host_layers_of(llm).placement
         assert len(placement.host) == (wanted if isinstance(wanted, int) else len(wanted))
         check(generate(llm, prompts), answers)
-        house_of(llm).set_share(Share(0.5))
+        host_layers_of(llm).set_stream_split(StreamSplit(0.5))
         check(generate(llm, prompts), answers)
 
 
@@ -187,7 +187,7 @@ def test_an_fp8_cache_holds_the_same_in_either_place(kv_cache_dtype: str, model:
                 for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
                     layer._k_scale_float, layer._v_scale_float = scales
                 if layers:
-                    assert house_of(llm).pool.caches  # type: ignore[union-attr]
+                    assert host_layers_of(llm).pool.caches  # type: ignore[union-attr]
                 answers[layers, scales] = answers_of(generate(llm, random_prompts(FP8_LENGTHS)))
     assert answers[3, (0.25, 0.125)] == answers[0, (0.25, 0.125)]
     assert answers[0, (0.25, 0.125)] != answers[0, (1.0, 1.0)], "the scales must show"
@@ -212,7 +212,7 @@ def test_prefixes_are_served_from_either_cache(block_size: int, model: Path) -> 
     arguments = {"enable_prefix_caching": True, "block_size": block_size, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
         for share in (0.0, 0.7):
-            house_of(llm).set_share(Share(share))
+            host_layers_of(llm).set_stream_split(StreamSplit(share))
             llm.reset_prefix_cache()
             together, later = (generate(llm, prompts) for _ in range(2))
             check(together, answers)
@@ -229,7 +229,7 @@ def test_a_prefix_that_another_request_computes_in_the_same_step(model: Path) ->
     arguments = {"enable_prefix_caching": True, "block_size": 8, "max_num_batched_tokens": 1024}
     with small_blocks(model, **arguments, **host(2)) as llm:
         for share in (0.0, 1.0):
-            house_of(llm).set_share(Share(share))
+            host_layers_of(llm).set_stream_split(StreamSplit(share))
             for prompts in steps:
                 llm.reset_prefix_cache()
                 outputs = generate(llm, prompts)
@@ -243,7 +243,7 @@ def test_preemption_recomputes_to_the_same_answers(model: Path) -> None:
     answers = hugging_face_answers(model, prompts, 80)
     # 4 requests grow to 140 tokens = 9 blocks each; 20 blocks hold two of them.
     with small_blocks(model, block_size=16, num_gpu_blocks_override=21, max_model_len=256, **host(2)) as llm:
-        assert house_of(llm).pool.memory.nbytes == 21 * 2 * PAGE  # type: ignore[union-attr]
+        assert host_layers_of(llm).pool.memory.nbytes == 21 * 2 * PAGE  # type: ignore[union-attr]
         outputs = generate(llm, prompts, max_tokens=80)
         assert counter(llm, "vllm:num_preemptions") > 0, "the case must preempt to test anything"
     check(outputs, answers)
@@ -258,7 +258,7 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     answers = hugging_face_answers(model, prompts, 40)
     with small_blocks(model, speculative_config=NGRAM, **host(2)) as llm:
         check(generate(llm, prompts, max_tokens=40), answers)
-        house_of(llm).set_share(Share(0.5))
+        host_layers_of(llm).set_stream_split(StreamSplit(0.5))
         check(generate(llm, prompts, max_tokens=40), answers)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
@@ -293,11 +293,11 @@ def test_a_budget_too_small_for_one_request_is_refused_with_the_length_that_fits
 def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list[str]) -> None:
     """From the rates at which their KV will be read, by the CPU alone or by both; nothing where none were measured."""
     with small_blocks(model, **host(3)) as llm:
-        house = house_of(llm)
+        layers = host_layers_of(llm)
         assert not [line for line in log if "predicted" in line]
         for cpu, rate in ((95e9, 95), (60e9, 40 + 30)):
-            house.rates = Rates(memory=100e9, cpu=cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9)
-            (line,) = [line for line in describe(house, num_blocks(llm)) if "predicted" in line]
+            layers.rates = Rates(memory=100e9, cpu=cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9)
+            (line,) = [line for line in describe(layers, num_blocks(llm)) if "predicted" in line]
             milliseconds = 3 * (1024 // 16) * PAGE / (rate * 1e9) * 1e3
             assert f"Behind 1024 tokens the host layers are predicted to add {milliseconds:.3g} ms" in line
             assert line.endswith(f"at {rate} GB/s.")
@@ -514,9 +514,9 @@ def test_the_device_reads_the_part_that_is_asked_for(
 ) -> None:
     """Of every host layer; none by default, where the device is the host itself."""
     with small_blocks(model, **host(2)) as llm:
-        assert house_of(llm).lane.share == Share(0.0)
+        assert host_layers_of(llm).group.stream_split == StreamSplit(0.0)
     with small_blocks(model, **host(2, stream_fraction=0.25)) as llm:
-        assert house_of(llm).lane.share == Share(0.25)
+        assert host_layers_of(llm).group.stream_split == StreamSplit(0.25)
         check(generate(llm, prompts), expected)
 
 
@@ -537,7 +537,7 @@ def test_the_needle_is_found_over_host_layers(tmp_path: Path) -> None:
     with small_blocks(path, dtype="bfloat16", **length, **host(spec.num_layers - 1)) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         for share in (0.0, 0.5):
-            house_of(llm).set_share(Share(share))
+            host_layers_of(llm).set_stream_split(StreamSplit(share))
             # The last chunk of a prompt may be a few tokens only: then the CPU attends.
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             assert [output.outputs[0].token_ids[0] for output in outputs] == [token_id("7319")] * 2

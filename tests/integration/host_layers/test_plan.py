@@ -126,9 +126,9 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
     """So that vLLM's count of blocks is the plan's."""
     layers, size = layers_and_size([True] * 4)
     placement = plan(layers, size, 1, Limits(0, 0, 0))
-    house = host_layers.HostLayers(
-        side=cast(Any, None),
-        lane=cast(Any, None),
+    placed = host_layers.HostLayers(
+        runtime=cast(Any, None),
+        group=cast(Any, None),
         placement=placement,
         targets={},
         budget=10 * BYTES_PER_BLOCK + 5,
@@ -138,6 +138,6 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
         dtype=torch.float32,
     )
     page = 3 * BYTES_PER_BLOCK
-    assert house.clamp(20 * page + 7) == 10 * page
-    assert house.clamp(10 * page) == 10 * page
-    assert house.clamp(9 * page + 7) == 9 * page
+    assert placed.clamp(20 * page + 7) == 10 * page
+    assert placed.clamp(10 * page) == 10 * page
+    assert placed.clamp(9 * page + 7) == 9 * page

@@ -19,29 +19,29 @@ from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.reference_models import hugging_face_answers, llama, opt, random_prompts, save_random
 
 LENGTHS = (1, 17, 130, 300)
-LEAST = 128
+MIN_TOKENS = 128
 """Tokens: long prompts are cut, short ones and decoding are not."""
 
 
 def section(blocks: Any) -> dict[str, Any]:
-    return {"fastattention": {"tiling_all_reduce": blocks, "tiling_min_tokens": LEAST}}
+    return {"fastattention": {"tiling_all_reduce": blocks, "tiling_min_tokens": MIN_TOKENS}}
 
 
 def watch(worker: Any) -> None:
     """In a worker: keep what the op asks and what it is told."""
-    import dataclasses
-
     from fastattention_vllm.parallel import tiled_linear
 
-    ((group, tiling),) = tiled_linear._tilings.items()
+    (tiling,) = tiled_linear._tilings.values()
     worker.seen = []
 
+    ask: Any = tiling.blocks
+
     def blocks(rows: int, weight: Any) -> Any:
-        answer = tiling.blocks(rows, weight)
+        answer = ask(rows, weight)
         worker.seen.append((rows, tuple(answer)))
         return answer
 
-    tiled_linear.register(group, dataclasses.replace(tiling, blocks=blocks))
+    tiling.blocks = blocks  # type: ignore[method-assign]
 
 
 def seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
@@ -62,12 +62,12 @@ def compare(
         check(generate(llm, prompts), expected)
         asked = llm.collective_rpc(seen)
     log = capfd.readouterr().out
-    assert f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks from {LEAST} tokens on." in log
+    assert f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks from {MIN_TOKENS} tokens on." in log
     assert (f"Tiling-AllReduce: {layers // 2} MLPs are tiled as a whole." in log) == full
     assert asked[0] == asked[1], "the ranks cut alike"
     for rows, blocks in asked[0]:
         assert sum(blocks) == rows
-        assert (len(blocks) > 1) == (rows >= LEAST)
+        assert (len(blocks) > 1) == (rows >= MIN_TOKENS)
     assert len(asked[0]) % layers == 0
     assert any(len(blocks) == 3 for _, blocks in asked[0])
     assert any(rows == len(LENGTHS) for rows, _ in asked[0]), "decoding"
@@ -198,7 +198,7 @@ def test_automatic_blocks_are_measured_once_and_the_same_on_all_ranks(
         assert first == second
         cuts.append(first)
         assert all(sum(blocks) == rows for rows, blocks in first)
-        assert all(len(blocks) == 1 for rows, blocks in first if rows < LEAST)
+        assert all(len(blocks) == 1 for rows, blocks in first if rows < MIN_TOKENS)
         log = capfd.readouterr().out
         assert ("measuring a layer" in log) == (start == 0)
         assert log.count("512 tokens") >= 2, "of both shapes"

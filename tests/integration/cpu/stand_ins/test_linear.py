@@ -174,7 +174,7 @@ def test_packed_weights_lie_in_huge_pages(dispatch: Any) -> None:
     layer = layer_of(1024, 4 * HUGE // 2048)
     dispatch(layer, remove_weight=True)
     packed = cpu_linear.packed_weights()[-1]
-    cpu_worker.place("weights", [layer.weight, packed], [0], discard=False)
+    cpu_worker.place_tensors("weights", [layer.weight, packed], [0], discard=False)
     address, size = cpu_linear.buffer(packed)
     assert size >= 4 * HUGE
     assert huge_bytes(address, size) >= 3 * HUGE

@@ -1,4 +1,4 @@
-"""The measuring process of one thread count: `python -m fastattention_vllm.bench.child`, started by command.py."""
+"""The measuring process of one thread count: `python -m fastattention_vllm.bench.worker`, started by command.py."""
 
 from __future__ import annotations
 

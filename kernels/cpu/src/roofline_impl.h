@@ -1,6 +1,6 @@
 // The read loop and the fp32 multiply-add loop, in vectors of kBytes bytes, which the including file defines. GCC's
 // vector types become whatever instructions the file's -m flags allow.
-#include "roof.h"
+#include "roofline.h"
 
 namespace fastattention {
 namespace {

@@ -1,11 +1,11 @@
 // Which of the measuring loops this machine can run. For translation units without -m flags only.
-#ifndef FASTATTENTION_ROOF_CHOICE_H
-#define FASTATTENTION_ROOF_CHOICE_H
+#ifndef FASTATTENTION_ROOFLINE_CHOICE_H
+#define FASTATTENTION_ROOFLINE_CHOICE_H
 
 #include <string>
 #include <vector>
 
-#include "roof.h"
+#include "roofline.h"
 
 namespace fastattention {
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fastattention_vllm.parallel import one_call
+from fastattention_vllm.parallel import fused_linear
 from fastattention_vllm.parallel.calibrate import SLOW
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.layer_timer import LayerTimer, OutOfTimeError, Timed
@@ -46,7 +46,7 @@ def contest(before: Trial, seconds: float) -> Trial:
         assert bias is None
         return seconds / 1.05
 
-    (after,) = one_call.contest(Choice((before,)), cast(LayerTimer, Clock()), "one", layer).trials
+    (after,) = fused_linear.contest(Choice((before,)), cast(LayerTimer, Clock()), "one", layer).trials
     return after
 
 
@@ -91,9 +91,9 @@ def test_when_the_time_is_over_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -
             raise OutOfTimeError
         return replace(trial, collective="one")
 
-    monkeypatch.setattr(one_call, "_trial", trial)
+    monkeypatch.setattr(fused_linear, "_trial", trial)
     before = [Trial(rows, "", (rows,), 1.0, 1.0, 0.5) for rows in (256, 512, 1024)]
-    after = one_call.contest(Choice(tuple(before)), cast(LayerTimer, None), "one", torch.nn.functional.linear)
+    after = fused_linear.contest(Choice(tuple(before)), cast(LayerTimer, None), "one", torch.nn.functional.linear)
     assert tried == [1024, 512]
     assert after.trials == (*before[:2], replace(before[2], collective="one"))
 

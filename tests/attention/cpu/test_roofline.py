@@ -6,9 +6,9 @@ import torch
 
 from fastattention_vllm import fast_attn_func
 from fastattention_vllm.attention.cpu import kernels as cpu
-from fastattention_vllm.attention.cpu import roof
+from fastattention_vllm.attention.cpu import roofline
 
-METHODS = [roof.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048)]
+METHODS = [roofline.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048)]
 
 
 def checksum(words: numpy.ndarray) -> int:
@@ -27,7 +27,7 @@ def threads(restore_threads: None) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_every_byte_is_read_once(words: numpy.ndarray, method: roof.ReadMethod) -> None:
+def test_every_byte_is_read_once(words: numpy.ndarray, method: roofline.ReadMethod) -> None:
     """Pages of many sizes, from one word to more than a thread's turn; between them words that no one may read."""
     rng = numpy.random.default_rng(1)
     sizes = [1, 2, 31, 32, 33, 127, 128, 129, 1000, 8192, 150_000, *rng.integers(1, 900, 200).tolist()]
@@ -38,7 +38,7 @@ def test_every_byte_is_read_once(words: numpy.ndarray, method: roof.ReadMethod) 
     assert at < len(words)
     order = rng.permutation(len(sizes))
     address = words.ctypes.data
-    reader = roof.PageReader([address + 8 * starts[i] for i in order], [8 * sizes[i] for i in order])
+    reader = roofline.PageReader([address + 8 * starts[i] for i in order], [8 * sizes[i] for i in order])
     expected = 0
     for start, size in zip(starts, sizes, strict=True):
         expected ^= checksum(words[start : start + size])
@@ -46,52 +46,52 @@ def test_every_byte_is_read_once(words: numpy.ndarray, method: roof.ReadMethod) 
 
 
 def test_nothing_to_read() -> None:
-    assert roof.PageReader([], []).read(roof.ReadMethod()) == 0
+    assert roofline.PageReader([], []).read(roofline.ReadMethod()) == 0
 
 
 @pytest.mark.parametrize(
     ("pages", "sizes", "method", "said"),
     [
-        ([8], [12], roof.ReadMethod(), "multiple of 8"),
-        ([8], [-8], roof.ReadMethod(), "multiple of 8"),
-        ([0], [8], roof.ReadMethod(), "null pointer"),
-        ([8], [8], roof.ReadMethod(streams=3), "1, 2 or 4, not 3"),
-        ([8], [8], roof.ReadMethod(prefetch_bytes=-1), "prefetch_bytes"),
+        ([8], [12], roofline.ReadMethod(), "multiple of 8"),
+        ([8], [-8], roofline.ReadMethod(), "multiple of 8"),
+        ([0], [8], roofline.ReadMethod(), "null pointer"),
+        ([8], [8], roofline.ReadMethod(streams=3), "1, 2 or 4, not 3"),
+        ([8], [8], roofline.ReadMethod(prefetch_bytes=-1), "prefetch_bytes"),
     ],
 )
-def test_what_cannot_be_read(pages: list[int], sizes: list[int], method: roof.ReadMethod, said: str) -> None:
+def test_what_cannot_be_read(pages: list[int], sizes: list[int], method: roofline.ReadMethod, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        roof.PageReader(pages, sizes).read(method)
+        roofline.PageReader(pages, sizes).read(method)
 
 
 def test_pages_without_sizes() -> None:
     with pytest.raises(ValueError, match="1 pages, but 2 sizes"):
-        roof.PageReader([8], [8, 8])
+        roofline.PageReader([8], [8, 8])
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", roof.peak_kinds())
+@pytest.mark.parametrize("kind", roofline.peak_kinds())
 def test_a_peak_counts_its_operations(kind: str) -> None:
-    once = roof.peak(kind, 1)
+    once = roofline.peak(kind, 1)
     assert once > 0
-    assert roof.peak(kind, 1001) == 1001 * once
+    assert roofline.peak(kind, 1001) == 1001 * once
 
 
 def test_fp32_fma_is_always_there() -> None:
-    assert "fp32_fma" in roof.peak_kinds()
+    assert "fp32_fma" in roofline.peak_kinds()
 
 
 def test_an_unknown_peak() -> None:
     with pytest.raises(ValueError, match=r"fp64_fma is not usable here; usable: .*fp32_fma"):
-        roof.peak("fp64_fma", 1)
+        roofline.peak("fp64_fma", 1)
     with pytest.raises(ValueError, match="iterations"):
-        roof.peak("fp32_fma", 0)
+        roofline.peak("fp32_fma", 0)
 
 
-@pytest.mark.parametrize("kind", roof.peak_kinds())
+@pytest.mark.parametrize("kind", roofline.peak_kinds())
 def test_attention_after_a_peak(kind: str) -> None:
     """Registers are left as they were found, AMX tiles too."""
     query = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)
     before = fast_attn_func(query, query, query, causal=True)
-    roof.peak(kind, 100)
+    roofline.peak(kind, 100)
     assert torch.equal(before, fast_attn_func(query, query, query, causal=True))

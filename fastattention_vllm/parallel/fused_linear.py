@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from fastattention_vllm.parallel.calibrate import LEAST_HIDDEN, MANY_ROUNDS, SLOW
+from fastattention_vllm.parallel.calibrate import MANY_ROUNDS, MIN_HIDDEN, SLOW
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.layer_timer import LayerTimer, OutOfTimeError, Work
-from fastattention_vllm.parallel.plan import LEAST_GAIN
+from fastattention_vllm.parallel.plan import MIN_GAIN
 from fastattention_vllm.parallel.tiled_linear import Linear
 
 
@@ -39,9 +39,9 @@ def _trial(trial: Trial, timer: LayerTimer, name: str, layer: Linear) -> Trial:
     whole = functools.partial(layer, timer.x[:rows], timer.weight, None)
     works: list[Work] = [timer.plain(rows), best, whole]
     plain, before, _ = timer.timed(works, MANY_ROUNDS)
-    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[2].lasting
-    if plain.seconds - seconds < max(LEAST_GAIN * plain.seconds, LEAST_HIDDEN * trial.hideable_seconds):
+    seconds = timer.timed(works, MANY_ROUNDS, SLOW)[2].effective_seconds
+    if plain.seconds - seconds < max(MIN_GAIN * plain.seconds, MIN_HIDDEN * trial.hideable_seconds):
         return trial
-    if trial.collective and before.lasting - seconds < LEAST_GAIN * before.lasting:
+    if trial.collective and before.effective_seconds - seconds < MIN_GAIN * before.effective_seconds:
         return trial
     return Trial(rows, name, (rows,), seconds, plain.seconds, trial.hideable_seconds)

@@ -8,7 +8,7 @@ namespace {
 // The strip in fp32, [dimension][kStrip]. kDimensions: how many of them are multiplied between two steps of fetching
 // ahead, so that as much is fetched during a tile's scores as during its values.
 template <class T>
-struct TurnedKeys {
+struct TransposedKeys {
   using Element = float;
   static constexpr int kDimensions = 16;
 
@@ -48,7 +48,7 @@ struct TurnedKeys {
 #if defined(FA_BF16_PAIRS)
 // The strip in bf16, [dimension / 2][kStrip][2].
 template <class T>
-struct TurnedPairs {
+struct TransposedPairs {
   using Element = T;
   static constexpr int kDimensions = 2;
 
@@ -91,8 +91,9 @@ struct TurnedPairs {
 
 // Not inlined: as in panel_direct.h.
 template <class Keys, int R, class Upcoming>
-__attribute__((noinline)) void turned_scores(const float* query, int stride, int head_size,
-                                             const typename Keys::Element* strip, Upcoming& upcoming, float* scores) {
+__attribute__((noinline)) void transposed_k_scores(const float* query, int stride, int head_size,
+                                                   const typename Keys::Element* strip, Upcoming& upcoming,
+                                                   float* scores) {
   Vec c[R][kPanelVectors];
   FA_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -119,7 +120,7 @@ __attribute__((noinline)) void turned_scores(const float* query, int stride, int
 }
 
 template <class T, class Keys>
-struct TurnedPanels {
+struct TransposedKPanels {
   using Element = float;
   using Weight = float;
   static constexpr int kRows = kPadding;  // as many as the scratch memory has scores for
@@ -154,8 +155,8 @@ struct TurnedPanels {
     for (int column = begin; column < end; column += kStrip) {
       Keys::turn(*current, column, head_size, strip, upcoming);
       split(rows, [&](int r, auto count) {
-        turned_scores<Keys, decltype(count)::value>(query + r * stride, stride, head_size, strip, upcoming,
-                                                    scores + r * kKvTile + column);
+        transposed_k_scores<Keys, decltype(count)::value>(query + r * stride, stride, head_size, strip, upcoming,
+                                                          scores + r * kKvTile + column);
       });
     }
   }

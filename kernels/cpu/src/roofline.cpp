@@ -1,9 +1,9 @@
-#include "roof.h"
+#include "roofline.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "roof_choice.h"
+#include "roofline_choice.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

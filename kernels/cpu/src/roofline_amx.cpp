@@ -1,6 +1,6 @@
 #include <immintrin.h>
 
-#include "roof.h"
+#include "roofline.h"
 
 namespace fastattention {
 namespace {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattention_vllm.bench.earlier import earlier_report
+from fastattention_vllm.bench.saved_report import saved_report
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,6 @@ def test_what_is_no_result(content: str | None, message: str, tmp_path: Path) ->
     if content is not None:
         path.write_text(content)
     with pytest.raises(argparse.ArgumentTypeError, match=message):
-        earlier_report(str(path))
+        saved_report(str(path))
     path.write_text('{"rows": []}')
-    assert earlier_report(str(path)) == path
+    assert saved_report(str(path)) == path

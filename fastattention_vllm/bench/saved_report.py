@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 
-def earlier_report(text: str) -> Path:
+def saved_report(text: str) -> Path:
     """For argparse's ``type``: a file with rows, or a sentence that says why it is none."""
     path = Path(text)
     try:

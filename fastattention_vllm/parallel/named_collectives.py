@@ -17,11 +17,11 @@ from fastattention_vllm.parallel.copy_collective import CopyCollective
 from fastattention_vllm.parallel.shared_segment import Exchange
 
 MIB = 1 << 20
-DEFAULT_LANES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:16", "nccl:24", "copies:4x8", "copies:2x32"]}
+DEFAULT_COLLECTIVES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:16", "nccl:24", "copies:4x8", "copies:2x32"]}
 """Those to choose from, by type of device; a fixed number of blocks takes the first."""
 
 
-def open_lanes(
+def open_named_collectives(
     names: Sequence[str],
     groups: Sequence[Sequence[int]],
     rank: int,
@@ -39,20 +39,20 @@ def open_lanes(
         complain: told in a sentence about each that cannot be had.
     """
     (mine,) = (list(group) for group in groups if rank in group)
-    lanes: dict[str, Collective] = {}
+    collectives: dict[str, Collective] = {}
     for name in names:
         kind, _, detail = name.partition(":")
         if kind == "copies":
             channels, mib = (int(number) for number in detail.split("x"))
             try:
-                lanes[name] = open_copies(mine.index(rank), len(mine), exchange, channels, mib * MIB)
+                collectives[name] = open_copies(mine.index(rank), len(mine), exchange, channels, mib * MIB)
             except (OSError, DriverError) as error:
                 complain(f"no {name}: {error}")
         elif kind in ("nccl", "gloo"):
-            lanes[name] = open_collective(groups, device_type, timeout, int(detail) if detail else None)
+            collectives[name] = open_collective(groups, device_type, timeout, int(detail) if detail else None)
         else:
             raise ValueError(f"no collective {name!r}; available: gloo, nccl, nccl:CHANNELS, copies:CHANNELSxMIB.")
-    return lanes
+    return collectives
 
 
 def open_copies(rank: int, size: int, exchange: Exchange, channels: int, board_bytes: int) -> CopyCollective:

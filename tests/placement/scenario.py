@@ -12,13 +12,13 @@ import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import step as steps
-from fastattention_vllm.placement.host_attention import HostAttention, Lane
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import Batch, Step, divide
 from tests.attention import oracle
 
 F32 = torch.float32
-EVERY_LENGTH = 1 << 30
+NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Work:
     new: int
 
 
-class World:
+class Scenario:
     """Some layers of one block table, their caches and requests.
 
     ``unwritten``: what the caches, and everything that may be overwritten, is filled with, so that it shows when read.
@@ -89,7 +89,7 @@ class World:
         model: Model,
         num_layers: int,
         num_blocks: int,
-        lane: Lane,
+        group: HostLayerGroup,
         seed: int,
         *,
         device: str = "cpu",
@@ -100,13 +100,13 @@ class World:
         self.model = model
         self.models = [replace(model, num_heads=heads) for heads in num_heads or [model.num_heads] * num_layers]
         self.random = torch.Generator().manual_seed(seed)
-        self.lane = lane
+        self.group = group
         self.device = torch.device(device)
         self.unwritten = unwritten
         shape = (num_blocks, model.num_kv_heads, model.page_size, 2 * model.head_size)
         caches = [new_cache(shape, dtype=model.dtype).fill_(unwritten) for _ in range(num_layers)]
         self.layers = [
-            HostAttention(self.lane, layer, cache, layer.window)
+            HostAttention(self.group, layer, cache, layer.window)
             for layer, cache in zip(self.models, caches, strict=True)
         ]
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()
@@ -156,7 +156,7 @@ class World:
 
     def divide(self, works: Sequence[Work]) -> Step:
         model = self.model
-        return divide(self.batch(works), model.page_size, steps.MAX_SHORT if model.merges() else EVERY_LENGTH)
+        return divide(self.batch(works), model.page_size, steps.MAX_CPU_TOKENS if model.merges() else NO_LIMIT)
 
     def visit(
         self,
@@ -185,7 +185,7 @@ class World:
         self.compare(index, works, query[:total].cpu(), output[:total].cpu())
 
     def assert_at_rest(self) -> None:
-        prefetcher = self.lane.prefetcher
+        prefetcher = self.group.prefetcher
         assert not prefetcher.waiting
         assert not prefetcher.coming
         assert not prefetcher.expected
@@ -213,7 +213,7 @@ class World:
         assert float(excess.max()) <= 0, f"layer {index} is off by {float(excess.max()):.3g} more than allowed"
 
 
-def some_steps(world: World, numbers: random.Random, *, rounds: int, chunk: int, firsts: Sequence[int]) -> None:
+def some_steps(scenario: Scenario, numbers: random.Random, *, rounds: int, chunk: int, firsts: Sequence[int]) -> None:
     """Requests come, begin with what others have computed or just compute, and go on.
 
     ``chunk``: tokens of the longest step that goes on; ``firsts``: of steps that begin, the last the most of a prompt.
@@ -224,12 +224,12 @@ def some_steps(world: World, numbers: random.Random, *, rounds: int, chunk: int,
         for request in requests:
             left = request.tokens - request.done
             if left:
-                works.append(world.work(request, min(left, numbers.choice([1, 1, 5, chunk]))))
+                works.append(scenario.work(request, min(left, numbers.choice([1, 1, 5, chunk]))))
         if len(works) < 3:
             like = numbers.choice(requests) if requests and numbers.random() < 0.5 else None
-            shared = like.done // world.model.page_size if like else 0
-            request = world.request(shared * world.model.page_size + numbers.randint(1, firsts[-1]), like, shared)
+            shared = like.done // scenario.model.page_size if like else 0
+            request = scenario.request(shared * scenario.model.page_size + numbers.randint(1, firsts[-1]), like, shared)
             requests.append(request)
-            works.append(world.work(request, min(request.tokens - request.done, numbers.choice(firsts))))
+            works.append(scenario.work(request, min(request.tokens - request.done, numbers.choice(firsts))))
         numbers.shuffle(works)
-        world.attend(works)
+        scenario.attend(works)

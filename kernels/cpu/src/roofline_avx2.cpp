@@ -4,7 +4,7 @@ constexpr int kBytes = 32;
 }
 }  // namespace fastattention
 // clang-format off: the loops need the width
-#include "roof_impl.h"
+#include "roofline_impl.h"
 // clang-format on
 
 namespace fastattention {

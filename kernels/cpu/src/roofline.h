@@ -1,7 +1,7 @@
 // What bounds an attention kernel on this machine, measured: how fast memory can be read and how fast the arithmetic
 // units run on registers alone. Included by translation units with different -m flags, so plain data only.
-#ifndef FASTATTENTION_ROOF_H
-#define FASTATTENTION_ROOF_H
+#ifndef FASTATTENTION_ROOFLINE_H
+#define FASTATTENTION_ROOFLINE_H
 
 #include <stdint.h>
 
