@@ -22,7 +22,7 @@ test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
 	$(VENV)/python -m pytest -m "more and not full" $(TWO_AT_A_TIME)
 	@$(PYTHON) scripts/ascend.py
 
-test-full: setup-dev volta-images ## what installs packages: the wheel in empty environments, every Python, aarch64, workflows: MINUTES minutes on 2 cores, 15 more where `make volta` has not run, 10 GB of downloads
+test-full: setup-dev volta-images ## the tests that install packages: the wheel on Python 3.10 to 3.13 and with vLLM for the V100, the source distribution for aarch64, the workflows; estimated at 60 minutes on 2 cores, and 10 more if `make volta` has not run; downloads 10 GB
 	$(VENV)/python -m pytest -m full --durations 0
 
 soak: setup-dev   ## the demo server under mixed load (SECONDS=..., ARGUMENTS='--server-arguments ... --json FILE', see `python -m scripts.soak --help`)
@@ -63,14 +63,14 @@ build: setup      ## build the CPU kernels into .venv
 volta: build/nvrtc/ready ## compile the V100 kernels into the package, which wheels built after that contain: no GPU, no CUDA toolkit, no torch
 	build/nvrtc/bin/python -m kernels.volta.build fastattention_vllm/lib/volta
 
-# Compiled where there are none, or of older sources.
+# Compiled if they are missing or older than their sources.
 VOLTA_IMAGES := fastattention_vllm/lib/volta/manifest.json
 .PHONY: volta-images
 volta-images: $(VOLTA_IMAGES)
 $(VOLTA_IMAGES): $(wildcard kernels/volta/*.py kernels/volta/src/*)
 	@$(MAKE) volta
 
-wheel: $(VOLTA_IMAGES) ## build the wheel with the CPU, V100 and T4 kernels into dist/, for old Linux distributions too
+wheel: $(VOLTA_IMAGES) ## build the wheel with the CPU, V100 and T4 kernels into dist/, for Linux with glibc 2.27 or newer; 4 minutes on 2 cores
 	$(PYTHON) scripts/wheel.py
 
 # An environment with the compiler alone, in the version that pyproject.toml names.
