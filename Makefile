@@ -1,7 +1,7 @@
-# `make serve` and `make test` are all a new user needs; each sets itself up.
+# `make serve` and `make test` are all that a new user needs. Each target installs what it needs first.
 PYTHON ?= python3
 VENV := .venv/bin
-# Most tests keep one core busy. Those of a file share what is made for it.
+# Most tests keep one core busy. The tests of one file share fixtures, so they stay in one process.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 SECONDS ?= 60
@@ -28,28 +28,28 @@ test-full: setup-dev volta-images ## the tests that install packages: the wheel 
 soak: setup-dev   ## the demo server under mixed load (SECONDS=..., ARGUMENTS='--server-arguments ... --json FILE', see `python -m scripts.soak --help`)
 	$(VENV)/python -m scripts.soak --seconds $(SECONDS) $(ARGUMENTS)
 
-test-gpu:         ## tests on this machine's NVIDIA GPU, in the Python that runs (PYTHON=...): needs vLLM, pytest, hypothesis, and what `make volta` builds
+test-gpu:         ## tests on this machine's NVIDIA GPU, in the current Python (PYTHON=...); needs vLLM, pytest, hypothesis, and the output of `make volta`
 	$(PYTHON) -m pytest tests/gpu
 
-conformance:      ## upstream vLLM's attention tests on this backend, several versions (see `scripts/conformance.py --help`)
+conformance:      ## upstream vLLM's attention tests on this backend, for several vLLM versions (see `scripts/conformance.py --help`)
 	@$(PYTHON) scripts/conformance.py $(ARGUMENTS)
 
-test-ascend:      ## the Ascend path with genuine torch_npu and vllm-ascend, in environments of its own, no NPU needed: needs gcc and binutils
+test-ascend:      ## the Ascend tests with genuine torch_npu and vllm-ascend, in separate environments; needs gcc and binutils, but no NPU
 	@$(PYTHON) scripts/ascend.py $(ARGUMENTS)
 
 lint: setup-dev   ## ruff, mypy --strict, clang-format
 	$(VENV)/python scripts/lint.py
 
-docs: setup-dev   ## write the generated pages of docs/
+docs: setup-dev   ## generate the pages of docs/ that are made from the code
 	$(VENV)/python -m scripts.docs
 
-sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, with a proof that each would report: needs g++
+sanitize: setup-dev ## kernel tests under ASan, UBSan and TSan, and a check that each of them reports a planted bug; needs g++
 	$(VENV)/python scripts/sanitize.py --self-check
 
-sanitize-gpu:     ## tests of the V100's kernels under compute-sanitizer on this machine's GPU, with a proof that it would report: needs what test-gpu needs, and compute-sanitizer
+sanitize-gpu:     ## tests of the V100 kernels under compute-sanitizer on this machine's GPU, and a check that it reports missing barriers; needs compute-sanitizer and the requirements of test-gpu
 	@$(PYTHON) -m scripts.sanitize_gpu --self-check
 
-mutate: setup-dev ## break the code in many places and demand that the tests notice each
+mutate: setup-dev ## break the code in many places, one at a time, and check that the tests notice
 	$(VENV)/python scripts/mutate.py tests/mutations/kernels.toml --jobs 2
 	$(VENV)/python scripts/mutate.py tests/mutations/integration.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/placement.toml
@@ -60,7 +60,7 @@ mutate: setup-dev ## break the code in many places and demand that the tests not
 
 build: setup      ## build the CPU kernels into .venv
 
-volta: build/nvrtc/ready ## compile the V100 kernels into the package, which wheels built after that contain: no GPU, no CUDA toolkit, no torch
+volta: build/nvrtc/ready ## compile the V100 and T4 kernels into the package, so that wheels include them; needs no GPU, CUDA toolkit or torch
 	build/nvrtc/bin/python -m kernels.volta.build fastattention_vllm/lib/volta
 
 # Compiled if they are missing or older than their sources.
@@ -73,7 +73,7 @@ $(VOLTA_IMAGES): $(wildcard kernels/volta/*.py kernels/volta/src/*)
 wheel: $(VOLTA_IMAGES) ## build the wheel with the CPU, V100 and T4 kernels into dist/, for Linux with glibc 2.27 or newer; 4 minutes on 2 cores
 	$(PYTHON) scripts/wheel.py
 
-# An environment with the compiler alone, in the version that pyproject.toml names.
+# An environment with only the compiler, in the version that pyproject.toml pins.
 build/nvrtc/ready: pyproject.toml
 	$(PYTHON) -m venv --clear build/nvrtc
 	build/nvrtc/bin/pip install --quiet $$(sed -n 's/.*"\(nvidia-cuda-nvrtc-cu12==[0-9.]*\)".*/\1/p' pyproject.toml)

@@ -13,7 +13,7 @@ __all__ = ["__version__", "fast_attn_func", "fast_attn_varlen_func"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: what only describes kernels, as their compilation does, needs no torch."""
+    """Import lazily, so that code which only describes kernels, such as their compilation, does not need torch."""
     if name not in ("fast_attn_func", "fast_attn_varlen_func"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fastattention_vllm.attention import functional

@@ -1,8 +1,8 @@
-"""The CUDA driver, by ctypes: our kernels, and copies between ranks, without a CUDA toolkit and with any torch.
+"""The CUDA driver through ctypes: launches kernels and copies between ranks, without a CUDA toolkit and with any torch.
 
-Modules are loaded into the current context, which is torch's (the device's primary context). A launch goes to the
-stream that it is given and can be captured in a CUDA graph; loading cannot, so :func:`load` everything before.
-Addresses and streams are numbers.
+Modules are loaded into the current context, which is torch's (the device's primary context). A launch uses the given
+stream and can be captured in a CUDA graph. Loading cannot be captured, so :func:`load` everything first. Addresses and
+streams are numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HANDLE_BYTES = 64
 
 
 class DriverError(RuntimeError):
-    """One sentence: what was tried, and what the driver says."""
+    """One sentence: what was tried, and the driver's error."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,21 @@ Operations = ctypes.Array[_Operation]
 
 
 def allocate(size: int) -> int:
-    """Memory of the current GPU that may be shared; zeroed by nobody, freed with the process."""
+    """Shareable memory of the current GPU. It is not zeroed, and is freed when the process ends."""
     address = ctypes.c_uint64()
     _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
     return address.value
 
 
 def handle_of(address: int) -> bytes:
-    """By which other processes of this machine open an allocation."""
+    """The handle by which other processes of this machine open an allocation."""
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
     return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
 
 def open_handle(handle: bytes) -> int:
-    """Another process's allocation, on whichever GPU, for the current one."""
+    """Map another process's allocation, on any GPU, for the current GPU."""
     address = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
@@ -114,7 +114,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def register_host(address: int, size: int) -> int:
-    """Lock host memory in place, for all GPUs of this process; returns where they see it."""
+    """Pin host memory for all GPUs of this process, and return its address on the GPUs."""
     seen = ctypes.c_uint64()
     _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE_AND_MAPPED))
     _call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0))
@@ -122,7 +122,7 @@ def register_host(address: int, size: int) -> int:
 
 
 def copy(to: int, source: int, size: int, stream: int) -> None:
-    """In the stream's order; host memory must be registered."""
+    """Copy in stream order. Host memory must be registered."""
     _check(_driver().cuMemcpyAsync(to, source, size, stream), "cuMemcpyAsync")
 
 
@@ -135,8 +135,8 @@ def operations(steps: Sequence[tuple[int, int, int]]) -> Operations:
 
 
 def run(steps: Operations, stream: int) -> None:
-    """In the stream's order. A write comes when all see what the stream has done before; a wait ends when the value is
-    there."""
+    """Run waits and writes in stream order. A write happens after all earlier work of the stream is visible. A wait
+    ends when memory has the value."""
     _check(_driver().cuStreamBatchMemOp_v2(stream, len(steps), steps, 0), "cuStreamBatchMemOp")
 
 
@@ -157,7 +157,7 @@ def _driver() -> ctypes.CDLL:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise DriverError(f"there is no NVIDIA driver here ({error}).") from error
+        raise DriverError(f"no NVIDIA driver was found ({error}); install one.") from error
     driver.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
     driver.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
     driver.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]

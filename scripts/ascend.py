@@ -1,7 +1,7 @@
-"""The tests of the Ascend path with genuine torch_npu and vllm-ascend, on a machine without an NPU.
+"""Runs the tests of the Ascend path with genuine torch_npu and vllm-ascend, on a machine without an NPU.
 
-Installs what it needs under build/ascend/ (kept; about 4 GB). Exits with 1 if a test failed. docs/ascend.md says what
-is tested how.
+Installs the environments under build/ascend/ and keeps them (about 4 GB). Exits with 1 if a test fails. docs/ascend.md
+describes what is tested and how.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ TIMEOUT_S = 3600
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-npu", nargs="+", choices=tuple(TORCH), default=list(TORCH), help="default: all")
-    parser.add_argument("--set-up-only", action="store_true")
-    parser.add_argument("--mutate", action="store_true", help="run scripts/mutate.py there, in place of the tests")
-    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    parser.add_argument("--set-up-only", action="store_true", help="install the environments, but run no test")
+    parser.add_argument("--mutate", action="store_true", help="run scripts/mutate.py there instead of the tests")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest; write them after --")
     options = parser.parse_args(arguments)
     statuses = {}
     try:

@@ -1,8 +1,8 @@
-"""An environment with genuine torch_npu, and vLLM with vllm-ascend, for machines without an NPU. For scripts/ascend.py.
+"""An environment with genuine torch_npu, vLLM and vllm-ascend for machines without an NPU. For scripts/ascend.py.
 
-CANN is stood in for by empty libraries, and so are the CUDA parts of torch (torch_npu does not load beside them): what
-is left computes on the CPU. Everything lies under build/ascend/<torch_npu version>/ and is made once; a step whose
-inputs changed is done anew.
+Stub libraries replace CANN and the CUDA parts of torch (with which torch_npu does not load). The rest computes on the
+CPU. Everything is under build/ascend/<torch_npu version>/ and is installed once; a step whose inputs have changed runs
+again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AscendEnvironment:
 
     @property
     def kernels(self) -> Path:
-        """Of the CPU, beside which host layers compute."""
+        """The build folder of the CPU kernels, which host layers use."""
         return self.folder / "kernels"
 
     @property
@@ -66,7 +66,7 @@ class AscendEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a process of this environment needs beside the user's own."""
+        """The environment variables for a process of this environment."""
         return {
             "LD_LIBRARY_PATH": str(self.stubs),
             "PYTHONPATH": str(ROOT),
@@ -81,20 +81,20 @@ class AscendEnvironment:
         }
 
     def prepare(self) -> None:
-        """Make what is missing.
+        """Run the steps that are missing.
 
         Raises:
             SetupError: pip failed, or a tool is missing.
         """
         for tool in ("nm", "readelf"):
             if shutil.which(tool) is None:
-                raise SetupError(f"{tool} not found; `apt-get install binutils`.")
+                raise SetupError(f"{tool} was not found; run `apt-get install binutils`.")
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"torch_npu {self.torch_npu}"
         steps = [
-            Step(f"{name}: create venv", self._make_venv, lambda: [sys.version]),
+            Step(f"{name}: create the environment", self._make_venv, lambda: [sys.version]),
             Step(f"{name}: install it and torch {TORCH[self.torch_npu]}", self._install_torch, self._pins),
-            Step(f"{name}: stand-ins for CANN and CUDA", self._build_stubs, self._stub_inputs),
+            Step(f"{name}: build stub libraries for CANN and CUDA", self._build_stubs, self._stub_inputs),
         ]
         if self.torch_npu in VLLM:
             version = VLLM[self.torch_npu]
@@ -125,7 +125,7 @@ class AscendEnvironment:
         try:
             stub_libraries.build(packages, self.stubs, [path.name for path in parts])
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            raise SetupError(f"stand-ins for CANN could not be made: {error}") from error
+            raise SetupError(f"the stub libraries for CANN could not be built: {error}") from error
         for path in parts:
             path.unlink()
 
@@ -140,7 +140,7 @@ class AscendEnvironment:
                 [cmake, "--build", str(self.kernels)],
             ):
                 if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode:
-                    raise SetupError(f"the CPU kernels could not be built; the whole log is {self.log}.")
+                    raise SetupError(f"the CPU kernels could not be built; see {self.log}.")
 
     def _install_imports(self) -> None:
         self._pip("--requirement", str(CONSTRAINTS))
@@ -154,7 +154,7 @@ class AscendEnvironment:
         self._pip(*source, f"vllm=={version}", environment=build | self.variables)
         problem = setup_env.wrong_vllm(self.site_packages, version)
         if problem:
-            raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and start again.")
+            raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and run this again.")
         self._pip("--only-binary", ":all:", f"vllm-ascend=={version}")
 
     def _pins(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Upstream vLLM's attention tests, its server and host layers, on this backend: one table over several vLLM versions.
+"""Runs upstream vLLM's attention tests, its server and host layers on this backend, for several vLLM versions.
 
-Installs what it needs under build/conformance/ (kept; 20 GB for all versions, most of it CUDA builds of torch).
-Exits with 1 if a test failed or a suite ran no test. `tests/conformance/README.md` says what is run.
+Installs each version under build/conformance/ and keeps it (20 GB for all versions, most of it CUDA builds of torch).
+Exits with 1 if a test fails or a suite runs no test. `tests/conformance/README.md` describes the suites.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ SUITES = (
         tuple(version for version in TORCH if version != "0.19.1"),
     ),
     Suite("upstream: backend registry", "tests/test_attention_backend_registry.py"),
+    Suite("options and claims: as recorded", str(PLUGINS / "options_and_claims.py"), adapts_upstream=False),
     Suite("vllm serve: needle over HTTP", str(PLUGINS / "served_needle.py"), adapts_upstream=False),
     Suite("host layers: offline and over HTTP", str(PLUGINS / "host_kv_layers.py"), adapts_upstream=False),
 )
@@ -55,7 +56,7 @@ SUITES = (
 
 @dataclass
 class Result:
-    """What one suite did in one version."""
+    """The result of one suite in one version."""
 
     version: str
     torch: str
@@ -76,7 +77,7 @@ class Result:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", nargs="+", choices=tuple(TORCH), default=list(TORCH), help="default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the result")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     options = parser.parse_args(arguments)
     results: list[Result] = []
     try:
@@ -141,7 +142,7 @@ def run_suite(suite: Suite, python: Path, folder: Path, upstream: Path, version:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Let pytest stop the server it may have started; after a minute, do not."""
+    """Wait up to a minute for pytest to stop a server that it may have started, then kill it."""
     process.send_signal(signal.SIGINT)
     try:
         return process.wait(60)
@@ -151,7 +152,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def read_result(entries: Path, result: Result, log: Path) -> Result:
-    """Count what the recorder wrote; no file means that the run broke off."""
+    """Count the recorder's entries. If there is no file, the run was interrupted."""
     if not entries.exists():
         result.failed, result.problems = 1, [f"the run broke off; see {log}"]
         return result
@@ -174,7 +175,7 @@ def installed_torch(python: Path) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The table, then every failure and each reason for which cases were not run."""
+    """The table, followed by all failures and the reasons why cases were not run."""
     head = ("vLLM", "torch", "suite", "cases", "passed", "failed", "not run", "seconds")
     rows = [
         (

@@ -1,6 +1,6 @@
-"""One vLLM version's own environment for scripts/conformance.py: venv, vLLM as pure Python, its tests, this package.
+"""The environment of one vLLM version for scripts/conformance.py: venv, pure-Python vLLM, its tests, this package.
 
-Everything lies under build/conformance/<version>/ and is made once; a step whose inputs changed is done anew.
+Everything is under build/conformance/<version>/ and is installed once; a step whose inputs have changed runs again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Environment:
         return self.folder / "upstream"
 
     def prepare(self) -> None:
-        """Make what is missing.
+        """Run the steps that are missing.
 
         Raises:
             SetupError: pip failed, or this machine cannot build the kernels.
@@ -67,7 +67,7 @@ class Environment:
         self.folder.mkdir(parents=True, exist_ok=True)
         setup_env.run_steps(
             [
-                Step(f"vLLM {self.version}: create venv", self._make_venv, lambda: [sys.version]),
+                Step(f"vLLM {self.version}: create the environment", self._make_venv, lambda: [sys.version]),
                 Step(
                     f"vLLM {self.version}: install torch {self.torch}",
                     self._install_torch,
@@ -96,7 +96,7 @@ class Environment:
             next((self.folder / "venv" / "lib").glob("python3.*/site-packages")), self.version
         )
         if problem:
-            raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and start again.")
+            raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and run this again.")
         unpack_tests(sdist, self.upstream)
 
     def _install_tools(self) -> None:
@@ -156,4 +156,4 @@ def run_pip(python: Path, log: Path, *arguments: str, environment: dict[str, str
         )
     if result.returncode:
         print("\n" + "\n".join(log.read_text().strip().splitlines()[-25:]), file=sys.stderr)
-        raise SetupError(f"pip failed (status {result.returncode}); the whole log is {log}.")
+        raise SetupError(f"pip failed with status {result.returncode}; see {log}.")

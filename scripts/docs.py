@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: `make docs`. A test fails while they are behind the code."""
+"""Write the generated pages of docs/: `make docs`. A test fails if they are out of date."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def supported_page() -> str:
         "change those. -->",
         "# What runs and what is refused",
         "",
-        f"On CPUs, with vllm{compat.SUPPORTED_VLLM}. Each row names the test behind it; those that equal Hugging Face",
-        "demand the same greedy tokens, and log-probabilities within 1e-4, in fp32, on random weights.",
-        "They run with vLLM 0.32.0; what older ones cannot do on CPUs is among the refusals.",
+        f"This table is for CPUs with vllm{compat.SUPPORTED_VLLM}. Each row names the test that shows the feature.",
+        "The tests that compare with Hugging Face use random weights in fp32, and require the same greedy tokens and",
+        "log-probabilities within 1e-4. They run with vLLM 0.32.0. Older versions cannot do all of this on CPUs; what",
+        "they lack is in the table of refusals.",
         "",
         "| feature | scope | test |",
         "|---|---|---|",
@@ -28,7 +29,7 @@ def supported_page() -> str:
     lines += [f"| {row.feature} | {row.scope} | `{row.tested_by}` |" for row in support.SUPPORTED]
     lines += [
         "",
-        "Everything below stops the start with one sentence that names the value and the way out.",
+        "Each feature in the next table stops the start with one sentence, which names the value and what to do.",
         "",
         "| refused | why | what to do |",
         "|---|---|---|",
@@ -44,18 +45,23 @@ def option_lines() -> Iterator[str]:
         "",
         "## Options of vLLM, by device",
         "",
-        "Every option that touches attention or the KV cache. All others of vLLM 0.19.1 to 0.33.0 are listed in",
-        "`scripts/vllm_options.toml`, each with the reason why it touches neither.",
+        "This table lists every option that touches attention or the KV cache. All other options of vLLM 0.19.1 to",
+        "0.33.0 are listed in `scripts/vllm_options.toml`, each with the reason why it touches neither.",
         "",
-        "- runs: a test shows it; the named one runs on CPUs. On V100 and T4 the kernels were simulated,",
-        "  and executed as PTX on newer GPUs; on Ascend the code was checked against genuine packages without an NPU.",
-        "  Neither has run on its own hardware yet.",
-        "- vLLM's own: the code of vLLM or vllm-ascend does it, as without this plugin.",
-        "- refused: the start ends with a sentence.",
-        "- no effect: the backend does not read it.",
-        "- untested: nothing here runs it yet.",
+        "- runs: a test shows it; the named test runs on CPUs. For V100 and T4, the kernels were simulated,",
+        "  and executed as PTX on newer GPUs; for Ascend, the code was checked against genuine packages without an",
+        "  NPU. Neither has run on its own hardware yet.",
+        "- vLLM's own: the code of vLLM or vllm-ascend handles the option, as without this plugin.",
+        "- refused: the start ends with one sentence.",
+        "- no effect: the backend does not read the option.",
+        "- untested: no test covers the option yet.",
         "",
-        "| option | CPU | GPU, 8.0 and newer | V100, T4 | Ascend | with host layers | test | note |",
+        "Host layers are plain attention layers of one shape over their own KV cache. A model with other attention",
+        "layers (chunked, static sinks, R-SWA, images whose tokens attend in both directions, several numbers of KV",
+        "heads) keeps its whole KV cache on the device. If `host_kv_layers` asks for host layers, the start ends with",
+        "a sentence.",
+        "",
+        "| option | CPU | GPU (8.0 and newer) | V100, T4 | Ascend | with host layers | test | note |",
         "|---|---|---|---|---|---|---|---|",
     )
     for row in table.concerned:

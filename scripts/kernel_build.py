@@ -1,4 +1,4 @@
-"""Unoptimised builds of the CPU kernels for scripts/mutate.py, with no more compiled anew than a mutation asks for."""
+"""Unoptimised builds of the CPU kernels for scripts/mutate.py, which recompile only what a mutation changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ISA_OF_HEADER = {"unit_bf16.h": "avx512_bf16", "panel_amx.h": "amx", "panel_amx_
 
 
 class DoesNotCompile(Exception):
-    """What the compiler said."""
+    """The compiler's message."""
 
 
 def emulate_amx() -> bool:
@@ -36,10 +36,10 @@ class KernelBuild:
         self.pristine = directory / "pristine"
 
     def everything(self) -> Path:
-        """Builds all that is out of date, and keeps the objects for :meth:`changed` to return to."""
+        """Builds everything that is out of date, and keeps the objects so that :meth:`changed` can restore them."""
         cmake = shutil.which("cmake", path=TOOLS)
         if cmake is None:
-            raise DoesNotCompile("there is no cmake; run `make setup-dev`.")
+            raise DoesNotCompile("cmake was not found; run `make setup-dev`.")
         flags = ["-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0 -w", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
         flags += ["-DFASTATTENTION_EMULATE_AMX=ON"] if emulate_amx() else []
         _run([cmake, "-S", str(self.source), "-B", str(self.directory), "-G", "Unix Makefiles", *flags])
@@ -83,7 +83,7 @@ class KernelBuild:
         return f"kernel_{chosen or usable[0]}.cpp"
 
     def _units(self) -> dict[str, tuple[list[str], Path]]:
-        """Of each ``.cpp`` file: the command that compiles it, and the object that comes of it."""
+        """For each ``.cpp`` file, the command that compiles it, and the resulting object."""
         units = {}
         for entry in json.loads((self.directory / "compile_commands.json").read_text()):
             command = shlex.split(entry["command"])

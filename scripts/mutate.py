@@ -1,12 +1,13 @@
-"""Break the code on purpose, one place at a time, and demand that the tests notice.
+"""Break the code on purpose, one place at a time, and check that the tests notice.
 
     python scripts/mutate.py [LIST.toml ...] [--only WORD] [--every N] [--jobs N]
 
-A list (tests/mutations/*.toml; all of them by default) names for each mutation a file, a text that occurs in it exactly
-once, what to put there, and the tests that must then fail. All happens in a copy of the tree. The same tests must pass
-on the copy as it is. Exits with 1 if a mutation survives, 2 if a list does not fit the code.
+A list (tests/mutations/*.toml; all of them by default) gives for each mutation a file, a text that occurs in it exactly
+once, the replacement, and the tests that must then fail. Where breaking one place changes nothing, `also` names others
+that are broken with it. Everything happens in a copy of the tree, on which the same tests must pass before it is
+changed. Exits with 1 if a mutation survives, and with 2 if a list does not match the code.
 
-Reads:  CXX (C++ compiler), and what the tests read.
+Reads:  CXX (C++ compiler), and the variables that the tests read.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class DoesNotFit(Exception):
 
 
 @dataclass(frozen=True)
+class Edit:
+    file: str
+    text: str
+    replacement: str
+
+
+@dataclass(frozen=True)
 class Mutation:
     name: str
     file: str
@@ -59,19 +67,25 @@ class Mutation:
     tests: tuple[str, ...]
     isa: str = ""
     """The instruction set whose code this is, if it is one's alone; skipped where the machine lacks it."""
+    also: tuple[Edit, ...] = ()
+    """In Python files."""
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        return (Edit(self.file, self.text, self.replacement), *self.also)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lists", nargs="*", type=Path, default=sorted(LISTS.glob("*.toml")), metavar="LIST.toml")
-    parser.add_argument("--only", default="", metavar="WORD", help="only mutations with this in their name")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth of them, to save time")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time; each runs tests")
+    parser.add_argument("--only", default="", metavar="WORD", help="run only mutations whose name contains WORD")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="run only every Nth mutation, to save time")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of mutations to test at the same time")
     options = parser.parse_args()
     try:
         mutations = [m for path in options.lists for m in read(path) if options.only in m.name][:: options.every]
         if not mutations:
-            raise DoesNotFit("there is no mutation to run.")
+            raise DoesNotFit("no mutation matches; check LIST.toml and --only.")
         with tempfile.TemporaryDirectory(prefix="fastattention-mutate-") as directory:
             return survivors([Copy(Path(directory) / str(job)) for job in range(options.jobs)], mutations)
     except (DoesNotFit, DoesNotCompile) as error:
@@ -83,11 +97,12 @@ def read(path: Path) -> list[Mutation]:
     content = tomllib.loads(path.read_text())
     entries = content.pop("mutation", [])
     if content:
-        raise DoesNotFit(f"{path.name} has an unknown table {next(iter(content))!r}; mutations are [[mutation]].")
+        raise DoesNotFit(f"{path.name} has an unknown table {next(iter(content))!r}; use [[mutation]] tables only.")
     mutations, misfits = [], []
     for number, entry in enumerate(entries, 1):
         try:
-            mutation = Mutation(**{**entry, "tests": tuple(entry["tests"])})
+            also = tuple(Edit(**edit) for edit in entry.get("also", ()))
+            mutation = Mutation(**{**entry, "tests": tuple(entry["tests"]), "also": also})
         except (KeyError, TypeError) as error:
             raise DoesNotFit(f"{path.name}, entry {number} ({entry.get('name')}): {error}.") from None
         try:
@@ -101,14 +116,17 @@ def read(path: Path) -> list[Mutation]:
 
 
 def check(mutation: Mutation) -> None:
-    source = ROOT / mutation.file
-    if not source.is_file():
-        raise DoesNotFit(f"{mutation.name!r}: there is no file {mutation.file}.")
-    found = source.read_text().count(mutation.text)
-    if found != 1:
-        raise DoesNotFit(f"{mutation.name!r}: its text occurs {found} times in {mutation.file}, not once.")
-    if not mutation.tests or mutation.text == mutation.replacement:
-        raise DoesNotFit(f"{mutation.name!r}: names no test or changes nothing.")
+    for edit in mutation.edits:
+        source = ROOT / edit.file
+        if not source.is_file():
+            raise DoesNotFit(f"{mutation.name!r}: {edit.file} does not exist.")
+        found = source.read_text().count(edit.text)
+        if found != 1:
+            raise DoesNotFit(
+                f"{mutation.name!r}: its text occurs {found} times in {edit.file}, but must occur exactly once."
+            )
+        if not mutation.tests or edit.text == edit.replacement:
+            raise DoesNotFit(f"{mutation.name!r}: it names no test, or its replacement equals its text.")
 
 
 def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
@@ -125,7 +143,7 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
     status, output = copies[0].pytest(sorted({test for m in usable for test in m.tests}))
     if status != 0:
         print(output)
-        raise DoesNotFit("the tests named do not all pass without a mutation, see above.")
+        raise DoesNotFit("some of the named tests fail even without a mutation; see above.")
     width = max(len(name) for name in ["unmutated", *(m.name for m in mutations)])
     print(f"{'unmutated':<{width}}  passes    {time.monotonic() - started:>4.0f} s", flush=True)
 
@@ -156,10 +174,11 @@ def survivors(copies: list[Copy], mutations: list[Mutation]) -> int:
 
 
 def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
-    """The verdict on one mutation, and what failed first."""
-    source = copy.tree / mutation.file
-    original = source.read_text()
-    source.write_text(original.replace(mutation.text, mutation.replacement))
+    """The verdict on one mutation, and the first failure."""
+    originals = {edit.file: (copy.tree / edit.file).read_text() for edit in mutation.edits}
+    for edit in mutation.edits:
+        source = copy.tree / edit.file
+        source.write_text(source.read_text().replace(edit.text, edit.replacement))
     try:
         is_kernel = mutation.file.startswith(KERNELS)
         library = copy.kernels.changed(mutation.file, mutation.isa, isas) if is_kernel else None
@@ -167,16 +186,17 @@ def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
     except DoesNotCompile as error:
         return "UNFIT", str(error).splitlines()[0]
     finally:
-        source.write_text(original)
+        for file, original in originals.items():
+            (copy.tree / file).write_text(original)
     if status == 0:
         return "SURVIVED", mutation.file
     if status == -signal.SIGKILL:
-        raise DoesNotFit(f"{mutation.name!r}: its tests were killed from outside; is there enough memory?")
+        raise DoesNotFit(f"{mutation.name!r}: another process killed its tests; free some memory or lower --jobs.")
     if status < 0:
         return "caught", f"crash, signal {-status}"
     if status != FAILED:
         print(output)
-        raise DoesNotFit(f"{mutation.name!r}: pytest ended with status {status}, see above.")
+        raise DoesNotFit(f"{mutation.name!r}: pytest ended with status {status}; see above.")
     compiler = DOES_NOT_COMPILE.search(output)
     if compiler:
         return "UNFIT", compiler.group(1)
@@ -185,7 +205,7 @@ def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
 
 
 class Copy:
-    """A copy of the tree, where mutations happen, and its builds of the kernels."""
+    """A copy of the tree for mutations, and its builds of the kernels."""
 
     def __init__(self, directory: Path) -> None:
         self.tree = directory / "tree"
@@ -199,7 +219,9 @@ class Copy:
         said = self.python("-c", "import fastattention_vllm; print(fastattention_vllm.__file__)").stdout.strip()
         package = said.rpartition("\n")[2]  # after what torch's extensions say when they are loaded
         if not package.startswith(str(self.tree)):
-            raise DoesNotFit(f"in the copy of the tree, the package is imported from {package or 'nowhere'}.")
+            raise DoesNotFit(
+                f"tests in the copy of the tree import the package from {package or 'nowhere'} instead of the copy."
+            )
 
     def python(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         command, chosen = [sys.executable, *arguments], self.environment | (environment or {})

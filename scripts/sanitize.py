@@ -1,8 +1,8 @@
 """Run the kernel tests against builds with AddressSanitizer + UndefinedBehaviorSanitizer and with ThreadSanitizer.
 
-Builds both from a copy of kernels/cpu, runs the tests named below and exits with 1 if any of them fails or any process
-they start writes a report. With --self-check it then plants one bug per sanitizer and demands that it is reported.
-With --every N one in N cases of every parametrised test runs.
+Builds both from a copy of kernels/cpu, runs the tests listed below, and exits with 1 if a test fails or a process that
+it starts writes a report. With --self-check it then plants one bug per sanitizer and checks that it is reported. With
+--every N it runs one in N cases of every parametrised test.
 
 Needs g++ with its sanitizer runtimes, cmake, and the test tools (`make setup-dev`).
 Reads:  CXX (C++ compiler).
@@ -133,7 +133,9 @@ def main() -> int:
     parser.add_argument(
         "--self-check", action="store_true", help="also prove that each sanitizer reports a planted bug"
     )
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="one in N cases of every parametrised test")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="run only one in N cases of every parametrised test"
+    )
     options = parser.parse_args()
     table = Table()
     try:
@@ -178,7 +180,9 @@ def examine(sanitizer: Sanitizer, directory: Path, every: int, self_check: bool,
         source = sources / bug.file
         original = source.read_text()
         if original.count(bug.text) != 1:
-            raise CannotRun(f"{bug.file} holds {bug.text!r} {original.count(bug.text)} times instead of once.")
+            raise CannotRun(
+                f"{bug.text!r} occurs {original.count(bug.text)} times in {bug.file}, but must occur exactly once."
+            )
         source.write_text(original.replace(bug.text, bug.replacement))
         library = build(sanitizer, sources, directory / "build")
         source.write_text(original)
@@ -191,7 +195,7 @@ def examine(sanitizer: Sanitizer, directory: Path, every: int, self_check: bool,
 def build(sanitizer: Sanitizer, sources: Path, directory: Path) -> Path:
     cmake = shutil.which("cmake", path=TOOLS)
     if cmake is None:
-        raise CannotRun("there is no cmake; run `make setup-dev`.")
+        raise CannotRun("cmake was not found; run `make setup-dev`.")
     configure = [cmake, "-S", str(sources), "-B", str(directory), f"-DFASTATTENTION_SANITIZE={sanitizer.flag}"]
     for command in (configure, [cmake, "--build", str(directory), "--parallel", str(os.cpu_count() or 1)]):
         done = subprocess.run(command, capture_output=True, text=True)
@@ -227,7 +231,7 @@ class Run:
             if shutil.which(command[0]) and subprocess.run(command, env=self.environment).returncode == 0:
                 return prefix
         text = " ".join(self.report().split())[-200:]
-        raise CannotRun(f"Python does not start with {self.environment['LD_PRELOAD']} preloaded; it says: {text}")
+        raise CannotRun(f"Python does not start with {self.environment['LD_PRELOAD']} preloaded: {text}")
 
     def pytest(self, *arguments: str, quiet: bool = False) -> tuple[bool, str]:
         """Whether all tests passed, and pytest's last line."""
@@ -248,10 +252,10 @@ class Run:
 def runtime(name: str) -> str:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise CannotRun("there is no g++; install it, or name another compiler in CXX.")
+        raise CannotRun("g++ was not found; install it, or set CXX to another compiler.")
     path = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
     if not Path(path).is_absolute():  # the bare name comes back when there is none
-        raise CannotRun(f"{compiler} has no {name}; g++ brings it.")
+        raise CannotRun(f"{compiler} has no {name}; install g++, which includes it.")
     return path
 
 

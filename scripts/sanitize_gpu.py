@@ -2,12 +2,12 @@
 
     python -m scripts.sanitize_gpu --self-check
 
-Exits with 1 if a test fails or a tool reports anything. With --self-check the barriers of the block are then taken out
-of the kernels' PTX, and racecheck must report hazards in prefill and in decode. Each tensor has an allocation of its
-own, so that memcheck sees what lies outside of it.
+Exits with 1 if a test fails or a tool reports anything. With --self-check the block barriers are then removed from the
+kernels' PTX, and racecheck must report hazards in prefill and in decode. Each tensor has a separate allocation, so that
+memcheck notices every access outside it.
 
-Needs an NVIDIA GPU, compute-sanitizer (of the CUDA toolkit), what tests/gpu needs, and what `make volta` builds. Takes
-minutes more where the driver has not compiled the kernels' PTX before.
+Needs an NVIDIA GPU, compute-sanitizer (part of the CUDA toolkit), the requirements of tests/gpu, and the output of
+`make volta`. The first run takes some minutes longer, because the driver compiles the kernels' PTX.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHOSEN = (
     "8_bits and (e5m2-causal-64 or int8-causal-128 or (e4m3fn and it-80))",
     "every_number_is_cast",  # write_kv, of every kind of cache
 )
-"""Of prefill and decode, each with the V100's kernels and with Turing's where the GPU has both."""
+"""Tests of prefill and decode, with the V100 kernels and, if the GPU supports them, with the Turing kernels."""
 BROKEN = "every_feature and (prefill-causal-64 or decode-causal-64)"
 KERNELS = ("fa_volta_prefill", "fa_volta_decode")
 """Those with barriers."""
@@ -74,13 +74,13 @@ def found() -> str:
     """The path of compute-sanitizer, where everything else is there as well."""
     path = shutil.which("compute-sanitizer")
     if path is None:
-        raise CannotRun("there is no compute-sanitizer on PATH; it comes with the CUDA toolkit.")
+        raise CannotRun("compute-sanitizer is not on PATH; install the CUDA toolkit, which includes it.")
     if reason := gpu.why_not():
         raise CannotRun(reason)
     for variant in VARIANTS:
         image = volta.IMAGES / variant.image("ptx")
         if not image.exists():
-            raise CannotRun(f"the Volta kernels are not built, there is no {image}; run `make volta`.")
+            raise CannotRun(f"the Volta kernels are not built: there is no {image}; run `make volta`.")
     return path
 
 
@@ -123,7 +123,7 @@ def without_barriers(folder: Path) -> None:
     for variant in VARIANTS:
         text, count = BARRIER.subn("", (volta.IMAGES / variant.image("ptx")).read_text())
         if not count and variant.kernel in KERNELS:
-            raise CannotRun(f"the PTX of {variant.name} has no barrier that could be taken out.")
+            raise CannotRun(f"the PTX of {variant.name} has no barrier to remove.")
         for suffix in ("ptx", "cubin"):
             (folder / variant.image(suffix)).write_text(text)
     manifest.write(folder, VARIANTS, compiler="none: barriers taken out of PTX")

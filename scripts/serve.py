@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 20
 DEMO_TOKENS = 16_000
-# Never through a proxy that the environment names: the server is this machine.
+# The server is on this machine, so proxies from the environment are ignored.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 KERNEL_LINE = re.compile(r"Attention kernel: (.*)")
 
@@ -77,10 +77,10 @@ def free_port() -> int:
 
 
 def build_model_if_needed() -> None:
-    """Build the demo model where there is none, or one from other sources than today's."""
+    """Build the demo model if it does not exist, or if its sources have changed."""
     MODEL.parent.mkdir(exist_ok=True)
     with (MODEL.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would tread on each other's files
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would overwrite each other's files
         _build_model_if_needed()
 
 
@@ -98,7 +98,7 @@ def _build_model_if_needed() -> None:
 
 
 class Server:
-    """The `vllm serve` process group: started, watched, and stopped to the last process."""
+    """The `vllm serve` process group: starts, watches, and stops all of its processes."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://{HOST}:{port}"
@@ -108,11 +108,11 @@ class Server:
         self.failed = False
         self.started = time.monotonic()
         self.pid: int | None = None
-        # Before anything is said: whoever reads "Starting" may stop it at once.
+        # Before the first output, because a reader of "Starting" may stop this process at once.
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, self.stop_on_signal)
         print(f"Starting: vllm {' '.join(self.command[1:])}".replace(str(ROOT) + "/", ""), flush=True)
-        # A group of its own, so that Ctrl-C reaches this process alone and the server is stopped in order.
+        # A separate process group, so that Ctrl-C reaches only this process, which then stops the server in order.
         self.process = subprocess.Popen(
             self.command,
             cwd=ROOT,
@@ -220,7 +220,7 @@ def _die_with_parent() -> None:
 
 
 def show(server: Server) -> None:
-    """Say what runs, ask one long question, and give a line to paste."""
+    """Print what runs, ask one long question, and print a command to try."""
     model = json.loads(server.get("/v1/models"))["data"][0]
     print(f"\n  healthy after   {time.monotonic() - server.started:.0f} s")
     print(f"  model           {model['id']} (up to {model['max_model_len']:,} tokens), {server.url}/v1")

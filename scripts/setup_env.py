@@ -1,6 +1,6 @@
-"""Make .venv: official vLLM as pure Python, torch, and this package with its kernels built. Standard library only.
+"""Create .venv with official vLLM as pure Python, torch, and this package with its kernels. Standard library only.
 
-Safe to run every time: a step whose inputs have not changed is skipped in milliseconds.
+Running it again is cheap: steps whose inputs have not changed are skipped within milliseconds.
 Reads:  CXX (C++ compiler), PIP_* (pip's own settings).
 Writes: .venv/ and .venv/setup.log.
 """
@@ -44,12 +44,12 @@ KERNEL_BUILD_REQUIRES = ["scikit-build-core", "cmake", "ninja"]
 
 
 class SetupError(Exception):
-    """One sentence for the user: what is missing and the command that mends it."""
+    """One sentence for the user: what is missing, and the command that fixes it."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dev", action="store_true", help="also install what the tests and checks need")
+    parser.add_argument("--dev", action="store_true", help="also install the packages that tests and checks need")
     options = parser.parse_args()
     try:
         check_machine()
@@ -66,7 +66,7 @@ def main() -> int:
         print(f"fastattention setup: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nfastattention setup: stopped; run it again to continue where it was.", file=sys.stderr)
+        print("\nfastattention setup: stopped; run it again to continue.", file=sys.stderr)
         return 130
     return 0
 
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 class Step:
-    """A named action and the texts it depends on; done when it has succeeded with these very texts."""
+    """A named action and the texts that it depends on. It is done if it has succeeded with the same texts."""
 
     def __init__(self, name: str, action: Callable[[], None], inputs: Callable[[], Iterable[str]]) -> None:
         self.name, self.action, self.inputs = name, action, inputs
@@ -88,12 +88,12 @@ class Step:
 
 
 def run_steps(steps: list[Step], record: Path | None = None) -> None:
-    """Run those of ``steps`` that are not done; ``record`` is the file that remembers it."""
+    """Run those of ``steps`` that are not done. ``record``: the file that lists finished steps."""
     record = record or DONE
     done = read_done(record)
     before = ""
     for number, step in enumerate(steps, 1):
-        # Each step depends on those before it: a new torch means a new vLLM.
+        # Each step depends on the previous ones: a new torch needs a new vLLM.
         before = step.fingerprint(before)
         if done.get(step.name) == before:
             continue
@@ -104,7 +104,7 @@ def run_steps(steps: list[Step], record: Path | None = None) -> None:
 
 
 def read_done(record: Path) -> dict[str, str]:
-    """Fingerprints of the finished steps; none where the file is absent or was cut short: then all run again."""
+    """Fingerprints of the finished steps. Empty if the file is missing or incomplete, so that all steps run again."""
     try:
         done: dict[str, str] = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -113,7 +113,7 @@ def read_done(record: Path) -> dict[str, str]:
 
 
 class Progress:
-    """A line that shows the step and the seconds it has taken so far."""
+    """Shows a line with the step and its seconds so far."""
 
     def __init__(self, title: str) -> None:
         self.title, self.stop = title, threading.Event()
@@ -139,16 +139,17 @@ def check_machine() -> None:
     low, high = PYTHON_RANGE
     if not low <= sys.version_info[:2] < high:
         raise SetupError(
-            f"Python {sys.version.split()[0]} found, but vLLM {VLLM_VERSION} on this path needs "
+            f"this is Python {sys.version.split()[0]}, but vLLM {VLLM_VERSION} needs Python "
             f"{low[0]}.{low[1]} to {high[0]}.{high[1] - 1}; run `make PYTHON=python3.11 ...`."
         )
     if not sys.platform.startswith("linux"):
-        raise SetupError(f"platform {sys.platform} found, but the CPU path runs on Linux only.")
+        raise SetupError(f"this platform is {sys.platform}, but fastattention runs on Linux only.")
     if find_compiler() is None:
         wanted = os.environ.get("CXX")
         tried = f"CXX={wanted}" if wanted else "g++, clang++, c++"
         raise SetupError(
-            f"no C++ compiler found (tried {tried}); the CPU kernels need one: `apt-get install g++`, or set CXX."
+            f"the CPU kernels need a C++ compiler, but none was found (tried {tried}); run `apt-get install g++`, or "
+            "set CXX."
         )
 
 
@@ -167,8 +168,8 @@ def create_venv(folder: Path) -> None:
     if result.returncode:
         shutil.rmtree(folder, ignore_errors=True)
         raise SetupError(
-            f"`python3 -m venv {folder.relative_to(ROOT)}` failed; on Debian the module is a package of its own: "
-            f"`apt-get install python3-venv`. It said: {' '.join((result.stdout + result.stderr).split())[-300:]}"
+            f"`python3 -m venv {folder.relative_to(ROOT)}` failed; on Debian, run `apt-get install python3-venv`. "
+            f"Output: {' '.join((result.stdout + result.stderr).split())[-300:]}"
         )
 
 
@@ -189,12 +190,12 @@ def install_vllm() -> None:
     pip("install", *arguments, environment=environment)
     problem = wrong_vllm(site_packages())
     if problem:
-        # pip's wheel cache ignores environment variables: a vLLM built for another device is taken for this one.
+        # pip's wheel cache ignores environment variables, so it may return a vLLM that was built for another device.
         log(f"{problem}: pip's wheel cache held another build; installing again without it")
         pip("install", "--no-cache-dir", "--force-reinstall", "--no-deps", *arguments[:-1], environment=environment)
         problem = wrong_vllm(site_packages())
     if problem:
-        raise SetupError(f"{problem}; run `{PYTHON} -m pip cache remove vllm` and start again.")
+        raise SetupError(f"{problem}; run `{PYTHON} -m pip cache remove vllm`, then run this again.")
 
 
 def wrong_vllm(packages: Path, wanted: str = VLLM_VERSION) -> str | None:
@@ -221,7 +222,7 @@ def install_package() -> None:
 def package_inputs() -> Iterable[str]:
     yield (ROOT / "pyproject.toml").read_text()
     yield str(find_compiler())
-    # An editable install finds modules by a list made when it was installed: after a move it would lead nowhere.
+    # An editable install uses a list of paths made at installation, which is wrong after the folder has been moved.
     for path in sorted((ROOT / "fastattention_vllm").rglob("*.py")):
         yield str(path.relative_to(ROOT))
     for path in sorted((ROOT / "kernels" / "cpu").rglob("*")):
@@ -250,7 +251,7 @@ def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
     if result.returncode:
         tail = LOG.read_text().strip().splitlines()[-25:]
         print("\n" + "\n".join(tail), file=sys.stderr)
-        raise SetupError(f"pip failed (status {result.returncode}); the whole log is {LOG.relative_to(ROOT)}.")
+        raise SetupError(f"pip failed with status {result.returncode}; see {LOG.relative_to(ROOT)}.")
 
 
 def log(text: str) -> None:

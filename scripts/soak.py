@@ -1,9 +1,10 @@
-"""Serve the demo model under mixed load for a while, and check that nothing is wrong, lost or left.
+"""Serve the demo model under mixed load for a while, and check answers, resource use and shutdown.
 
-Clients ask for needles in texts of many lengths, at once and as streams, drop their connections, and send bad input.
-Every answer must be right. Memory, file descriptors and threads of all the server's processes are counted twice while
-nothing is asked: after the first third and at the end; they must not have grown. Then SIGTERM comes with long requests
-in flight: their clients must be told, and the server must be gone within 10 seconds with all that it has made.
+Clients ask for needles in texts of many lengths, with and without streaming, drop their connections, and send bad
+input. Every answer must be right. Memory, file descriptors and threads of all server processes are counted twice while
+no request runs, after the first third and at the end, and must not have grown. Finally the server gets SIGTERM while
+long requests are in flight: their clients must receive an error, and within 10 seconds the server must have ended
+without leaving processes or shared memory behind.
 
     python -m scripts.soak --seconds 300 --server-arguments "--dtype bfloat16 --additional-config '{JSON}'"
 """
@@ -40,13 +41,13 @@ END_S = 10
 MAX_REQUESTS = 200_000
 LONG_TOKENS = 60_000
 EXCERPT = 8000
-"""Characters."""
+"""Number of characters of the log that are shown."""
 CHUNKS_BEFORE_A_DROP = 3
 MORE_MEMORY = 0.05
 MORE_BYTES = 96 << 20
-"""What allocators may keep, beside ``MORE_MEMORY`` of all."""
+"""Bytes that allocators may keep, in addition to the fraction ``MORE_MEMORY`` of the total."""
 MORE_THREADS = 8
-"""asyncio's and the tokenizer's pools grow by need."""
+"""The thread pools of asyncio and the tokenizer grow on demand."""
 MORE_DESCRIPTORS = 4
 BAD: list[tuple[str, Any]] = [
     ("/v1/completions", {"model": "demo", "prompt": "alpha=", "max_tokens": -1}),
@@ -61,7 +62,7 @@ BAD: list[tuple[str, Any]] = [
 
 @dataclass
 class Quiet:
-    """All processes of the server together, while nothing is asked."""
+    """The resources of all server processes together, while no request runs."""
 
     memory_bytes: int
     descriptors: int
@@ -80,13 +81,13 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="of load; starting and ending come on top")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=8_000, help="of the longest needle texts under load")
-    parser.add_argument("--server-arguments", default="", help="more arguments of `vllm serve`, in one string")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result there")
-    parser.add_argument("--log", type=Path, help="keep all that the server says there")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the load, without start and shutdown")
+    parser.add_argument("--clients", type=int, default=8, help="number of clients at the same time")
+    parser.add_argument("--tokens", type=int, default=8_000, help="length of the longest needle texts under load")
+    parser.add_argument("--server-arguments", default="", help="additional arguments for `vllm serve`, as one string")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random requests")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--log", type=Path, help="write the server's log to this file")
     options = parser.parse_args()
     for name, minimum in [("seconds", 1), ("clients", 1), ("tokens", 64)]:
         if getattr(options, name) < minimum:
@@ -105,7 +106,7 @@ def main() -> int:
 
 
 def excerpt(log: str) -> str:
-    """The first traceback of any process, with what follows it, and the end."""
+    """The first traceback of any process with the text after it, and the end of the log."""
     first = log.find("Traceback (most recent call last)")
     begin = log[first : first + EXCERPT] if first >= 0 else "The server's log has no traceback."
     return f"{begin}\n[... the log's last {EXCERPT} characters:]\n{log[-EXCERPT:]}"
@@ -135,14 +136,14 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
         return result
     unasked = await bodies_that_vllm_itself_fails_on(url)
     for _, body in unasked:
-        print(f"This vLLM's own parser fails on {body!r} (status 500), so it is not part of the load.", flush=True)
-    # The first third fills pools and caches; what is there then must do for the rest.
+        print(f"vLLM itself answers {body!r} with status 500, so it is left out of the load.", flush=True)
+    # The first third fills pools and caches. After that, nothing may grow.
     for number, part in enumerate((1 / 3, 2 / 3)):
         load = Load(url, options, result, seed=options.seed + number, bad=[one for one in BAD if one not in unasked])
         if not await unless_it_dies(process, load.run(part * options.seconds), result):
             return result
         if not await nothing_runs(url):
-            result.failures.append("a request still runs though no client waits for one")
+            result.failures.append("a request is still running although no client waits for it")
         result.quiet.append(count(process))
         say(result)
     compare(result)
@@ -151,7 +152,7 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
 
 
 async def unless_it_dies(process: psutil.Popen, work: Coroutine[Any, Any, None], result: Result) -> bool:
-    """Whether ``work`` was done. If the server dies meanwhile, that is the failure, and not what clients saw of it."""
+    """Whether ``work`` finished. If the server dies, this is reported instead of the clients' errors."""
     before = len(result.failures)
     task = asyncio.create_task(work)
     while not task.done() and process.poll() is None:
@@ -177,9 +178,9 @@ async def healthy(process: psutil.Popen, url: str) -> bool:
 
 
 async def bodies_that_vllm_itself_fails_on(url: str) -> list[tuple[str, Any]]:
-    """JSON texts that are no objects: vLLM 0.23's API server answers them with 500 and closes the connection.
+    """JSON texts that are not objects. The API server of vLLM 0.23 answers them with 500 and closes the connection.
 
-    It does so before any engine or plugin sees the request, and 0.32 no longer does.
+    This happens before any engine or plugin sees the request. vLLM 0.32 no longer does this.
     """
     failing = []
     async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
@@ -190,7 +191,7 @@ async def bodies_that_vllm_itself_fails_on(url: str) -> list[tuple[str, Any]]:
 
 
 class Load:
-    """Clients that ask, stream, drop and err, each one thing after the other."""
+    """Clients that ask, stream, drop connections and send errors. Each client does one thing at a time."""
 
     def __init__(
         self, url: str, options: argparse.Namespace, result: Result, seed: int, bad: list[tuple[str, Any]]
@@ -203,7 +204,7 @@ class Load:
 
     async def run(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
-        # vLLM closes a connection that was idle for 5 s; one that is used again at that very moment is reset.
+        # vLLM closes connections after 5 s of idle time. A connection that is reused at that moment is reset.
         reuse = httpx.Limits(keepalive_expiry=2)
         async with httpx.AsyncClient(base_url=self.url, timeout=None, trust_env=False, limits=reuse) as self.client:
             await asyncio.gather(*(self.ask_on() for _ in range(self.options.clients)))
@@ -250,7 +251,7 @@ class Load:
             self.failed(f"the answer is {text.strip()!r}, but {value} was in the text")
 
     async def drop(self) -> None:
-        """Leave in the middle of an answer that would have gone on for long."""
+        """Disconnect in the middle of a long answer."""
         body, _ = self.question()
         body |= {"stream": True, "ignore_eos": True, "max_tokens": 4000}
         chunks = 0
@@ -262,7 +263,7 @@ class Load:
         self.failed(f"a stream of 4000 tokens ended after {chunks} chunks")
 
     async def drop_early(self) -> None:
-        """Leave before there is an answer, wherever the server is with the prompt then."""
+        """Disconnect before there is an answer, at any stage of the prompt."""
         body, _ = self.question()
         with contextlib.suppress(httpx.TimeoutException):
             await self.client.post("/v1/completions", json=body, timeout=self.random.uniform(0.01, 0.5))
@@ -275,7 +276,7 @@ class Load:
 
 
 async def nothing_runs(url: str) -> bool:
-    """Whether the server has nothing left to do, in time: dropped requests are noticed between two steps."""
+    """Whether the server becomes idle in time. It notices dropped requests between two steps."""
     deadline = time.monotonic() + QUIET_TIMEOUT_S
     while time.monotonic() < deadline:
         if await requests(url) == 0:
@@ -285,7 +286,7 @@ async def nothing_runs(url: str) -> bool:
 
 
 async def requests(url: str, *names: str) -> int:
-    """Requests that run or wait, by the server's own count."""
+    """Number of running or waiting requests, as counted by the server."""
     async with httpx.AsyncClient(trust_env=False) as client:
         text = (await client.get(f"{url}/metrics", timeout=120)).text
     names = names or ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -296,7 +297,7 @@ def count(process: psutil.Popen) -> Quiet:
     total = Quiet(0, 0, 0)
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            # Not the resident size: pages that processes share would count once for each.
+            # Not the resident size, which would count pages that processes share several times.
             total.memory_bytes += one.memory_full_info().pss
             total.descriptors += one.num_fds()
             total.threads += one.num_threads()
@@ -312,18 +313,18 @@ def compare(result: Result) -> None:
     ]:
         old, new = getattr(before, what), getattr(after, what)
         if new - old > limit:
-            result.failures.append(f"{what} grew from {old} to {new}; {limit} more are allowed")
+            result.failures.append(f"{what} grew from {old} to {new}, which is more than the allowed {limit}")
 
 
 async def end(process: psutil.Popen, url: str, result: Result) -> None:
-    """SIGTERM while long requests run."""
+    """Send SIGTERM while long requests run."""
     family = process.children(recursive=True)
     segments = {path for one in [process, *family] for path in shared_memory(one)}
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
         asked = [asyncio.create_task(long_request(client, seed)) for seed in range(4)]
         while await requests(url, "vllm:num_requests_running") < 1:
             if all(one.done() for one in asked):
-                result.failures.append("the long requests ended before the server was told to")
+                result.failures.append("the long requests ended before SIGTERM was sent")
                 break
             await asyncio.sleep(0.1)
         began = time.monotonic()
@@ -331,20 +332,20 @@ async def end(process: psutil.Popen, url: str, result: Result) -> None:
         try:
             await asyncio.to_thread(process.wait, END_S)
         except psutil.TimeoutExpired:
-            result.failures.append(f"the server still runs {END_S} s after SIGTERM")
+            result.failures.append(f"the server was still running {END_S} s after SIGTERM")
             process.kill()
         result.end_seconds = time.monotonic() - began
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, max(1.0, END_S - result.end_seconds))
         answers = await asyncio.gather(*asked)
     result.told = sum(answers)
     if not all(answers):
-        result.failures.append(f"{len(answers) - result.told} clients took an answer that was cut off for a whole one")
-    result.failures += [f"process {one.pid} is left: {one}" for one in alive]
-    result.failures += [f"{path} is left" for path in sorted(segments) if Path(path).exists()]
+        result.failures.append(f"{len(answers) - result.told} clients received a truncated answer that looks complete")
+    result.failures += [f"process {one.pid} was left behind: {one}" for one in alive]
+    result.failures += [f"{path} was left behind" for path in sorted(segments) if Path(path).exists()]
 
 
 def shared_memory(process: psutil.Process) -> set[str]:
-    """Named segments that a process has mapped and that still have their name."""
+    """The shared-memory segments that a process has mapped and that still have a name."""
     try:
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     except OSError:
@@ -354,7 +355,7 @@ def shared_memory(process: psutil.Process) -> set[str]:
 
 
 async def long_request(client: httpx.AsyncClient, seed: int) -> bool:
-    """Whether the client was told that its request has not been answered."""
+    """Whether the client got an error for its request."""
     text = make_haystack(LONG_TOKENS, {"alpha": "7319"}, depths=[0.5], ask="alpha", seed=seed).text
     body = {"model": "demo", "prompt": text, "max_tokens": 4000, "ignore_eos": True, "stream": seed % 2 == 1}
     try:
@@ -375,9 +376,11 @@ def say(result: Result) -> None:
 
 def report(result: Result, options: argparse.Namespace, command: list[str]) -> None:
     for failure in result.failures:
-        print(f"WRONG: {failure}")
+        print(f"FAILED: {failure}")
     if not result.failures:
-        print(f"All right; ended {result.end_seconds:.1f} s after SIGTERM, {result.told} clients were told.")
+        print(
+            f"Passed; the server ended {result.end_seconds:.1f} s after SIGTERM and {result.told} clients got an error."
+        )
     if options.json:
         options.json.write_text(json.dumps(described(result, command), indent=1) + "\n")
 
@@ -401,7 +404,7 @@ def described(result: Result, command: list[str]) -> dict[str, object]:
 
 
 def rows(result: Result) -> list[dict[str, object]]:
-    """In the form of benchmarks/results: the end of the run beside its first third, and the time it took to stop."""
+    """Rows in the format of benchmarks/results: the end of the run against its first third, and the time to stop."""
     case = f"soak {result.seconds:.0f} s, {sum(result.done.values())} requests"
     peer = "after the first third"
     found = []

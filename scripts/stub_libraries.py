@@ -1,8 +1,8 @@
-"""Stand-ins for shared libraries that an installed package needs and this machine does not have.
+"""Creates stub libraries for shared libraries that an installed package needs and this machine does not have.
 
-torch_npu is linked against CANN, and most of PyPI's torch against CUDA. To read their operators' schemas, to run their
-Meta kernels and to compute on the CPU neither has to be there, but the dynamic linker asks for every library and every
-symbol by name. These stand-ins have the names, found in the installed files themselves; their functions return zero.
+torch_npu is linked against CANN, and most of PyPI's torch against CUDA. Neither is needed to read operator schemas, to
+run Meta kernels, or to compute on the CPU, but the dynamic linker requires every library and every symbol by name. The
+stubs define these names, which are read from the installed files; their functions return zero.
 
 Needs ``nm``, ``readelf``, ``ldconfig`` and a C compiler (binutils, gcc); x86-64 or aarch64.
 """
@@ -35,7 +35,7 @@ VTABLE_ENTRIES = 64
 
 @dataclass
 class Wanted:
-    """What a file asks of other libraries."""
+    """The libraries and symbols that a file needs."""
 
     libraries: set[str] = field(default_factory=set)
     symbols: set[tuple[str, str]] = field(default_factory=set)
@@ -55,7 +55,9 @@ def build(packages: Iterable[Path], target: Path, without: Iterable[str] = ()) -
         subprocess.CalledProcessError: a tool of binutils or the compiler failed.
     """
     if platform.machine() not in RETURN_ZERO:
-        raise RuntimeError(f"stand-ins are not known for {platform.machine()}; known: {', '.join(RETURN_ZERO)}.")
+        raise RuntimeError(
+            f"stub libraries are not supported on {platform.machine()}; supported: {', '.join(RETURN_ZERO)}."
+        )
     found = [path for package in packages for path in sorted(package.rglob("*.so*")) if path.is_file()]
     files = [path for path in found if path.name not in without]
     replaced = {name: kind for path in found if path.name in without for name, kind in defined_symbols(path).items()}

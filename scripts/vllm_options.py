@@ -1,7 +1,7 @@
-"""Every option of vLLM, from vllm_options.toml: it runs, does not concern attention or the KV cache, or is refused.
+"""Reads vllm_options.toml: for every option of vLLM, whether it runs, is refused, or does not concern attention.
 
-A test compares the table with the options of every recorded version (scripts/vllm_surface.py), so that a new version
-cannot bring one in silence. docs/supported.md is written from it.
+A test compares the table with the options of every recorded version (scripts/vllm_surface.py), so an option that a new
+version adds cannot go unnoticed. docs/supported.md is generated from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Answer = Literal["runs", "vLLM's own", "refused", "no effect", "untested"]
 
 
 class Concerned(BaseModel):
-    """Options that touch attention or the KV cache, with the same answers."""
+    """Options that touch attention or the KV cache and behave the same on each device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,21 +29,23 @@ class Concerned(BaseModel):
     names: tuple[str, ...]
     cpu: Answer
     gpu: Answer
-    """On compute capability 8.0 and newer, where vLLM's FlashAttention computes."""
+    """GPUs of compute capability 8.0 and newer, which use vLLM's FlashAttention."""
     volta: Answer
     ascend: Answer
     host_layers: Answer
     test: str = ""
-    """A pytest node that shows what runs."""
+    """The pytest node that shows that the option runs."""
     note: str = ""
-    """What the refusal is called, or when the option matters."""
+    """The name of the refusal, or the condition under which the option matters."""
 
     @model_validator(mode="after")
     def _what_runs_is_tested(self) -> Concerned:
         if "runs" in (self.cpu, self.volta, self.host_layers) and not self.test:
-            raise ValueError(f"{', '.join(self.names)}: what runs names a test")
+            raise ValueError(f"{', '.join(self.names)}: an option that runs needs a test")
         if "refused" in (self.cpu, self.host_layers) and not (self.note or self.test):
-            raise ValueError(f"{', '.join(self.names)}: what is refused names the refusal")
+            raise ValueError(
+                f"{', '.join(self.names)}: an option that is refused needs the name of the refusal in note"
+            )
         return self
 
 
@@ -61,7 +63,7 @@ class NoConcern(BaseModel):
 
 
 class Table(BaseModel):
-    """The whole of it."""
+    """The whole table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,7 +71,7 @@ class Table(BaseModel):
     no_concern: tuple[NoConcern, ...]
 
     def names(self, kind: str) -> Iterator[str]:
-        """All names of a kind, as often as they stand there."""
+        """All names of one kind, duplicates included."""
         for row in self.concerned:
             if row.kind == kind:
                 yield from row.names
@@ -80,11 +82,11 @@ class Table(BaseModel):
 def read() -> Table:
     """
     Raises:
-        pydantic.ValidationError: an entry has another form.
+        pydantic.ValidationError: an entry is malformed.
     """
     return Table.model_validate(tomllib.loads(TABLE.read_text()))
 
 
 def flag(kind: str, name: str) -> str:
-    """As a user writes it."""
+    """The option as users write it."""
     return f"--{name.replace('_', '-')}" if kind == "engine" else name

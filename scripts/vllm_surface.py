@@ -1,8 +1,8 @@
-"""What a vLLM can be asked for: the names of its options and of what it asks a backend, read from its sources.
+"""Records the names of vLLM's options, and of the attributes that it reads from a backend, from its sources.
 
-`.venv/bin/python -m scripts.vllm_surface SDIST_OR_FOLDER ...` records one file a version under
+`.venv/bin/python -m scripts.vllm_surface SDIST_OR_FOLDER ...` writes one file per version under
 tests/integration/vllm_surface. The sources are parsed, not imported, so any version can be recorded from its sdist
-(`pip download --no-deps --no-binary vllm vllm==X`); nothing is installed.
+(`pip download --no-deps --no-binary vllm vllm==X`) without installing it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def surface(read: Callable[[str], str]) -> Surface:
 
 
 def installed() -> Surface:
-    """Of the vLLM in this environment."""
+    """The names of the vLLM in this environment."""
     import vllm
 
     folder = Path(vllm.__file__).parent.parent
@@ -77,12 +77,12 @@ def recorded(version: str) -> Surface | None:
 
 
 def versions() -> list[str]:
-    """Those that were recorded, oldest first."""
+    """The recorded versions, oldest first."""
     return sorted((file.stem for file in RECORDS.glob("*.json")), key=lambda text: [int(n) for n in text.split(".")])
 
 
 def differences(was: Surface, now: Surface) -> list[str]:
-    """One line for each name that came or went."""
+    """One line for each added or removed name."""
     lines = []
     for kind in sorted(set(was) | set(now)):
         old, new = set(was.get(kind, ())), set(now.get(kind, ()))
@@ -107,7 +107,7 @@ def _fields(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def _members(owner: ast.ClassDef) -> Iterator[str]:
-    """What the class itself answers: functions, and attributes with a value."""
+    """The functions of the class, and its attributes with a value."""
     for node in owner.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield node.name
@@ -118,7 +118,7 @@ def _members(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def _variables(source: str) -> Iterator[str]:
-    """The keys of the dictionary that says how each variable is read."""
+    """The keys of the dictionary of environment variables."""
     for node in ast.parse(source).body:
         if not isinstance(node, ast.AnnAssign | ast.Assign) or not isinstance(node.value, ast.Dict):
             continue
@@ -126,7 +126,7 @@ def _variables(source: str) -> Iterator[str]:
         if "environment_variables" in [target.id for target in targets if isinstance(target, ast.Name)]:
             for key in node.value.keys:
                 if not isinstance(key, ast.Constant):
-                    raise LookupError(f"{ENVIRONMENT} has a variable whose name is no text")
+                    raise LookupError(f"{ENVIRONMENT} has a variable whose name is not a string literal")
                 yield str(key.value)
 
 
@@ -149,7 +149,7 @@ def read_distribution(path: Path) -> tuple[str, Surface]:
 def _version(information: str) -> str:
     found = re.search(r"^Version: ([0-9.]+)", information, re.MULTILINE)
     if found is None:
-        raise LookupError("PKG-INFO names no version")
+        raise LookupError("PKG-INFO contains no version")
     return found.group(1)
 
 
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             version, names = read_distribution(path)
         except (OSError, LookupError, tarfile.TarError) as error:
-            print(f"vllm_surface: {path} is no source distribution of vLLM that can be read: {error}", file=sys.stderr)
+            print(f"vllm_surface: {path} cannot be read as a source distribution of vLLM: {error}", file=sys.stderr)
             return 1
         RECORDS.mkdir(exist_ok=True)
         file = RECORDS / f"{version}.json"

@@ -1,9 +1,9 @@
 """Attention on Ascend NPUs: torch_npu's fused attention with its compressed mask. Not yet run on hardware.
 
-``npu_fused_infer_attention_score`` reads every causal mask and every window out of one triangle of 2048 x 2048,
-whatever the sequence length: that is the paper's tiling-mask with M = 1024. Here a problem becomes calls of that
-operator, and what its documentation excludes is refused before the call, one sentence each. The limits are those of
-torch_npu's API reference for the Atlas A2 (910B); ``tests/ascend/operator.py`` restates them independently.
+``npu_fused_infer_attention_score`` uses one triangular mask of 2048 x 2048 for causal masks and windows of any length.
+This is the paper's tiling-mask with M = 1024. This module translates a problem into calls of that operator, and refuses
+problems that its documentation excludes with one sentence. The limits are those of torch_npu's API reference for the
+Atlas A2 (910B); ``tests/ascend/operator.py`` states them independently.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ANY_PAGE_SIZE = False
 DTYPES = (torch.float16, torch.bfloat16)
 MASK_SIZE = 2048
 UNLIMITED = 2**31 - 1
-"""Of ``pre_tokens`` and ``next_tokens``."""
+"""The value of ``pre_tokens`` and ``next_tokens`` for no limit."""
 NO_MASK, CAUSAL, BAND = 0, 3, 4
-"""``sparse_mode``. Both masks are aligned to the last query and the last key."""
+"""Values of ``sparse_mode``. Both masks are aligned with the last query and the last key."""
 
 TND_HEAD_SIZES = (128, 192)
 TND_MAX_SEQUENCES = 4096
@@ -34,20 +34,20 @@ MAX_HEADS = 256
 MAX_QUERIES_PER_KV_HEAD = 64
 MAX_HEAD_SIZE = 512
 MAX_ROW = 65535
-"""Numbers in one token's keys, all KV heads of it."""
+"""Maximum number of elements in one token's keys, over all KV heads."""
 MAX_NUMBERS = 2**31 - 1
-"""In a whole cache, where a batch layout reads its pages."""
+"""Maximum number of elements in a whole cache whose pages are read in a batch layout."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Which sequences go into one call of the operator, and how."""
+    """The sequences of one call of the operator, and their layout."""
 
     sequences: tuple[int, ...]
     layout: Literal["TND", "BSND"]
-    """TND: tokens of all sequences one after the other. BSND: a batch, each of as many query tokens."""
+    """TND: the tokens of all sequences one after the other. BSND: a batch of sequences of equal length."""
     source: Literal["pages", "rows", "gathered"]
-    """Of keys and values: the cache in place, contiguous ones, or copied out of the cache and converted."""
+    """Source of keys and values: the cache in place, contiguous tensors, or a converted copy of the cache."""
 
 
 def can_run(problem: AttentionProblem) -> str | None:
@@ -57,30 +57,33 @@ def can_run(problem: AttentionProblem) -> str | None:
     lengths, starts = problem.seq_lens.tolist(), problem.query_start_loc.tolist()
     new = [end - begin for begin, end in itertools.pairwise(starts)]
     if query.dtype not in DTYPES:
-        return f"query is {query.dtype}, the NPU's attention takes float16 and bfloat16; use --dtype bfloat16."
+        return f"query is {query.dtype}, but the NPU's attention needs float16 or bfloat16; pass --dtype bfloat16."
     if key.dtype not in (query.dtype, torch.int8) or problem.value.dtype != key.dtype:
-        return f"keys are {key.dtype} and values {problem.value.dtype}, both must be {query.dtype} or int8."
+        return f"keys are {key.dtype} and values {problem.value.dtype}, but both must be {query.dtype} or int8."
     for name, asked in (
         ("a soft cap", problem.softcap > 0),
         ("ALiBi", problem.alibi_slopes is not None),
         ("attention sinks", problem.sinks is not None),
     ):
         if asked:
-            return f"{name} cannot be asked of npu_fused_infer_attention_score; use a model without."
+            return f"npu_fused_infer_attention_score does not support {name}; serve another model."
     if heads % kv_heads or heads // kv_heads > MAX_QUERIES_PER_KV_HEAD or heads > MAX_HEADS:
         return (
-            f"{heads} query heads on {kv_heads} KV heads: there must be as many for each, at most "
-            f"{MAX_QUERIES_PER_KV_HEAD}, and at most {MAX_HEADS} in all."
+            f"there are {heads} query heads and {kv_heads} KV heads, but every KV head must have the same number of "
+            f"query heads, at most {MAX_QUERIES_PER_KV_HEAD}, and there may be at most {MAX_HEADS} query heads."
         )
     multiple = 32 if key.dtype == torch.int8 else 16
     if size % multiple or size > MAX_HEAD_SIZE:
-        return f"head size {size} is not a multiple of {multiple} up to {MAX_HEAD_SIZE}."
+        return f"the head size is {size}, but it must be a multiple of {multiple} up to {MAX_HEAD_SIZE}."
     masked = problem.causal or max(problem.window) >= 0
     wrong = [(q, kv) for q, kv in zip(new, lengths, strict=True) if q > kv]
     if masked and wrong:
         return f"a sequence has {wrong[0][0]} query tokens but only {wrong[0][1]} keys."
     if size in TND_HEAD_SIZES and (len(lengths) > TND_MAX_SEQUENCES or starts[-1] > TND_MAX_TOKENS):
-        return f"{len(lengths)} sequences of {starts[-1]} tokens; at most {TND_MAX_SEQUENCES} of {TND_MAX_TOKENS}."
+        return (
+            f"the batch has {len(lengths)} sequences and {starts[-1]} tokens, but the limits are {TND_MAX_SEQUENCES} "
+            f"sequences and {TND_MAX_TOKENS} tokens; lower --max-num-seqs or --max-num-batched-tokens."
+        )
     return _wrong_pages(problem, max(new, default=0)) if problem.is_paged else None
 
 
@@ -89,25 +92,31 @@ def _wrong_pages(problem: AttentionProblem, longest: int) -> str | None:
     if not (key.is_contiguous() and problem.value.is_contiguous()):
         return "keys and values must each be one contiguous cache, as vllm-ascend allocates them."
     if key.shape[2] * key.shape[3] > MAX_ROW:
-        return f"{key.shape[2]} KV heads of size {key.shape[3]} are more than {MAX_ROW} numbers a token."
+        return f"{key.shape[2]} KV heads of size {key.shape[3]} exceed the limit of {MAX_ROW} numbers per token."
     quantised = key.dtype == torch.int8
     if problem.head_size not in TND_HEAD_SIZES or quantised:
         if key.numel() > MAX_NUMBERS:
-            return f"the cache of a layer has {key.numel()} numbers, at most {MAX_NUMBERS} can be addressed."
+            return f"the cache of a layer has {key.numel()} numbers, but at most {MAX_NUMBERS} can be addressed."
         if longest > 1 and not quantised and (page % 128 or page > 512):
-            return f"pages of {page} tokens: with head size {problem.head_size} use --block-size 128, 256 or 512."
+            return (
+                f"the page size is {page} tokens, but head size {problem.head_size} needs 128, 256 or 512; pass "
+                "--block-size 128."
+            )
     multiple = 32 if quantised else 16
     if page % multiple or page > 1024:
-        return f"pages of {page} tokens are not a multiple of {multiple} up to 1024; use --block-size 128."
+        return (
+            f"the page size is {page} tokens, but must be a multiple of {multiple} up to 1024; pass --block-size 128."
+        )
     return None
 
 
 def plan(problem: AttentionProblem) -> tuple[Call, ...]:
-    """The calls that compute ``problem``, sequences without a query token left out.
+    """The calls that compute ``problem``, without sequences that have no query token.
 
-    One call for all where the operator takes ragged sequences of this head size. Otherwise one for all sequences with
-    a single query token and one for each longer sequence, so that no padding is computed. An int8 cache is read in
-    place for single tokens; for longer sequences, which the operator does not take, it is converted beforehand.
+    If the operator supports ragged sequences of this head size, one call computes all. Otherwise one call computes all
+    sequences with a single query token, and each longer sequence has its own call, so no padding is computed. An int8
+    cache is read in place for single tokens. For longer sequences, which the operator does not support, it is
+    converted first.
     """
     lengths = torch.diff(problem.query_start_loc).tolist()
     one = tuple(s for s, count in enumerate(lengths) if count == 1)
@@ -144,7 +153,7 @@ def arguments(problem: AttentionProblem, call: Call, lse: bool = False) -> dict[
         found |= {"query": query, "actual_seq_lengths": list(itertools.accumulate(new))}
     else:
         found |= {"query": query.unflatten(0, (len(new), new[0])), "actual_seq_lengths": new}
-        if new[0] == 1:  # the operator ignores sparse_mode: a window must be cut out of the keys
+        if new[0] == 1:  # the operator ignores sparse_mode, so the keys are limited to the window
             found |= {"sparse_mode": NO_MASK, "atten_mask": None, "pre_tokens": UNLIMITED, "next_tokens": UNLIMITED}
             if problem.window[0] >= 0:
                 return found | _last_keys(problem, call, kept)
@@ -170,7 +179,7 @@ def run(
     """Compute ``problem`` on its query's NPU, on torch's current stream.
 
     ``out``: ``[num_tokens, num_heads, head_size]`` in the query's dtype; ``lse``: ``[num_tokens, num_heads]`` fp32.
-    An int8 cache holds keys divided by ``key_scale``, and values likewise.
+    An int8 cache holds keys divided by ``key_scale`` and values divided by ``value_scale``.
 
     Raises ``ValueError`` for what :func:`can_run` names.
     """
@@ -188,7 +197,7 @@ def run(
 def _run(problem: AttentionProblem, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     calls = plan(problem)
     if len(calls) == 1 and rows_of(problem, calls[0]) == slice(0, len(problem.query)):
-        return _compute(problem, calls[0], return_lse)  # the usual case: nothing to copy
+        return _compute(problem, calls[0], return_lse)  # the usual case, without a copy
     out = torch.empty_like(problem.query, memory_format=torch.contiguous_format)
     lse = problem.query.new_empty(problem.query.shape[:2], dtype=torch.float32) if return_lse else None
     for call in calls:
@@ -200,7 +209,7 @@ def _run(problem: AttentionProblem, return_lse: bool) -> tuple[torch.Tensor, tor
 
 
 def _compute(problem: AttentionProblem, call: Call, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Answers and sums of the call's query tokens."""
+    """Outputs and log-sum-exps of the call's query tokens."""
     out, lse = operator()(**arguments(problem, call, return_lse))
     out = out.reshape(-1, problem.num_heads, problem.head_size)
     if not return_lse:
@@ -218,7 +227,7 @@ def operator() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 @functools.cache
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """``[2048, 2048]`` int8, 1 where a key must not be seen: 4 MiB, for sequences of any length."""
+    """``[2048, 2048]`` int8, 1 for hidden keys: 4 MiB, for sequences of any length."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device).triu(1)
 
 
@@ -236,7 +245,7 @@ def _mask(problem: AttentionProblem, device: torch.device) -> dict[str, Any]:
         return {"sparse_mode": NO_MASK}
     if before < 0 and after == 0:
         return {"sparse_mode": CAUSAL, "atten_mask": compressed_mask(device)}
-    # The band has both ends: a query sees `pre_tokens` keys before its own, and its own.
+    # The band includes both ends: a query sees its own key and `pre_tokens` keys before it.
     return {
         "sparse_mode": BAND,
         "atten_mask": compressed_mask(device),
@@ -261,8 +270,8 @@ def _paged(problem: AttentionProblem, table: torch.Tensor, kept: Sequence[int]) 
 
 
 def _last_keys(problem: AttentionProblem, call: Call, kept: Sequence[int]) -> dict[str, Any]:
-    """Keys and values of sequences with one query token and a window: pages from the first visible key on, and a mask
-    for what comes before it in its page."""
+    """Keys and values of sequences with one query token and a window: the pages from the first visible key on, and a
+    mask for the keys before it in its page."""
     first = [max(0, length - 1 - problem.window[0]) for length in kept]
     if call.source != "pages":
         assert len(first) == 1
@@ -303,7 +312,7 @@ def _dense(problem: AttentionProblem, cache: torch.Tensor, call: Call) -> torch.
 
 
 def _rows(spans: Sequence[tuple[int, int]]) -> slice | list[int]:
-    """All of ``spans``, one after the other; a slice where they meet, because a list must go to the device first."""
+    """All of ``spans``, one after the other. A slice if they are adjacent, to avoid copying a list to the device."""
     if all(before[1] == after[0] for before, after in itertools.pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
     return [row for begin, end in spans for row in range(begin, end)]

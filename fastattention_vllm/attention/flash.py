@@ -1,7 +1,7 @@
-"""Attention on NVIDIA GPUs of compute capability 8.0 and newer: the FlashAttention kernels that vLLM carries.
+"""Attention on NVIDIA GPUs of compute capability 8.0 and newer, with the FlashAttention kernels that vLLM includes.
 
-On these GPUs there is nothing to add to the kernels themselves; what this package adds is where the KV cache lies. This
-is the one module of ``attention`` that imports vLLM.
+These kernels need no replacement on these GPUs. This package adds only the placement of the KV cache. This is the only
+module of ``attention`` that imports vLLM.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from fastattention_vllm.attention.pages import rows
 from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
 
 ANY_PAGE_SIZE = False
@@ -26,20 +27,20 @@ def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     query, size = problem.query, problem.query.shape[-1]
     if query.device.type != DEVICE:
-        return f"query is on {query.device}, FlashAttention needs it on a GPU."
+        return f"query is on {query.device}, but FlashAttention needs it on a GPU."
     if query.dtype not in DTYPES or {problem.key.dtype, problem.value.dtype} != {query.dtype}:
         return (
-            f"query is {query.dtype}, key {problem.key.dtype} and value {problem.value.dtype}; FlashAttention needs "
+            f"query is {query.dtype}, key {problem.key.dtype} and value {problem.value.dtype}, but FlashAttention needs "
             "all three in float16 or all three in bfloat16."
         )
     if problem.alibi_slopes is not None:
         return "vLLM's FlashAttention does not support alibi_slopes here; use the CPU."
     if size % HEAD_SIZE_MULTIPLE:
-        return f"head_size is {size}, FlashAttention takes multiples of {HEAD_SIZE_MULTIPLE}."
+        return f"head_size is {size}, but FlashAttention supports multiples of {HEAD_SIZE_MULTIPLE}."
     if size > MAX_HEAD_SIZE and version(size) < 4:
-        return f"head_size is {size}, FlashAttention {version(size)} takes up to {MAX_HEAD_SIZE}."
+        return f"head_size is {size}, but FlashAttention {version(size)} supports up to {MAX_HEAD_SIZE}."
     if problem.sinks is not None and query.dtype != torch.bfloat16:
-        return f"sinks need bfloat16, query is {query.dtype}."
+        return f"sinks need a bfloat16 query, not {query.dtype}."
     if problem.sinks is not None and version(size) < 3:
         return "FlashAttention 2, which vLLM chooses on this GPU, does not support sinks; compute capability 9.0 does."
     return None
@@ -69,14 +70,17 @@ def run(
     device, lengths = problem.query.device, tuple(problem.seq_lens.tolist())
     starts = tuple(problem.query_start_loc.tolist())
     new = [end - begin for begin, end in itertools.pairwise(starts)]
+    key, value = problem.key, problem.value
     if problem.block_table is None:
+        assert problem.kv_start_loc is not None
+        key, value = rows(key, value, problem.kv_start_loc.tolist(), lengths)
         keys = {"cu_seqlens_k": _int32(device, (0, *itertools.accumulate(lengths)))}
     else:
         keys = {"seqused_k": _int32(device, lengths), "block_table": problem.block_table.to(device)}
     found, by_head = flash_attn_varlen_func(
         q=problem.query,
-        k=problem.key,
-        v=problem.value,
+        k=key,
+        v=value,
         cu_seqlens_q=_int32(device, starts),
         max_seqlen_q=max(new),
         max_seqlen_k=max(lengths),
@@ -107,8 +111,8 @@ def write_kv(
 ) -> None:
     """Scatter ``key`` and ``value`` ``[num_tokens, num_kv_heads, head_size]`` into pages that the GPU can address.
 
-    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]`` of the same dtype, with any
-    strides but a contiguous last dimension; device memory, or pinned host memory seen from the device.
+    ``key_cache``, ``value_cache``: ``[num_blocks, page_size, num_kv_heads, head_size]`` of the same dtype. The last
+    dimension must be contiguous, other strides are free. Device memory, or pinned host memory mapped to the device.
     """
     from vllm.v1.attention.backends.fa_utils import reshape_and_cache_flash
 
@@ -119,7 +123,7 @@ def write_kv(
 
 @functools.lru_cache(maxsize=1024)
 def _int32(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
-    """All layers of a step ask for the same few."""
+    """Cached, because all layers of a step need the same few tensors."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 

@@ -6,8 +6,8 @@ Names, shapes and meaning of the arguments are those of ``flash_attn_func`` and 
 ``torch.ops.fastattention.attention`` and ``.varlen_attention``.
 
 They run on the device of ``q``: a CPU, an NVIDIA GPU below compute capability 8.0 (the Volta kernels), a newer one
-(vLLM's FlashAttention, or PyTorch's where vLLM is absent), or an NPU (torch_npu). ``kernels.py`` chooses. What the
-kernels of a device do not support is refused with a ``ValueError`` that names it.
+(vLLM's FlashAttention, or PyTorch's where vLLM is absent), or an NPU (torch_npu). ``kernels.py`` chooses. Arguments
+that a device's kernels do not support are refused with a ``ValueError`` that names them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def fast_attn_func(
         deterministic: accepted for compatibility; results are always bit-reproducible.
         return_attn_probs: also return the log-sum-exp of the scores.
         sinks: ``[num_heads]`` float32, not part of flash_attn's interface: the learned attention sinks of GPT-OSS
-            (arXiv 2508.10925), an argument of that name in vLLM too. Each head's softmax gets one more key of that
-            score and of value zero: ``out = sum_j(exp(s_j) v_j) / (sum_j(exp(s_j)) + exp(sinks[h]))``. The score is
-            taken as it is, without scale, softcap, mask or slope, and ``softmax_lse`` includes it.
+            (arXiv 2508.10925), with the same name as in vLLM. Each head's softmax gets one more key with this score and
+            value zero: ``out = sum_j(exp(s_j) v_j) / (sum_j(exp(s_j)) + exp(sinks[h]))``. Scale, softcap, mask and
+            slope do not apply to this score, and ``softmax_lse`` includes it.
 
     Returns:
         ``[batch, seqlen_q, num_heads, head_size]`` in the dtype of ``q``; with ``return_attn_probs`` the tuple
@@ -97,15 +97,15 @@ def fast_attn_varlen_func(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """Attention over sequences of different lengths, lying one behind the other or in pages.
+    """Attention over sequences of different lengths, concatenated or in pages.
 
     Args:
         q: ``[total_q, num_heads, head_size]``, float32, float16 or bfloat16.
         k: ``[total_k, num_kv_heads, head_size]``, or with ``block_table`` ``[num_blocks, page_size, num_kv_heads,
             head_size]``; any page size.
         v: as ``k``.
-        cu_seqlens_q: ``[batch + 1]`` int32: where each sequence's queries begin, and the end. Kernels are launched from
-            lengths on the host, so those that lie on a device are waited for.
+        cu_seqlens_q: ``[batch + 1]`` int32: the first query of each sequence, and the end. Launching kernels needs the
+            lengths on the host, so tensors on a device are waited for.
         cu_seqlens_k: ``[batch + 1]`` int32, the same for keys; with ``block_table`` only the differences count.
         max_seqlen_q: accepted for compatibility; nothing depends on it.
         max_seqlen_k: accepted for compatibility; nothing depends on it.
@@ -140,8 +140,8 @@ def _refuse_training(dropout_p: float, *tensors: torch.Tensor) -> None:
         raise ValueError(f"dropout_p must be 0 (these kernels are for inference), not {dropout_p}.")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            "q, k or v requires gradients, but these kernels have no backward pass: "
-            "call under torch.no_grad() or detach the tensors."
+            "q, k or v requires gradients, but these kernels have no backward pass; "
+            "call this under torch.no_grad(), or detach the tensors."
         )
 
 
@@ -165,7 +165,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0]:
         raise ValueError(
-            "q, k and v must be [batch, seqlen, num_heads, head_size] with one batch size, "
+            "q, k and v must be [batch, seqlen, num_heads, head_size] with the same batch size, "
             f"not {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     batch, seqlen_q, num_heads, head_size = q.shape
@@ -187,7 +187,7 @@ def _attention(
     )
     kernels = kernels_for(q.device)
     if kernels.ANY_PAGE_SIZE:
-        # Each batch row is one page as long as the sequence: any strides pass without a copy.
+        # Treat each batch row as one page of the sequence's length, so that any strides work without a copy.
         problem = replace(problem, block_table=torch.arange(batch, dtype=torch.int32).unsqueeze(1))
     else:
         first_rows = torch.arange(batch, dtype=torch.int32) * k.shape[1]

@@ -1,10 +1,26 @@
-"""Paged caches by plain torch operations, for kernels that know no pages of their own. Works on any device."""
+"""Where keys and values lie, by plain torch operations that work on any device.
+
+For kernels that read no pages, or that read contiguous sequences only back to back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+
+def rows(key: torch.Tensor, value: torch.Tensor, first: Sequence[int], kv_lens: Sequence[int]) -> list[torch.Tensor]:
+    """Both ``[sum of kv_lens, num_kv_heads, head_size]``, sequence by sequence without gaps; views where there are none.
+
+    ``key``, ``value``: ``[tokens, num_kv_heads, head_size]``; ``first``: row of each sequence's first token.
+    """
+    if all(begin + count == following for begin, count, following in zip(first, kv_lens, first[1:], strict=False)):
+        where: slice | torch.Tensor = slice(first[0], first[0] + sum(kv_lens))
+    else:
+        spans = [torch.arange(begin, begin + count) for begin, count in zip(first, kv_lens, strict=True)]
+        where = torch.cat(spans).to(key.device)
+    return [key[where], value[where]]
 
 
 def places(block_table: torch.Tensor, kv_lens: Sequence[int], page: int) -> tuple[torch.Tensor, torch.Tensor]:

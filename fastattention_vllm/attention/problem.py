@@ -1,7 +1,7 @@
-"""One description of the work, spoken by every kernel family.
+"""The description of an attention problem that all kernel families share.
 
-vLLM's metadata (``integration/cpu/backend.py``) and the public functions (``attention/functional.py``) both end up
-here; nothing below this line knows where a problem came from.
+vLLM's metadata (``integration/cpu/backend.py``) and the public functions (``attention/functional.py``) are both
+translated into it, so kernels do not depend on the origin of a problem.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AttentionProblem:
     ``k`` is ``key_scale * key`` and ``v`` is ``value_scale * value``.
 
     With ``q_len = query_start_loc[s + 1] - query_start_loc[s]`` and ``kv_len = seq_lens[s]``, query row ``t`` of
-    sequence ``s`` sits at KV position ``p = kv_len - q_len + t`` (bottom-right aligned, as in flash_attn >= 2.1) and
+    sequence ``s`` is at KV position ``p = kv_len - q_len + t`` (bottom-right aligned, as in flash_attn >= 2.1) and
     sees position ``j`` if ``j <= p`` (when causal) and ``p - window[0] <= j <= p + window[1]`` (-1 is unlimited).
     A row that sees nothing yields ``out = 0`` and ``lse = -inf``, or ``lse = sinks[head]`` where there are sinks.
 
@@ -50,13 +50,13 @@ class AttentionProblem:
     alibi_slopes: torch.Tensor | None = None
     """``[num_heads]`` or ``[num_seqs, num_heads]`` fp32: adds ``-slope * |p - j|``."""
     sinks: torch.Tensor | None = None
-    """``[num_heads]`` fp32, contiguous: for each query head the score of one more key, whose value is zero and which
-    every row sees. Taken as it is: not scaled, capped, masked or sloped. ``lse`` includes it; -inf is no sink. The
-    learned sinks of GPT-OSS (arXiv 2508.10925); StreamingLLM (arXiv 2309.17453) says what they are good for."""
+    """``[num_heads]`` fp32, contiguous: for each query head, the score of one additional key with value zero, which
+    every row sees. Scale, softcap, mask and slope do not apply to it. ``lse`` includes it; -inf means no sink. These
+    are the learned sinks of GPT-OSS (arXiv 2508.10925); StreamingLLM (arXiv 2309.17453) explains their purpose."""
 
     key_scale: float = 1.0
-    """What an fp8 ``key`` was divided by when it was stored: one positive number for the whole tensor. 1 for other
-    dtypes."""
+    """The number by which an fp8 ``key`` was divided when it was stored: positive, one for the whole tensor. 1 for
+    other dtypes."""
     value_scale: float = 1.0
     """As ``key_scale``, for ``value``."""
 

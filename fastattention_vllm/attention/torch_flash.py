@@ -97,12 +97,8 @@ def _rows(problem: AttentionProblem, lengths: list[int]) -> tuple[torch.Tensor, 
         where = pages.places(problem.block_table.to(key.device), lengths, key.shape[1])
         return key[where], value[where]
     assert problem.kv_start_loc is not None
-    first = problem.kv_start_loc.tolist()
-    if all(first[s] + lengths[s] == first[s + 1] for s in range(len(first) - 1)):
-        span = slice(first[0], first[0] + sum(lengths))
-        return key[span], value[span]
-    kept = torch.cat([torch.arange(begin, begin + count) for begin, count in zip(first, lengths, strict=True)])
-    return key[kept.to(key.device)], value[kept.to(key.device)]
+    key, value = pages.rows(key, value, problem.kv_start_loc.tolist(), lengths)
+    return key, value
 
 
 def _ends(device: torch.device, numbers: tuple[int, ...] | list[int]) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Attention by an installed xformers, for problems that our Volta kernels refuse. Not run on a V100 yet.
+"""Attention with an installed xformers, for problems that the Volta kernels refuse. Not yet run on a V100.
 
-xformers knows no pages: keys and values are gathered into one piece first, which reads and writes them once more.
+xformers does not support pages. Keys and values are first gathered into contiguous tensors, which costs an additional
+read and write.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 
 DTYPES = (torch.float16, torch.float32)
 HEAD_SIZE_MULTIPLE = 8
-"""Its kernels for V100 load 16 bytes at a time."""
+"""xformers' kernels for V100 load 16 bytes at a time."""
 
 
 @functools.cache
 def version() -> str | None:
-    """Of the installed xformers; None where there is none."""
+    """The version of the installed xformers, or None."""
     try:
         return importlib.metadata.version("xformers")
     except importlib.metadata.PackageNotFoundError:
@@ -28,16 +29,17 @@ def version() -> str | None:
 
 
 def bias(q_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool, window: int) -> Any:
-    """xformers' mask of sequences that lie one behind the other; each one's last query sees its last key.
+    """xformers' mask for concatenated sequences. The last query of each sequence sees its last key.
 
     Args:
-        window: keys that a query sees before itself, as in ``AttentionProblem``; -1 for all. Causal sequences only.
+        window: number of keys before itself that a query sees, as in ``AttentionProblem``; -1 for all. Only with
+            ``causal``.
     """
     masks: Any = importlib.import_module("xformers.ops.fmha.attn_bias")
     blocks = masks.BlockDiagonalMask.from_seqlens(list(q_lens), list(kv_lens))
     if not causal:
         if window >= 0:
-            raise ValueError(f"the window is {window}, but xformers takes one of causal sequences only.")
+            raise ValueError(f"the window is {window}, but xformers supports windows only with a causal mask.")
         return blocks
     if window >= 0:
         return blocks.make_local_attention_from_bottomright(window + 1)  # which counts the query's own key

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Build a small Llama-architecture model that retrieves numbers by name.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("path", type=Path, help="directory to make")
+    parser.add_argument("path", type=Path, help="directory to create")
     parser.add_argument("--layers", type=int, default=default.num_layers)
     parser.add_argument("--heads", type=int, default=default.num_heads, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=default.num_kv_heads)

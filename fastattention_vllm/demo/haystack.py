@@ -70,15 +70,17 @@ def make_haystack(
     _check_needles(values, ask)
     room = num_tokens - (2 if ask is not None else 0)
     if depths is not None and positions is not None:
-        raise ValueError("The places of needles are given by depths or by positions, not by both.")
+        raise ValueError("Both depths and positions are given; pass only one of them.")
     if positions is None:
         if depths is None:
             depths = [(index + 0.5) / max(1, len(values)) for index in range(len(values))]
         if any(not 0 <= depth <= 1 for depth in depths):
-            raise ValueError(f"The depths {list(depths)} are not all from 0 to 1.")
+            raise ValueError(f"The depths {list(depths)} must all be from 0 to 1.")
         positions = [round(depth * max(0, room - NEEDLE_TOKENS)) for depth in depths]
     if len(positions) != len(values):
-        raise ValueError(f"There are {len(values)} needles, but {len(positions)} places for them.")
+        raise ValueError(
+            f"There are {len(values)} needles but {len(positions)} positions; pass one position per needle."
+        )
     order = sorted(zip(positions, values, strict=True))
     _check_places([position for position, _ in order], room)
 
@@ -105,10 +107,10 @@ def make_haystack(
 def _check_needles(values: Mapping[str, str], ask: str | None) -> None:
     for name in (*values, *([ask] if ask is not None else [])):
         if name not in NAMES:
-            raise ValueError(f"{name!r} is not a name of the model; those are {', '.join(NAMES)}.")
+            raise ValueError(f"{name!r} is not a name that the model knows; choose from {', '.join(NAMES)}.")
     for name, value in values.items():
         if not (value.isascii() and value.isdigit() and len(value) <= 4):
-            raise ValueError(f"The value of {name} is {value!r}, not a number of up to 4 digits.")
+            raise ValueError(f"The value of {name} is {value!r}, but it must be a number of up to 4 digits.")
 
 
 def _check_places(places: Sequence[int], room: int) -> None:
@@ -116,7 +118,7 @@ def _check_places(places: Sequence[int], room: int) -> None:
     for place, earliest in zip([*places, room], ends, strict=True):
         if place < earliest:
             raise ValueError(
-                f"The needles at {list(places)}, {NEEDLE_TOKENS} tokens each, overlap or do not fit into {room} tokens."
+                f"The needles at {list(places)} ({NEEDLE_TOKENS} tokens each) overlap or do not fit into {room} tokens."
             )
 
 

@@ -91,7 +91,7 @@ def build_demo_model(path: str | os.PathLike[str], spec: DemoModelSpec | None = 
     spec = spec or DemoModelSpec()
     target = Path(path).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not an empty directory.")
+        raise FileExistsError(f"{target} exists and is not an empty directory; remove it, or choose another path.")
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -40,23 +40,21 @@ class DemoModelSpec:
                 "one to tag numbers with names and one to retrieve them."
             )
         if not 1 <= self.num_heads <= MAX_HEADS:
-            raise ValueError(f"num_heads is {self.num_heads}, but must be from 1 to {MAX_HEADS}.")
+            raise ValueError(f"num_heads is {self.num_heads}, but it must be from 1 to {MAX_HEADS}.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads}, but must divide num_heads, which is {self.num_heads}."
-            )
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}, but it must divide num_heads ({self.num_heads}).")
         if self.head_size % 16 or not 64 <= self.head_size <= 256:
-            raise ValueError(f"head_size is {self.head_size}, but must be a multiple of 16 from 64 to 256.")
+            raise ValueError(f"head_size is {self.head_size}, but it must be a multiple of 16 from 64 to 256.")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+            raise ValueError(f"dtype is {self.dtype!r}, but it must be one of {', '.join(DTYPES)}.")
         if self.dtype == "bfloat16" and self.num_heads > MAX_HEADS_BFLOAT16:
             raise ValueError(
-                f"num_heads is {self.num_heads}, but bfloat16 is too coarse to compare more than {MAX_HEADS_BFLOAT16} "
-                "heads; use float16 or float32."
+                f"num_heads is {self.num_heads}, but bfloat16 is precise enough for only {MAX_HEADS_BFLOAT16} heads; "
+                "use float16 or float32."
             )
         if not 64 <= self.max_position_embeddings <= MAX_POSITIONS:
             raise ValueError(
-                f"max_position_embeddings is {self.max_position_embeddings}, but must be from 64 to {MAX_POSITIONS}."
+                f"max_position_embeddings is {self.max_position_embeddings}, but it must be from 64 to {MAX_POSITIONS}."
             )
 
     @property

@@ -15,7 +15,10 @@ from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.doctor.hardware import Hardware
 from fastattention_vllm.doctor.software import Software
 
-NOT_RUN = "tested on a simulator, not yet run on hardware"
+TESTED = {
+    VOLTA: "tested on a simulated V100, not yet run on hardware",
+    TURING: "tested through their PTX on a newer GPU, not yet run on a T4",
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def _gpu(index: int, capability: tuple[int, int], kernels: Kernels, software: So
         error = kernels.image_errors.get(architecture)
         if error:
             return Finding("problem", subject, error.rstrip("."))
-        text = f"this package's kernels, machine code for sm_{architecture}; {NOT_RUN}"
+        text = f"this package's kernels, machine code for sm_{architecture}; {TESTED[architecture]}"
         return Finding("OK", subject, text)
     why = f"compute capability {capability[0]}.{capability[1]} is 8.0 or newer"
     if family.name == "torch_flash":

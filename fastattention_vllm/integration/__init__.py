@@ -1,1 +1,1 @@
-"""The only room that knows vLLM; one file per seam."""
+"""The only package that imports vLLM (except attention/flash.py), with one module per interface of vLLM."""

@@ -1,6 +1,6 @@
-"""What our own backends share, on whichever device: V100s and older GPUs, xformers, CPUs.
+"""Base classes of this package's own backends: CPUs, GPUs below compute capability 8.0, and xformers.
 
-The backends on newer GPUs and on NPUs run vLLM's or vllm-ascend's layers and derive from these.
+The backends for newer GPUs and for NPUs derive from the backends of vLLM and vllm-ascend instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastattention_vllm.integration.refusal import Refusal
 
 
 class Backend(BackendClaims, compat.BackendMembers, AttentionBackend):
-    """``--attention-backend fastattention``: what vLLM asks before it builds any layer.
+    """``--attention-backend fastattention``: answers vLLM's questions before it builds any layer.
 
     A device's backend adds its dtypes, head sizes, block sizes and compute capabilities, its layers and its builder.
     """
@@ -44,9 +44,9 @@ class Backend(BackendClaims, compat.BackendMembers, AttentionBackend):
 
 
 class Layer(ImplClaims, AttentionImpl[Any]):
-    """One attention layer's parameters and the :class:`AttentionProblem` that they make with a batch.
+    """The parameters of one attention layer, which together with a batch form an :class:`AttentionProblem`.
 
-    A device's layer adds what vLLM calls: ``process_weights_after_loading``, ``do_kv_cache_update``, ``forward``.
+    Subclasses add the methods that vLLM calls: ``process_weights_after_loading``, ``do_kv_cache_update``, ``forward``.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Layer(ImplClaims, AttentionImpl[Any]):
         sinks: torch.Tensor | None = None,
         **features: Any,
     ) -> None:
-        # The start-up check sees the model's config; a layer that still asks for more is refused here.
+        # The start-up check sees only the model's config. A layer may still need more, and is then refused here.
         unsupported = {
             f"attention type {AttentionType(attn_type).value}": attn_type not in support.ATTENTION_TYPES,
             f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype not in support.KV_CACHE_DTYPES,
@@ -83,10 +83,10 @@ class Layer(ImplClaims, AttentionImpl[Any]):
         self.fp8 = support.FP8_CACHES.get(kv_cache_dtype)
         self.softcap = logits_soft_cap or 0.0
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        # The layer's own parameter: its weights are loaded later, and may be loaded anew.
+        # This is the layer's own parameter, because its weights are loaded later and may be reloaded.
         self.sinks = sinks
         self.is_encoder = attn_type == AttentionType.ENCODER_ONLY
-        # vLLM counts the token itself, the kernels what lies on either side of it.
+        # vLLM's window includes the token itself; the kernels count the tokens on either side of it.
         reach = -1 if sliding_window is None else sliding_window - 1
         self.window = (reach, reach if self.is_encoder else -1)
         self.host_window = None if sliding_window is None else reach
@@ -94,7 +94,7 @@ class Layer(ImplClaims, AttentionImpl[Any]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`halves`, in the dtype that the cache's bytes stand for."""
+        """Like :meth:`halves`, but in the dtype of the cache's content (vLLM allocates fp8 caches as uint8)."""
         return self.halves(kv_cache if self.fp8 is None else kv_cache.view(self.fp8))
 
     def halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,11 +102,11 @@ class Layer(ImplClaims, AttentionImpl[Any]):
         return compat.split_kv_cache(kv_cache, self.head_size)
 
     def scales(self, layer: Any) -> tuple[float, float]:
-        """What the cache's keys and values were divided by. Asked every time: weights may be loaded anew."""
+        """The scales by which keys and values in the cache were divided. Reloading weights may change them."""
         return (1.0, 1.0) if self.fp8 is None else (layer._k_scale_float, layer._v_scale_float)
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
-        """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
+        """A problem with this layer's scale, mask and so on. ``parts`` are the batch's tensors, or override fields."""
         scales = (1.0, 1.0) if self.is_encoder else self.scales(layer)
         sinks = self.float_sinks()
         own: dict[str, Any] = {
@@ -114,7 +114,7 @@ class Layer(ImplClaims, AttentionImpl[Any]):
             "window": self.window,
             "softcap": self.softcap,
             "alibi_slopes": self.alibi_slopes,
-            # Weights lie on the device; the CPU's part of a host layer is computed here.
+            # Weights are on the device, but the CPU's part of a host layer is computed here.
             "sinks": None if sinks is None else sinks.to(parts["query"].device),
             "key_scale": scales[0],
             "value_scale": scales[1],
@@ -125,7 +125,7 @@ class Layer(ImplClaims, AttentionImpl[Any]):
         return None if self.sinks is None else self.sinks.detach().float()
 
     def merges(self) -> bool:
-        """Whether a host layer may merge attention over parts of its keys: positions and values as in one piece."""
+        """Whether attention over parts of the keys can be merged into the exact result, as host layers do."""
         return self.alibi_slopes is None and self.fp8 is None
 
     def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype:

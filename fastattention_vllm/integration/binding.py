@@ -10,21 +10,21 @@ from fastattention_vllm.placement.cpus import parse_cpu_list, physical_cpus
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 NOBIND = "nobind"
-"""Value of THREADS_BIND with which no thread is kept on a CPU."""
+"""The value of THREADS_BIND that leaves all threads unbound."""
 
 
 def cpus_in_reach(local_rank: int) -> list[int]:
-    """Where ``local_rank``'s threads may run: on the CPUs bound to it, or on all of this process where it floats."""
+    """CPUs on which ``local_rank``'s threads may run: those bound to it, or all of this process if it is unbound."""
     return sorted(os.sched_getaffinity(0)) if floats() else cpus_of_rank(local_rank)
 
 
 def floats() -> bool:
-    """Whether threads are left to Linux's scheduler, as the platform (or the user) put it into the environment."""
+    """Whether the environment (set by the platform or the user) leaves the threads unbound."""
     return os.environ.get(THREADS_BIND) == NOBIND
 
 
 def cpus_of_rank(local_rank: int) -> list[int]:
-    """The CPUs bound to ``local_rank``, as the platform (or the user) put them into the environment."""
+    """The CPUs bound to ``local_rank`` by the environment (set by the platform or the user)."""
     groups = os.environ.get(THREADS_BIND, "").split("|")
     if local_rank < len(groups) and groups[local_rank] not in ("", "auto", NOBIND):
         return parse_cpu_list(groups[local_rank])
@@ -37,7 +37,7 @@ def format_bind(groups: Iterable[Sequence[int]]) -> str:
 
 
 def check_bind(text: str, ranks: int) -> None:
-    """Refuse a ``VLLM_CPU_OMP_THREADS_BIND`` of the user's that vLLM would trip over in a worker.
+    """Refuse a user's ``VLLM_CPU_OMP_THREADS_BIND`` that would make vLLM fail in a worker.
 
     Raises:
         Refusal: not the syntax of :func:`format_bind`, or not one group per rank.
@@ -52,6 +52,6 @@ def check_bind(text: str, ranks: int) -> None:
         groups = []
     if len(groups) != ranks:
         raise Refusal(
-            f"{THREADS_BIND}={text} does not name the CPUs of {ranks} rank(s); write them as in "
+            f"{THREADS_BIND}={text} is not a list of CPUs for {ranks} rank(s); write it like "
             f"{format_bind([[2 * rank, 2 * rank + 1] for rank in range(ranks)])!r}, or unset it."
         )

@@ -1,12 +1,13 @@
-"""What our backends answer where vLLM asks what they can do.
+"""The capabilities that this package's backends claim when vLLM queries them.
 
-vLLM's base classes have a default for every such question, and a new version brings new questions with it: "is this
-right where the device's query lengths differ from the host's?" was answered with yes for everybody. No backend of ours
-inherits an answer. These classes go before vLLM's: they say no, and a backend says yes to what it was tested for. Where
-layers run vLLM's own code, as on GPUs with FlashAttention, its answers are passed on, one by one.
+vLLM's base classes have a default for every capability, and new versions add capabilities. One of them, "is the backend
+correct if the device's query lengths differ from the host's?", is true by default for every backend. So the backends of
+this package inherit no answer. The classes below come before vLLM's in the MRO and answer no. A backend overrides the
+answers for features that it was tested with. Layers that run vLLM's own code, such as FlashAttention on GPUs, pass
+vLLM's answers on explicitly.
 
-``CLAIMS`` and ``WORKINGS`` name everything that the base classes of all supported versions have; a test fails on a
-name that is in neither.
+``CLAIMS`` and ``WORKINGS`` together list all attributes of the base classes in all supported versions. A test fails if
+an attribute is in neither.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ CLAIMS = {
         "use_cascade_attention",
     ),
 }
-"""What each of our backends, its layers and its builders answer themselves, by the name that vLLM asks for."""
+"""The capabilities that this package's backends, layers and builders answer themselves, by vLLM's names."""
 
 WORKINGS = {
     "backend": (
@@ -114,11 +115,11 @@ WORKINGS = {
         "update_draft_decode_metadata",
     ),
 }
-"""What else those classes have: how the cache lies, and what is called only after a claim."""
+"""All other attributes of those classes: the cache's layout, and functions that are called only after a claim."""
 
 
 class PassedOn:
-    """An answer of the next class: vLLM's or vllm-ascend's, whose code these layers run."""
+    """Passes on the answer of the next class in the MRO: vLLM's or vllm-ascend's, whose code these layers run."""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self.owner, self.name = owner, name
@@ -128,16 +129,16 @@ class PassedOn:
 
 
 class BackendClaims:
-    """Of a backend: no, but for what every class below says yes to, and what follows from its other answers."""
+    """The answers of a backend: no, unless a subclass says yes or the answer follows from other answers."""
 
     accept_output_buffer = True
-    """<= 0.19: forward() writes into the output it is given. Newer ones take that for granted."""
+    """<= 0.19: forward() writes into the given output. Newer versions assume this."""
     forward_includes_kv_cache_update: ClassVar[bool] = False
     supports_kv_cache_update_bypass: ClassVar[bool] = False
     supported_dtypes: ClassVar[list[Any]] = []
     supported_kv_cache_dtypes: ClassVar[list[Any]] = []
 
-    # What vLLM derives from the answers above and from the block sizes.
+    # vLLM derives these from the answers above and from the block sizes.
     get_preferred_block_size: Any = PassedOn()
     supports_block_size: Any = PassedOn()
     supports_dtype: Any = PassedOn()
@@ -145,7 +146,7 @@ class BackendClaims:
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # supports_head_size says it
+        return []  # supports_head_size answers instead
 
     @classmethod
     def indexes_kv_by_block_stride(cls) -> bool:
@@ -169,12 +170,12 @@ class BackendClaims:
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """How keys are divided among threads depends on the other requests."""
+        """The division of keys among threads depends on the other requests."""
         return False
 
     @classmethod
     def supports_combination(cls, *args: Any, **named: Any) -> str | None:
-        return None  # nothing to add to the single answers
+        return None  # there are no further restrictions on combinations
 
     @classmethod
     def supports_dcp(cls) -> bool:
@@ -182,7 +183,7 @@ class BackendClaims:
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """A step is planned from the lengths that the host has."""
+        """A step is planned from the lengths on the host."""
         return False
 
     @classmethod
@@ -223,7 +224,7 @@ class BackendClaims:
 
 
 class DevicesOwn:
-    """Of a backend whose device layers run the code of the class behind: its answers, passed on knowingly."""
+    """The answers of a backend whose device layers run the next class's code. All of them are passed on explicitly."""
 
     accept_output_buffer: Any = PassedOn()
     forward_includes_kv_cache_update: Any = PassedOn()
@@ -261,9 +262,9 @@ class DevicesOwn:
 
 
 class HostLayerClaims:
-    """Of host layers, before the backend of the device: what that one may claim and host layers do not do.
+    """The answers of host layers, placed ahead of the device's backend: features that host layers do not support.
 
-    Their steps are divided on the host, by the host's lengths, and the CPU's share depends on the batch.
+    Their steps are divided on the host by the host's lengths, and the CPU's share depends on the batch.
     """
 
     supports_kv_cache_update_bypass: ClassVar[bool] = False
@@ -279,7 +280,7 @@ class HostLayerClaims:
 
 
 class ImplClaims:
-    """Of a layer: nothing is fused into it, and its partial results stay inside."""
+    """The answers of a layer: nothing is fused into it, and it returns no partial results."""
 
     can_return_lse_for_decode: ClassVar[bool] = False
     is_sparse: ClassVar[bool] = False
@@ -308,7 +309,7 @@ class ImplClaims:
 
 
 class DeviceImplsOwn:
-    """As :class:`DevicesOwn`, of a layer."""
+    """:class:`DevicesOwn` for layers."""
 
     can_return_lse_for_decode: Any = PassedOn()
     fused_output_quant_supported: Any = PassedOn()
@@ -327,7 +328,7 @@ class DeviceImplsOwn:
 
 
 class BuilderClaims:
-    """Of a metadata builder: no graphs, no order of requests, metadata made anew for every block table."""
+    """The answers of a metadata builder: no CUDA graphs, no request order, separate metadata for every block table."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None
@@ -348,7 +349,7 @@ class BuilderClaims:
 
 
 class DeviceBuildersOwn:
-    """As :class:`DevicesOwn`, of a metadata builder."""
+    """:class:`DevicesOwn` for metadata builders."""
 
     _cudagraph_support: Any = PassedOn()
     get_cudagraph_support: Any = PassedOn()

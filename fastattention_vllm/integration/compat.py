@@ -1,9 +1,9 @@
-"""Every difference between vLLM versions, found by feature test, each with the versions it serves.
+"""All differences between vLLM versions, detected by feature tests, with the versions that each test is for.
 
-No version number is compared here, except to refuse what was never tested. What differs in ways that need no code:
-``use_cascade_attention`` (asked up to 0.31) has a default in vLLM's own base class; on CPUs ``seq_lens`` is on the CPU
-everywhere; arguments that newer versions add are taken by ``**kwargs`` or a default where they arrive. The compiled CPU
-ops that each version calls are listed in ``cpu/stand_ins/ops.py``.
+Version numbers are compared only to refuse untested versions. Some differences need no code: ``use_cascade_attention``
+(used up to 0.31) has a default in vLLM's base class; on CPUs, ``seq_lens`` is on the CPU in all versions; and
+``**kwargs`` or defaults accept arguments that newer versions add. ``cpu/stand_ins/ops.py`` lists the compiled CPU ops
+that each version calls.
 """
 
 from __future__ import annotations
@@ -28,34 +28,37 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 SUPPORTED_VLLM = SpecifierSet(">=0.19.1,<0.34")
-"""`make conformance` proves 0.19.1, 0.23.0, 0.28.0 and 0.32.0. In 0.26.0, 0.30.0 and 0.33.0 a small engine was compared
-with Hugging Face by hand. The versions between these were not run."""
+"""`make conformance` tests 0.19.1, 0.23.0, 0.28.0 and 0.32.0. With 0.26.0, 0.30.0 and 0.33.0, a small engine was
+compared with Hugging Face by hand. The versions in between were not run."""
 
 BACKEND_NAME = "FASTATTENTION"
 BACKEND_PATH = "fastattention_vllm.integration.cpu.backend.FastAttentionBackend"
-CUDA_BACKEND_PATH = "fastattention_vllm.integration.cuda.select.FastAttentionCudaBackend"
+BACKENDS = {"cuda": "fastattention_vllm.integration.cuda.select.FastAttentionCudaBackend"}
+"""Attention backends by the name of the vLLM platform that finds their device; BACKEND_PATH where none of them does.
+vllm-ascend's platform does not read it (``ascend/platform.py``)."""
 
 
 def check_vllm_version() -> None:
     """Refuse a vLLM outside the tested range.
 
     Raises:
-        Refusal: names the version found, the range, and the command that installs a fitting one.
+        Refusal: names the installed version, the range, and a command that installs a supported version.
     """
     installed = Version(metadata.version("vllm"))
     if not SUPPORTED_VLLM.contains(Version(installed.base_version), prereleases=True):
         raise Refusal(
             f"vLLM {installed} is installed, but this version of fastattention-vllm supports "
-            f"vllm{SUPPORTED_VLLM}; install a supported one (`make serve` does) or uninstall fastattention-vllm."
+            f"vllm{SUPPORTED_VLLM}; install a supported version (`make serve` does so), or uninstall "
+            "fastattention-vllm."
         )
 
 
 def ensure_backend_member() -> Any:
-    """Make ``FASTATTENTION`` a member of vLLM's ``AttentionBackendEnum``; safe to call again and again.
+    """Make ``FASTATTENTION`` a member of vLLM's ``AttentionBackendEnum``. Repeated calls are safe.
 
-    The member must survive pickling: ``vllm serve`` spawns its engine and worker processes, and Ray ships the config
-    to actors; both unpickle the config *before* plugins are loaded there. A plain enum member pickles as a look-up by
-    value, which fails in the fresh process, so the member carries a ``__reduce_ex__`` that registers it on arrival.
+    The member must survive pickling: ``vllm serve`` spawns its engine and worker processes, and Ray sends the config to
+    actors. Both unpickle the config *before* plugins are loaded there. A plain enum member is unpickled by looking up
+    its value, which fails in the new process, so the member has a ``__reduce_ex__`` that registers it on arrival.
     """
     from vllm.v1.attention.backends import registry
 
@@ -73,17 +76,18 @@ def ensure_backend_member() -> Any:
 
 @functools.cache
 def backend_path() -> str:
-    """The backend's class for the device that vLLM will find here, asked of the driver and without touching the GPU."""
+    """The backend class for the device that vLLM will detect. This queries the driver without initialising a GPU."""
     from vllm.platforms import builtin_platform_plugins
 
-    with contextlib.suppress(Exception):  # a probe that fails has found nothing; vLLM takes it the same way
-        if builtin_platform_plugins["cuda"]() is not None:
-            return CUDA_BACKEND_PATH
+    for platform, path in BACKENDS.items():
+        with contextlib.suppress(Exception):  # like vLLM, treat a failed probe as "not found"
+            if builtin_platform_plugins[platform]() is not None:
+                return path
     return BACKEND_PATH
 
 
 def _add_member(members: Any) -> None:
-    """What ``Enum`` does for a name in the class body, once more after it is closed; Python offers no call for it."""
+    """Add a member to a finished ``Enum`` class, as the class body would. Python has no function for this."""
     member = object.__new__(members)
     member._name_, member._value_ = BACKEND_NAME, backend_path()
     member.__objclass__ = members
@@ -98,28 +102,28 @@ def _reduce(protocol: int) -> tuple[Callable[[], Any], tuple[()]]:
 
 
 class BackendMembers:
-    """Members of an ``AttentionBackend`` that only some versions ask for. Goes before vLLM's base class."""
+    """Mixin placed ahead of vLLM's ``AttentionBackend`` in the MRO, with members that only some versions use."""
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """<= 0.28: the backend chooses. This is the 4-D shape that newer versions hand out in their default layout."""
+        """<= 0.28: the backend chooses the shape. This is the 4-D shape of the default layout in newer versions."""
         return (num_blocks, num_kv_heads, block_size, 2 * head_size)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """>= 0.29. The kernels take strides, so any layout runs; the first keeps a head's tokens together."""
+        """>= 0.29. Any layout works, because the kernels use strides. The first one keeps a head's tokens together."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
 
 def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``, in vLLM's cache tensor.
+    """Views of K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``, into vLLM's cache tensor.
 
-    That is ``[num_blocks, num_kv_heads, block_size, K | V]``, with any strides; in upstream's tests up to 0.25 it is
-    ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
+    The cache is ``[num_blocks, num_kv_heads, block_size, K | V]`` with any strides. In upstream's tests up to 0.25 it
+    is ``[num_blocks, 2, block_size, num_kv_heads, head_size]``.
     """
     if kv_cache.dim() == 5:
         key, value = kv_cache.unbind(1)
@@ -129,10 +133,10 @@ def split_kv_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor
 
 
 def keys_before_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`split_kv_cache`, but with the keys of a head's page before its values, as vLLM's CPU_ATTN has them.
+    """Like :func:`split_kv_cache`, but a head's page stores all keys before all values, as in vLLM's CPU_ATTN.
 
-    CPUs read that up to 1.08 times as fast as each token's value beside its key. A page that is not in one piece (heads
-    inner, or 5-D) is split as there.
+    CPUs read this up to 1.08 times as fast as keys and values that alternate by token. A page that is not contiguous
+    (heads innermost, or 5-D) is split as in :func:`split_kv_cache`.
     """
     if kv_cache.dim() == 5 or kv_cache.stride()[2:] != (2 * head_size, 1):
         return split_kv_cache(kv_cache, head_size)
@@ -144,9 +148,9 @@ def keys_before_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Te
 
 
 def kv_caches_of(layer: Any) -> tuple[torch.Tensor, ...]:
-    """The cache that vLLM bound to a layer: one tensor, or under vllm-ascend one for K and one for V.
+    """The cache that vLLM bound to a layer: one tensor, or with vllm-ascend one tensor for K and one for V.
 
-    <= 0.19: in a list, one for each of its pipeline's virtual engines.
+    <= 0.19: a list with one entry for each virtual engine of the pipeline.
     """
     kv_cache: Any = layer.kv_cache
     if isinstance(kv_cache, tuple):
@@ -160,18 +164,18 @@ def num_blocks_of(kv_cache: torch.Tensor) -> int:
 
 
 def extend_gpu_worker(find: Callable[[Any], Any]) -> None:
-    """As :func:`extend_worker`, on NVIDIA GPUs."""
+    """:func:`extend_worker` for vLLM's worker on NVIDIA GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
     extend_worker(Worker, find)
 
 
 def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
-    """Let host layers have their say in how many blocks there are, and take their memory when vLLM takes its own.
+    """Let host layers limit the number of blocks, and allocate their pool when vLLM allocates its own cache.
 
-    All versions: vLLM offers no hook for either on GPUs and NPUs, and a worker class of our own would have to be asked
-    for with --worker-cls. Done in the worker process, only if there are host layers; to be removed when a KV cache spec
-    or a platform may say where a layer's cache lies.
+    All versions: vLLM has no hook for either on GPUs and NPUs, and users would have to select a worker class of this
+    package with --worker-cls. The change is made in the worker process, and only if there are host layers. Remove it
+    when a KV cache spec or a platform may specify where a layer's cache is.
     """
     if hasattr(worker, "_fastattention_find"):
         return
@@ -196,20 +200,20 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
 
 
 def before_gpu_profiling(callback: Callable[[Any, torch.nn.Module], None]) -> None:
-    """As :func:`before_profiling`, of vLLM's own worker on GPUs."""
+    """:func:`before_profiling` for vLLM's worker on NVIDIA GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
     before_profiling(Worker, callback)
 
 
 def before_profiling(worker: Any, callback: Callable[[Any, torch.nn.Module], None]) -> None:
-    """Have ``callback(vllm_config, model)`` called once the weights are there, before vLLM first runs the model.
+    """Call ``callback(vllm_config, model)`` after the weights are loaded and before vLLM first runs the model.
 
-    All versions: on GPUs and NPUs a plugin has no hook between the two. Done in the worker process, only where it is
-    asked for.
+    All versions: on GPUs and NPUs, plugins have no hook between the two. The change is made in the worker process, and
+    only for features that need it.
 
     Args:
-        worker: its class.
+        worker: the worker's class.
     """
     if hasattr(worker, "_fastattention_before_profiling"):
         return
@@ -228,9 +232,10 @@ def before_profiling(worker: Any, callback: Callable[[Any, torch.nn.Module], Non
 
 @contextmanager
 def without_fp8_cache(vllm_config: VllmConfig) -> Iterator[None]:
-    """An fp8 KV cache out of sight of vLLM's CPU platform: 0.19's refuses it, or goes back to another one in silence.
+    """Hide an fp8 KV cache from vLLM's CPU platform.
 
-    It has no kernels of its own for that; from 0.23 on the platform does not look.
+    In 0.19 the platform refuses it, or silently uses another dtype, because it has no kernels for it. From 0.23 on it
+    does not check.
     """
     cache: Any = vllm_config.cache_config
     asked = cache.cache_dtype
@@ -243,14 +248,14 @@ def without_fp8_cache(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 def calculates_kv_scales(vllm_config: VllmConfig) -> bool:
-    """<= 0.26: --calculate-kv-scales takes an fp8 cache's scales from the first prompt. Newer ones cannot be asked."""
+    """<= 0.26: whether --calculate-kv-scales takes the scales of an fp8 cache from the first prompt. Removed later."""
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
 
 
 def requested_kv_bytes(vllm_config: VllmConfig) -> int | None:
-    """KV cache bytes per rank that the user asked for: --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE.
+    """KV cache bytes per rank as set by the user, with --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE.
 
-    From 0.23 on vLLM has put the variable into the option's place by now.
+    From 0.23 on, vLLM has copied the variable into the option before this is called.
     """
     from vllm import envs
 
@@ -263,7 +268,7 @@ def requested_kv_bytes(vllm_config: VllmConfig) -> int | None:
 
 
 def set_kv_bytes(vllm_config: VllmConfig, count: int) -> None:
-    """Give every rank's KV cache ``count`` bytes, after vLLM's CPU platform has chosen its own."""
+    """Set the KV cache of every rank to ``count`` bytes, after vLLM's CPU platform has chosen a size."""
     cache: Any = vllm_config.cache_config
     cache.kv_cache_memory_bytes = count
     if hasattr(cache, "cpu_kvcache_space_bytes"):  # <= 0.19: the CPU worker reads nothing else
@@ -271,15 +276,15 @@ def set_kv_bytes(vllm_config: VllmConfig, count: int) -> None:
 
 
 def max_tokens_in_flight(vllm_config: VllmConfig) -> int:
-    """Tokens of one request that are computed but not yet settled: 0.26 counts the steps ahead, 0.23 one."""
+    """Tokens of one request that are being computed. 0.26 counts several steps ahead, 0.23 one step."""
     count: int = getattr(vllm_config, "max_in_flight_tokens", vllm_config.scheduler_config.max_num_batched_tokens)
     return count
 
 
 def fits_length_beside_null_block() -> bool:
-    """0.32 yes, 0.29 no: vLLM fits an automatic length to the cache without the block that it holds back itself.
+    """0.32 yes, 0.29 no: whether vLLM leaves out its reserved null block when it fits an automatic length to the cache.
 
-    Only the text of the function tells.
+    Only the source text of the function shows this.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -287,10 +292,10 @@ def fits_length_beside_null_block() -> bool:
 
 
 def check_ray(vllm_config: VllmConfig) -> None:
-    """Refuse Ray where vLLM has none that runs on CPUs: <= 0.19 has only the executor built on compiled graphs.
+    """Refuse Ray if vLLM's Ray executor does not run on CPUs. <= 0.19 has only the executor built on compiled graphs.
 
     Raises:
-        Refusal: --distributed-executor-backend ray is asked for.
+        Refusal: --distributed-executor-backend is ray.
     """
     asked = vllm_config.parallel_config.distributed_executor_backend
     if asked == "ray" and importlib.util.find_spec("vllm.v1.executor.ray_executor_v2") is None:
@@ -301,11 +306,11 @@ def check_ray(vllm_config: VllmConfig) -> None:
 
 
 def v2_runner_is_missing(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM would start its V2 model runner on CPUs, and this installation has none that runs there.
+    """Whether vLLM would start its V2 model runner on CPUs although this installation has none that runs there.
 
-    <= 0.19: VLLM_USE_V2_MODEL_RUNNER=1 is taken in silence, but the CPU worker makes a V1 runner all the same, and the
-    scheduler sends it what V2 reads. From 0.23 on there is one for CPUs, whose kernels are Triton's: vLLM looks for
-    Triton itself, but takes one for GPUs to be enough if CUDA_VISIBLE_DEVICES is empty. Until V2 runs without Triton.
+    <= 0.19: VLLM_USE_V2_MODEL_RUNNER=1 is accepted silently, but the CPU worker creates a V1 runner, and the scheduler
+    sends it V2 data. From 0.23 on there is a V2 runner for CPUs, whose kernels need Triton. vLLM checks for Triton, but
+    accepts a Triton for GPUs if CUDA_VISIBLE_DEVICES is empty. Remove this when V2 runs without Triton.
     """
     from vllm import envs
 
@@ -317,7 +322,7 @@ def has_v2_runner_for_cpus() -> bool:
     """0.23 yes, 0.19 no."""
     try:
         return importlib.util.find_spec("vllm.v1.worker.cpu.model_runner") is not None
-    except ModuleNotFoundError:  # of the package it would be in
+    except ModuleNotFoundError:  # the package that would contain it is missing
         return False
 
 
@@ -330,39 +335,39 @@ def has_triton_for_cpus() -> bool:
 
 
 def pins_memory_without_a_gpu() -> bool:
-    """0.23 yes, 0.19 and 0.26 no: LoRA's tensors are pinned whatever the platform, which needs a GPU's driver."""
+    """0.23 yes, 0.19 and 0.26 no: whether LoRA's tensors are pinned on every platform, which needs a GPU driver."""
     from vllm.utils import torch_utils
 
     return bool(getattr(torch_utils, "PIN_MEMORY", False))
 
 
 def has_compiled_cpu_ops() -> bool:
-    """Whether this vLLM came with its own CPU kernels: one built for CPUs has them, the pure-Python one does not."""
+    """Whether this vLLM includes its own CPU kernels. A CPU build does; a pure-Python installation does not."""
     import vllm._custom_ops  # noqa: F401  its import loads the kernels, through the platform's import_kernels
 
     return compiled_cpu_ops_are_loaded()
 
 
 def compiled_cpu_ops_are_loaded() -> bool:
-    """One of them is looked for that this package never defines."""
+    """Checks for an op that this package never defines itself."""
     return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
 
 
 def has_cpu_expert_router() -> bool:
-    """0.30 yes, 0.28 no: on CPUs, experts are chosen in torch and computed by two operators of ``_C``."""
+    """0.30 yes, 0.28 no: on CPUs, whether experts are chosen in torch and computed by two operators of ``_C``."""
     return importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None
 
 
 def has_kernel_dispatcher() -> bool:
-    """>= 0.32: other implementations of Triton kernels are registered by name, when a worker asks for them."""
+    """>= 0.32: replacements of Triton kernels are registered by name when a worker requests them."""
     return importlib.util.find_spec("vllm.triton_utils.dispatcher") is not None
 
 
 def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
-    """Put ``kernels``, by their Triton kernel's full name, in the place of the Triton kernels.
+    """Replace Triton kernels by ``kernels``, a mapping from the full name of a Triton kernel to its replacement.
 
-    <= 0.31: the CPU model runner takes replacements from ``cpu_triton_utils``, by the kernel's own name. Kernels that
-    the version does not replace there are left alone.
+    <= 0.31: the CPU model runner takes replacements from ``cpu_triton_utils``, by the kernel's short name. Kernels that
+    this version does not replace there are skipped.
     """
     if has_kernel_dispatcher():
         from vllm.triton_utils.dispatcher import register_kernels
@@ -378,7 +383,7 @@ def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
 
 
 def verifies_speculated_tokens() -> bool:
-    """0.23 yes, 0.19 no: its CPU worker asserts that there is no speculative decoding."""
+    """0.23 yes, 0.19 no: the CPU worker of 0.19 asserts that there is no speculative decoding."""
     if has_kernel_dispatcher():
         return True
     from vllm.utils import cpu_triton_utils
@@ -387,7 +392,7 @@ def verifies_speculated_tokens() -> bool:
 
 
 class _Launchable:
-    """A function that is launched as a Triton kernel: ``kernel[grid](...)``."""
+    """A function that can be launched like a Triton kernel: ``kernel[grid](...)``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

@@ -1,4 +1,4 @@
-"""Reads from vLLM's configuration which layers have a KV cache, and how large it is."""
+"""Reads from vLLM's configuration which layers have a KV cache, and its size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def layers_of(vllm_config: VllmConfig) -> Layers:
-    """The layers with a KV cache of their own, as far as the model's configuration says."""
+    """The layers with a separate KV cache, as far as the model's configuration shows."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text: Any = model.hf_text_config
     shared = getattr(text, "num_kv_shared_layers", None) or 0
@@ -27,7 +27,7 @@ def layers_of(vllm_config: VllmConfig) -> Layers:
         tuple(index for index in range(layers) if has_window[index]),
         vllm_config,
     )
-    # The layers at the end share the cache of the last one of their kind.
+    # The last layers of the model share the cache of the last unshared layer of their kind.
     fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if shared else frozenset()
     return Layers(full, windowed, fixed)
 
@@ -37,7 +37,7 @@ def as_grouped(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Indices of the layers that keep whole sequences, and of those that keep a window.
 
-    With --disable-hybrid-kv-cache-manager vLLM gives both kinds one block table, which keeps whole sequences.
+    With --disable-hybrid-kv-cache-manager, both kinds share one block table, which keeps whole sequences.
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and full:
         return tuple(sorted((*full, *windowed))), ()
@@ -46,13 +46,13 @@ def as_grouped(
 
 def _window(vllm_config: VllmConfig) -> int:
     model = vllm_config.model_config
-    # A model that alternates without saying which layers have a window is taken to have none.
+    # A model that alternates without naming its windowed layers is treated as a model without windows.
     unsaid = getattr(model.hf_text_config, "interleaved_sliding_window", None)
     return 0 if unsaid else model.get_sliding_window() or 0
 
 
 def kv_size_of(vllm_config: VllmConfig) -> KvSize:
-    # Not at the top: while vLLM (seen in 0.28) imports that module, it resolves the platform, which imports this one.
+    # Imported late: this vLLM module (seen in 0.28) resolves the platform on import, which imports this module.
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config

@@ -1,10 +1,10 @@
 """Everything of vLLM and vllm-ascend that this package replaces: why, for which versions, and when to remove it.
 
-A replaced function is used where vLLM offers no hook. Each entry names the statements that replace it, and a test
-(tests/integration/test_patches.py) fails if the package has a statement of that kind which no entry names. What vLLM
-asks a plugin for (its platform, its backend class, its options) is not listed: that is what plugins are for.
+Functions are replaced only where vLLM has no hook. Each entry lists the statements that replace something, and a test
+(tests/integration/test_patches.py) fails if the package has such a statement that no entry lists. vLLM's official
+plugin interfaces (platform, backend class, options) are not listed.
 
-This module imports nothing and changes nothing; the code that replaces is where the feature is.
+This module only describes the patches. The code that applies them is in the module of each feature.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ALL = "all"
-"""Of the supported range (``compat.SUPPORTED_VLLM``)."""
+"""All versions in the supported range (``compat.SUPPORTED_VLLM``)."""
 
 
 @dataclass(frozen=True)
@@ -20,22 +20,22 @@ class Patch:
     """One replaced name, or several that are replaced together."""
 
     names: tuple[str, ...]
-    """As vLLM has them."""
+    """The names in vLLM."""
     why: str
     remove_when: str
     sites: tuple[str, ...]
     """``module:function:statement`` of each replacing statement, below ``integration``."""
     versions: str = ALL
-    """Of vLLM, or of vllm-ascend where the names are its own."""
+    """Versions of vLLM, or of vllm-ascend if the names belong to it."""
     issue: str = ""
-    """Address of the upstream issue; empty if none is known."""
+    """URL of the upstream issue; empty if none is known."""
 
 
 PATCHES = (
     Patch(
         names=("vllm.v1.attention.backends.registry.AttentionBackendEnum",),
-        why="--attention-backend takes members of this enum only. FASTATTENTION becomes one; it unpickles in a fresh "
-        "process, before plugins are loaded there. From 0.32 on vLLM itself adds the member.",
+        why="--attention-backend accepts only members of this enum. FASTATTENTION becomes a member that can be "
+        "unpickled in a new process before plugins are loaded there. From 0.32 on, vLLM itself adds the member.",
         remove_when="registered backends survive pickling into spawned processes and Ray actors",
         sites=(
             "compat:ensure_backend_member:member.__reduce_ex__",
@@ -54,9 +54,9 @@ PATCHES = (
             "vllm_ascend.worker.worker.NPUWorker.determine_available_memory",
             "vllm_ascend.worker.worker.NPUWorker.initialize_from_config",
         ),
-        why="Host layers bound the number of blocks and allocate their pool when vLLM allocates its own cache; tiling "
-        "looks for fitting layers between loading and the first run. vLLM has no hook for either on GPUs and NPUs.",
-        remove_when="a KV cache spec or a platform may say where a layer's cache lies, and plugins are called after "
+        why="Host layers limit the number of blocks and allocate their pool when vLLM allocates its own cache. Tiling "
+        "selects layers between loading and the first run. vLLM has no hook for either on GPUs and NPUs.",
+        remove_when="a KV cache spec or a platform can specify where a layer's cache is, and plugins are called after "
         "the weights are loaded",
         sites=(
             "compat:extend_worker:worker._fastattention_find",
@@ -68,9 +68,9 @@ PATCHES = (
     ),
     Patch(
         names=("the impl, attn_backend and kv_sharing_target_layer_name of attention layers",),
-        why="A host layer is made to look like a layer that shares the cache of a device layer, so that the scheduler, "
-        "prefix caching and preemption go on working on one space of blocks.",
-        remove_when="a KV cache spec may place a layer's cache outside the device",
+        why="A host layer looks like a layer that shares the cache of a device layer, so that the scheduler, prefix "
+        "caching and preemption still work with one set of block ids.",
+        remove_when="a KV cache spec can place a layer's cache outside the device",
         sites=(
             "host_layers/layers:set_up:layer.kv_sharing_target_layer_name",
             "host_layers/layers:set_up:layer.attn_backend",
@@ -79,9 +79,9 @@ PATCHES = (
     ),
     Patch(
         names=("vllm.model_executor.layers.linear.RowParallelLinear", "the classes LlamaMLP and Qwen2MLP of models"),
-        why="tiling_all_reduce hides the all-reduce behind the matmul. Layers that are made before this plugin's code "
-        "first runs, as on GPUs, get the class afterwards.",
-        remove_when="vLLM's row-parallel layers take an operation from outside",
+        why="tiling_all_reduce overlaps the all-reduce with the matmul. If layers are created before this plugin's "
+        "code first runs, as on GPUs, their class is changed afterwards.",
+        remove_when="vLLM's row-parallel layers accept an operation from a plugin",
         sites=(
             "tiling/row_parallel:install:op_registry_oot.pop",
             "tiling/row_parallel:install:PluggableLayer.register_oot",
@@ -93,24 +93,25 @@ PATCHES = (
     ),
     Patch(
         names=("vllm.v1.engine.async_llm.AsyncLLM.shutdown",),
-        why="A server that is told to stop may cancel the task that would tell waiting requests so; they and the "
-        "server then wait for ever.",
+        why="When a server stops, it may cancel the task that informs waiting requests. These requests and the server "
+        "then wait forever.",
         remove_when="AsyncLLM.shutdown itself calls OutputProcessor.propagate_error",
         versions="0.19.1 to 0.33",
         sites=("serving/server_end:tell_requests:module.AsyncLLM.shutdown",),
     ),
     Patch(
         names=("uvicorn.server.Server.shutdown",),
-        why="vLLM sets no timeout_graceful_shutdown, so its server waits for ever for a client that stopped reading.",
+        why="vLLM sets no timeout_graceful_shutdown, so its server waits forever for a client that has stopped "
+        "reading.",
         remove_when="vLLM sets timeout_graceful_shutdown",
         versions="0.19.1 to 0.33",
         sites=("serving/server_end:limit_waiting:module.Server.shutdown",),
     ),
     Patch(
         names=("the loaders of vllm.v1.engine.async_llm and uvicorn.server",),
-        why="The two functions above are replaced when their modules are imported: importing them here would cost "
-        "every worker process a second and a half.",
-        remove_when="both of the above are removed",
+        why="The two functions above are replaced when their modules are imported. Importing them here would cost "
+        "every worker process 1.5 seconds.",
+        remove_when="both patches above are removed",
         sites=(
             "serving/server_end:once_imported:sys.meta_path.insert",
             "serving/server_end:_Watch.find_spec:spec.loader.exec_module",
@@ -118,28 +119,28 @@ PATCHES = (
     ),
     Patch(
         names=("torch.ops._C",),
-        why="vLLM's compiled CPU ops are missing in a pure-Python vLLM. Those that supported models call are defined "
-        "in torch; where a vLLM brings them, nothing is.",
+        why="A pure-Python vLLM lacks the compiled CPU ops. The ops that supported models call are defined in torch. "
+        "If a vLLM includes the compiled ops, nothing is replaced.",
         remove_when="vLLM publishes CPU wheels",
         sites=("cpu/stand_ins/ops:define_missing_ops:torch.library.Library", "cpu/stand_ins/ops:_define:_library.impl"),
     ),
     Patch(
         names=("vllm.model_executor.layers.utils.check_cpu_sgl_kernel",),
-        why="On a CPU with AMX vLLM sends small weights to a compiled kernel that a pure-Python vLLM lacks.",
+        why="On a CPU with AMX, vLLM runs small weights with a compiled kernel that a pure-Python vLLM lacks.",
         remove_when="vLLM publishes CPU wheels",
         sites=("cpu/stand_ins/ops:keep_linears_off_compiled_kernels:linear_dispatch.check_cpu_sgl_kernel",),
     ),
     Patch(
         names=("Triton kernels of the CPU model runner and the rejection sampler",),
-        why="Triton has no target for CPUs here, and vLLM's own replacements are compiled C++ that a pure-Python vLLM "
-        "lacks. From 0.32 on vLLM asks for replacements; before, they are attributes of vllm.utils.cpu_triton_utils.",
+        why="Triton has no CPU target here, and vLLM's own replacements are compiled C++ that a pure-Python vLLM "
+        "lacks. From 0.32 on, vLLM requests replacements; before, they are attributes of vllm.utils.cpu_triton_utils.",
         remove_when="vLLM publishes CPU wheels",
         sites=("compat:replace_triton_kernels:setattr", "compat:replace_triton_kernels:register_kernels"),
     ),
     Patch(
         names=("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",),
-        why="bf16 weights are packed once by torch's oneDNN, which decodes 10 to 25 % faster. vLLM's compiled ops do "
-        "the same, and a pure-Python vLLM lacks them.",
+        why="torch's oneDNN packs bf16 weights once, which makes decoding 10 to 25 % faster. vLLM's compiled ops do "
+        "the same, but a pure-Python vLLM lacks them.",
         remove_when="vLLM publishes CPU wheels",
         sites=(
             "cpu/stand_ins/linear:pack_weights_once_loaded:utils.dispatch_cpu_unquantized_gemm",
@@ -149,23 +150,23 @@ PATCHES = (
     ),
     Patch(
         names=("vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens",),
-        why="A seeded request whose prompt takes several steps ends the engine: vLLM winds its generator back, which "
-        "torch cannot do on CPUs.",
-        remove_when="vLLM asks before it winds a generator back",
+        why="A seeded request whose prompt takes several steps ends the engine, because vLLM rewinds its generator, "
+        "which torch cannot do on CPUs.",
+        remove_when="vLLM checks whether a generator can be rewound",
         versions="0.19.1 to 0.32",
         sites=("cpu/stand_ins/sampling:spare_generators_of_unfinished_prompts:CPUModelRunner.sample_tokens",),
     ),
     Patch(
         names=("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",),
-        why="vLLM's torch ops take adapter index -1, which means none, for the last adapter. Ours derives from it.",
-        remove_when="vLLM's bgmv_* torch ops heed -1",
+        why="vLLM's torch ops use the last adapter for index -1, which means no adapter. A subclass corrects this.",
+        remove_when="vLLM's bgmv_* torch ops handle -1",
         sites=(),
     ),
     Patch(
         names=("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.executor.ray_executor_v2.RayExecutorV2"),
-        why="Classes that derive from these place weights and KV cache in huge pages, and give Ray worker slots on a "
-        "machine without GPUs. Both are put into vLLM's configuration in the place of its defaults.",
-        remove_when="a platform may name the worker's and the executor's class",
+        why="Subclasses of these place weights and KV cache in huge pages, and give Ray worker slots on a machine "
+        "without GPUs. Both replace the defaults in vLLM's configuration.",
+        remove_when="a platform can specify the classes of worker and executor",
         sites=(
             "cpu/platform:FastAttentionCpuPlatform.check_and_update_config:vllm_config.parallel_config.worker_cls",
             "cpu/platform:FastAttentionCpuPlatform.check_and_update_config:"
@@ -174,15 +175,15 @@ PATCHES = (
     ),
     Patch(
         names=("ray._private.ray_constants.ENABLE_RAY_CLUSTER",),
-        why="A cluster that is started for one machine is to listen on 127.0.0.1; Ray has no option for it.",
-        remove_when="ray.init takes the address to listen on",
+        why="A cluster for one machine should listen only on 127.0.0.1, for which Ray has no option.",
+        remove_when="ray.init has an option for the listening address",
         sites=("cpu/ray_executor:_keep_to_this_machine:constants.ENABLE_RAY_CLUSTER",),
     ),
     Patch(
         names=("vllm_ascend.platform.NPUPlatform.get_attn_backend_cls",),
-        why="vllm-ascend chooses the attention class by the model alone and replaces any other backend in silence. "
-        "The choices that vLLM remembers from before are forgotten.",
-        remove_when="vllm-ascend takes the class that a backend was registered with",
+        why="vllm-ascend chooses the attention class by the model alone and silently replaces any other backend. "
+        "vLLM's cached choices are cleared.",
+        remove_when="vllm-ascend uses the class that a backend was registered with",
         versions="vllm-ascend 0.23",
         sites=(
             "ascend/platform:install:NPUPlatform.get_attn_backend_cls",
@@ -191,8 +192,8 @@ PATCHES = (
     ),
     Patch(
         names=("vllm_ascend.ops.linear_op._get_row_parallel_op",),
-        why="tiling_all_reduce on NPUs: row-parallel layers that vllm-ascend leaves to vLLM are ours.",
-        remove_when="vllm-ascend takes operations from outside",
+        why="tiling_all_reduce on NPUs replaces the operation of row-parallel layers for which vllm-ascend has none.",
+        remove_when="vllm-ascend accepts operations from plugins",
         versions="vllm-ascend 0.23",
         sites=(
             "ascend/row_parallel:install:linear_op._get_row_parallel_op",

@@ -1,6 +1,6 @@
 """The two entry points through which vLLM finds this package.
 
-Both run in every process vLLM starts (API server, engine core, workers, model inspection), more than once in some.
+Both run in every process that vLLM starts (API server, engine core, workers, model inspection), in some more than once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def register() -> None:
     install_excepthook()
     compat.check_vllm_version()
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
-        # vLLM >= 0.28 then skips platform plugins, and its own CPU platform answers every --attention-backend with
-        # CPU_ATTN: a silent fallback to kernels that a pure-Python vLLM does not even have.
+        # With this setting, vLLM >= 0.28 skips platform plugins, and its own CPU platform uses CPU_ATTN whatever
+        # --attention-backend says: a silent fallback to kernels that a pure-Python vLLM does not include.
         raise Refusal(
-            "VLLM_TARGET_DEVICE=cpu is set, which makes vLLM ignore platform plugins and "
-            "--attention-backend fastattention with them; unset VLLM_TARGET_DEVICE (it is needed at install time "
-            "only), or set VLLM_PLUGINS='' to run a vLLM that has CPU kernels of its own without fastattention."
+            "VLLM_TARGET_DEVICE=cpu is set, so vLLM ignores platform plugins and --attention-backend fastattention; "
+            "unset VLLM_TARGET_DEVICE (only the installation of vLLM needs it), or set VLLM_PLUGINS='' to run a vLLM "
+            "with its own CPU kernels and without fastattention."
         )
     compat.ensure_backend_member()
     ascend.install()
@@ -47,11 +47,11 @@ def platform() -> str | None:
 
 
 def has_accelerator() -> bool:
-    """True for an NPU device, or an accelerator that vLLM or another platform plugin recognises.
+    """True if there is an NPU device, or an accelerator that vLLM or another platform plugin detects.
 
-    vLLM ends the start if two platform plugins answer, so ours leaves the machine to the other one. vLLM is asked
-    because a platform plugin beats its built-in ones, and because a device node says little: WSL has none for its GPU,
-    and many a laptop has one for a GPU that vLLM cannot use.
+    vLLM fails at start if two platform plugins respond, so this one leaves the machine to the other one. It asks vLLM's
+    built-in platforms, because a plugin has priority over them. Device nodes are not a reliable sign: WSL has none for
+    its GPU, and some laptops have one for a GPU that vLLM cannot use.
     """
     if any(glob.glob(pattern) for pattern in NPU_DEVICES):
         return True
@@ -59,7 +59,7 @@ def has_accelerator() -> bool:
     from vllm.platforms import builtin_platform_plugins
 
     for name, detect in builtin_platform_plugins.items():
-        # A probe that fails (no driver, no library) has found nothing; vLLM takes it the same way.
+        # Like vLLM, treat a failed probe (no driver, no library) as "not found".
         with contextlib.suppress(Exception):
             if name != "cpu" and detect() is not None:
                 return True

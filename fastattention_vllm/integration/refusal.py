@@ -1,8 +1,8 @@
 """Bad input ends in one sentence.
 
-A ``Refusal`` is raised for everything this plugin will not do: it names the value, the reason and the fix. Inside a
-program (``LLM(...)``) it is an ordinary ``ValueError``. Under the ``vllm`` command the excepthook below prints the
-sentence alone, because forty lines of traceback through vLLM's argument parsing hide it.
+This plugin raises a ``Refusal`` for everything it does not support. It names the value, the reason and the fix. In a
+program (``LLM(...)``) it is an ordinary ``ValueError``. Under the ``vllm`` command the excepthook below prints only the
+sentence, because a traceback of forty lines through vLLM's argument parsing would hide it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Refusal(ValueError):
 
 
 def install_excepthook() -> None:
-    """Print refusals, and the bad values vLLM itself finds at start, as one sentence; exit status stays 1.
+    """Print refusals, and bad values that vLLM itself finds at start, as one sentence. The exit status stays 1.
 
-    Only in the ``vllm`` command's own process: a program that embeds vLLM keeps its tracebacks. The command keeps them
-    with VLLM_LOGGING_LEVEL=DEBUG.
+    This applies only to the process of the ``vllm`` command. A program that embeds vLLM keeps its tracebacks, and
+    VLLM_LOGGING_LEVEL=DEBUG keeps them for the command too.
     """
     if os.path.basename(sys.argv[0]) == "vllm" and os.environ.get("VLLM_LOGGING_LEVEL") != "DEBUG":
         sys.excepthook = _excepthook
@@ -41,13 +41,13 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 def sentence(error: BaseException) -> str | None:
-    """The one line to show for ``error``, or None where a traceback is what helps: anything but a bad value."""
+    """The line to show for ``error``. None if ``error`` is not a bad value, because then a traceback helps more."""
     for link in _chain(error):
         if isinstance(link, Refusal):
             return PREFIX + str(link)
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return (
-            f"{PREFIX}the port is already in use ({error.strerror}); stop the other server or choose another port "
+            f"{PREFIX}the port is already in use ({error.strerror}); stop the other server, or choose another port "
             "with --port."
         )
     messages = [str(entry["msg"]).removeprefix("Value error, ") for entry in _pydantic_errors(error)]
@@ -57,12 +57,12 @@ def sentence(error: BaseException) -> str | None:
 
 
 def _short(message: str) -> str:
-    """One line; vLLM's own may list every model it knows."""
+    """Shorten to one line. Some of vLLM's own messages list every model that it supports."""
     return textwrap.shorten(message, SHORT, placeholder=" ...")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, the errors pydantic wrapped in it, and what it says caused it, outermost first."""
+    """``error``, the errors that pydantic wrapped in it, and its chain of causes, outermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,7 +1,6 @@
 """What the attention backend runs and what it refuses at start, as data.
 
-The start-up check and the table in ``docs/supported.md`` both read ``FEATURES``, so neither can promise what the other
-denies.
+The start-up check and ``docs/supported.md`` both read these tables, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""What vLLM calls them, and what their bytes are: it allocates them as uint8."""
+"""vLLM's names, and the dtype of the bytes. vLLM allocates these caches as uint8."""
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHES)
 ATTENTION_TYPES = ("decoder", "encoder_only")
 SPECULATION = ("ngram",)
 EXPERT_MODELS = ("gpt_oss", "mixtral", "qwen3_moe")
-"""Model types whose routing was compared: vLLM's CPU router ignores what some others ask of it (a routing bias)."""
+"""Model types whose routing was tested. vLLM's CPU router ignores a routing bias, which some other models need."""
 UNTESTED_ATTENTION = ("attention_chunk_size", "dual_chunk_attention_config", "param_sink_number")
-"""Entries of a model's config that ask for another kind of attention."""
+"""Entries of a model's config that select an attention variant which is not tested here."""
 
 Question = Callable[["VllmConfig"], object]
-"""The value by which a configuration asks for a feature, or something falsy."""
+"""Returns the value that requests the feature, or a falsy value if the configuration does not request it."""
 
 
 @dataclass(frozen=True)
 class Supported:
-    """A feature that runs, and the test that says so."""
+    """A feature that runs, and the test that shows it."""
 
     feature: str
     scope: str
-    """Models that have it, or how far it goes."""
+    """Models that use it, or its limits."""
     tested_by: str
     """A pytest node of this repository."""
 
@@ -53,12 +52,12 @@ class Unsupported:
     feature: str
     why: str
     instead: str
-    """What the user can change to get going."""
+    """What the user can do instead."""
     asked_for: Question
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
-    """Refuse what the attention backend does not run, in the API server, before any process is started.
+    """Refuse unsupported features in the API server, before any process is started.
 
     Raises:
         Refusal: the first feature found, with the reason and the flag to change.
@@ -71,10 +70,10 @@ def check_supported(vllm_config: VllmConfig) -> None:
 
 
 def check_kv_cache(vllm_config: VllmConfig) -> None:
-    """As :func:`check_supported`, of the KV cache alone: on GPUs, where vLLM's own code does the rest.
+    """Check the KV cache alone. GPUs need no more, because vLLM's own code handles the other features there.
 
     Raises:
-        Refusal: the cache is quantised in a way that the kernels do not read.
+        Refusal: the kernels cannot read this quantised cache.
     """
     if asked := _kv_cache_quantisation(vllm_config):
         raise Refusal(f"{QUANTISED_CACHE.feature} ({asked}) is not supported: {QUANTISED_CACHE.why}; "
@@ -108,11 +107,11 @@ def _kv_cache_quantisation(config: VllmConfig) -> object:
         return "--calculate-kv-scales"
     weights = getattr(config.model_config.hf_config, "quantization_config", None)
     scheme: Any = weights.get("kv_cache_scheme") if isinstance(weights, dict) else None
-    return scheme and scheme.get("strategy") == "attn_head" and "a scale per head"
+    return scheme and scheme.get("strategy") == "attn_head" and "one scale per head"
 
 
 def _not_attention_alone(config: VllmConfig) -> object:
-    # Asked first: for a pooling model, attn_type does not tell.
+    # This check comes first because attn_type is not reliable for pooling models.
     model = config.model_config
     if model.is_hybrid or model.is_attention_free:
         return _text_config(config).model_type
@@ -121,6 +120,8 @@ def _not_attention_alone(config: VllmConfig) -> object:
 
 def _other_attention(config: VllmConfig) -> object:
     text = _text_config(config)
+    if getattr(config.model_config, "rswa_window", None) is not None:
+        return "rswa_window"
     for name in UNTESTED_ATTENTION:
         if getattr(text, name, None):
             return name
@@ -135,6 +136,19 @@ def _experts(config: VllmConfig) -> object:
         return False
     kind = _text_config(config).model_type
     return False if kind in EXPERT_MODELS else kind
+
+
+def _batch_invariance(config: VllmConfig) -> object:
+    from vllm import envs
+
+    return "VLLM_BATCH_INVARIANT" if envs.VLLM_BATCH_INVARIANT else False
+
+
+def _microbatches(config: VllmConfig) -> object:
+    parallel: Any = config.parallel_config
+    if getattr(parallel, "ubatch_size", 0) > 1:
+        return f"--ubatch-size {parallel.ubatch_size}"
+    return "--enable-dbo" if parallel.enable_dbo else False
 
 
 def _speculation(config: VllmConfig) -> object:
@@ -175,7 +189,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "attention sinks",
-        "GPT-OSS (a bf16 checkpoint: the published ones are quantised, see below)",
+        "GPT-OSS in bf16 (the published checkpoints are quantised, see below)",
         "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face[gpt-oss]",
     ),
     Supported(
@@ -185,12 +199,12 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "encoder-only attention",
-        "embedding models: BERT, ModernBERT (vLLM 0.23 itself makes its window one token too short), ...",
+        "embedding models: BERT, ModernBERT (vLLM 0.23 makes its window one token too short), ...",
         "tests/integration/test_encoder.py::test_embeddings_equal_hugging_face",
     ),
     Supported(
         "causal embedding models",
-        "any supported decoder, `--runner pooling`",
+        "any supported decoder with `--runner pooling`",
         "tests/integration/test_encoder.py::test_causal_embeddings_equal_hugging_face",
     ),
     Supported(
@@ -200,7 +214,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "LoRA",
-        "adapters chosen per request; no prompt_logprobs",
+        "adapters are chosen per request; prompt_logprobs is refused",
         "tests/integration/test_lora.py::test_adapters_equal_hugging_face",
     ),
     Supported(
@@ -210,12 +224,13 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "dtypes",
-        "fp32, fp16, bf16; KV cache in the model's dtype, fp16 or bf16",
+        "fp32, fp16, bf16; the KV cache uses the model's dtype, fp16 or bf16",
         "tests/integration/test_engine.py::test_half_precision_stays_near_fp32",
     ),
     Supported(
         "fp8 KV cache",
-        "`--kv-cache-dtype fp8_e4m3` (or `fp8`) and `fp8_e5m2`; computed in fp32, one scale per layer for K and for V",
+        "`--kv-cache-dtype fp8_e4m3` (or `fp8`) and `fp8_e5m2`; computed in fp32; each layer has one scale for K and "
+        "one for V",
         "tests/integration/test_fp8_kv_cache.py::test_answers_are_those_over_rounded_keys_and_values",
     ),
     Supported(
@@ -229,88 +244,89 @@ SUPPORTED: tuple[Supported, ...] = (
         "tests/integration/test_engine.py::test_prefix_caching_serves_from_cache_without_changing_answers",
     ),
     Supported(
-        "layers with their KV cache in host memory",
-        "`host_kv_layers`; on CPUs a second pool, of use for tests only; on GPUs see README.md, on NPUs docs/ascend.md",
+        "host layers (KV cache in host memory)",
+        "`host_kv_layers`; meant for GPUs and for NPUs (docs/ascend.md); on CPUs it is useful for tests only",
         "tests/integration/host_layers/test_layers.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(
         "preemption",
-        "by recomputing",
+        "by recomputation",
         "tests/integration/test_engine.py::test_preemption_recomputes_to_the_same_answers",
     ),
     Supported(
         "tensor parallelism",
-        "gloo, under mp and Ray",
+        "gloo, with the mp and Ray executors",
         "tests/integration/test_tensor_parallel.py::test_two_ranks_equal_hugging_face",
     ),
 )
 
 QUANTISED_CACHE = Unsupported(
     "this quantised KV cache",
-    "the kernels store KV in one dtype for all layers: fp32, fp16, bf16, or fp8 with a layer's own two scales",
-    "pass --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2 alone",
+    "the kernels store KV in one dtype for all layers: fp32, fp16, bf16, or fp8 with one scale for K and one for V "
+    "in each layer",
+    "pass only --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2",
     _kv_cache_quantisation,
 )
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "multi-head latent attention",
-        "MLA models need their own kernels, which fastattention does not have",
+        "fastattention has no kernels for MLA models",
         _ANOTHER_MODEL,
         lambda c: c.model_config.use_mla and _text_config(c).model_type,
     ),
     Unsupported(
         "cross attention",
-        "the backend attends to a request's own tokens only, not to an encoder's",
+        "the backend attends only to a request's own tokens, not to an encoder's",
         _ANOTHER_MODEL,
         lambda c: c.model_config.attn_type == "encoder_decoder" and _text_config(c).model_type,
     ),
     Unsupported(
-        "a model that is not made of attention layers alone",
-        "state-space and linear-attention layers need kernels that fastattention does not have",
+        "a model with state-space or linear-attention layers",
+        "fastattention has no kernels for these layers",
         _ANOTHER_MODEL,
         _not_attention_alone,
     ),
     Unsupported(
         "a multimodal model",
-        "its vision or audio tower is untested on this path",
+        "its vision or audio encoder is untested with this backend",
         "serve a text-only model",
         lambda c: c.model_config.is_multimodal_model and _text_config(c).model_type,
     ),
     Unsupported(
-        "this kind of attention",
-        "chunked and dual-chunk attention, static sinks, and values of another size than keys are untested here",
+        "this attention variant",
+        "chunked attention, dual-chunk attention, static sinks, and keys and values of different sizes are untested",
         _ANOTHER_MODEL,
         _other_attention,
     ),
     Unsupported(
         "this head size",
-        f"the kernels take multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}",
+        f"the kernels support multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}",
         "serve another model",
         _head_size,
     ),
     QUANTISED_CACHE,
     Unsupported(
-        "speculative decoding with this old a vLLM",
+        "speculative decoding with this vLLM version",
         "its CPU worker does not verify speculated tokens",
         "install vLLM 0.23 or newer, or remove --speculative-config",
         lambda c: c.speculative_config is not None and not compat.verifies_speculated_tokens(),
     ),
     Unsupported(
-        "this method of speculative decoding",
-        "its drafter or its sampler is untested on this path",
+        "this speculative decoding method",
+        "its drafter or its sampler is untested with this backend",
         f"use one of: {', '.join(SPECULATION)}, or remove --speculative-config",
         _speculation,
     ),
     Unsupported(
         "n-gram speculative decoding without numba",
-        "vLLM's n-gram proposer is compiled by numba, which is not installed",
-        "`pip install numba`, or remove --speculative-config",
+        "vLLM's n-gram proposer needs numba, which is not installed",
+        "run `pip install numba`, or remove --speculative-config",
         lambda c: c.speculative_config is not None and not has_numba(),
     ),
     Unsupported(
         "the V2 model runner",
-        "it needs vLLM 0.23 or newer and Triton for CPUs, which are not both installed",
+        "it needs vLLM 0.23 or newer and Triton for CPUs, and at least one of them is missing",
         "set VLLM_USE_V2_MODEL_RUNNER=0",
         lambda c: compat.v2_runner_is_missing(c) and f"vLLM {metadata.version('vllm')}",
     ),
@@ -322,7 +338,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         "data parallelism",
-        "the CPUs and the memory of this machine are divided among the ranks of one engine only",
+        "fastattention divides this machine's CPUs and memory among the ranks of a single engine",
         "remove --data-parallel-size, or start one server per replica",
         lambda c: c.parallel_config.data_parallel_size > 1 and c.parallel_config.data_parallel_size,
     ),
@@ -333,44 +349,56 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda c: c.parallel_config.pipeline_parallel_size > 1 and c.parallel_config.pipeline_parallel_size,
     ),
     Unsupported(
-        "a mixture-of-experts model with this vLLM",
-        "its experts need compiled CPU kernels, for which there are stand-ins from vLLM 0.30 on",
+        "a mixture-of-experts model with this vLLM version",
+        "its experts need compiled CPU kernels, which fastattention can replace only in vLLM 0.30 and newer",
         "install vLLM 0.30 or newer, or serve a dense model",
         lambda c: not compat.has_compiled_cpu_ops() and c.model_config.is_moe and not compat.has_cpu_expert_router(),
     ),
     Unsupported(
         "this mixture-of-experts model",
-        f"of those whose experts run on a pure-Python vLLM, only {', '.join(EXPERT_MODELS)} were compared",
-        "serve one of them, or a dense model",
+        f"with a pure-Python vLLM, only {', '.join(EXPERT_MODELS)} are tested",
+        "serve one of these, or a dense model",
         _experts,
     ),
     Unsupported(
-        "LoRA with this vLLM",
-        "it pins the adapters' tensors in memory, which needs a GPU's driver",
+        "LoRA with this vLLM version",
+        "it pins the adapters' tensors in memory, which needs a GPU driver",
         "install vLLM 0.26 or newer, or remove --enable-lora and merge the adapter into the weights",
         lambda c: c.lora_config is not None and compat.pins_memory_without_a_gpu(),
     ),
     Unsupported(
         "LoRA on a mixture-of-experts model",
-        "vLLM then computes the experts with Triton, which has no CPU target here",
+        "vLLM computes such experts with Triton, which has no CPU target here",
         "remove --enable-lora and merge the adapter into the weights",
         lambda c: c.lora_config is not None and c.model_config.is_moe and _text_config(c).model_type,
     ),
     Unsupported(
         "expert parallelism",
-        "the stand-in kernels hold every expert on every rank",
-        "remove --enable-expert-parallel; --tensor-parallel-size divides each expert",
+        "the CPU kernels for experts keep every expert on every rank",
+        "remove --enable-expert-parallel, and use --tensor-parallel-size to divide each expert",
         lambda c: c.parallel_config.enable_expert_parallel,
     ),
     Unsupported(
         "quantised weights",
-        "they need vLLM's compiled CPU kernels, which a pure-Python vLLM does not have",
+        "they need vLLM's compiled CPU kernels, which a pure-Python vLLM does not include",
         "serve the unquantised model",
         lambda c: not compat.has_compiled_cpu_ops() and c.model_config.quantization,
     ),
     Unsupported(
+        "batch invariance",
+        "sums over a request's tokens depend on the other requests of its batch",
+        "unset VLLM_BATCH_INVARIANT",
+        _batch_invariance,
+    ),
+    Unsupported(
+        "microbatches",
+        "they hide the communication of GPUs",
+        "remove --enable-dbo and --ubatch-size",
+        _microbatches,
+    ),
+    Unsupported(
         "context parallelism",
-        "the backend keeps all of a request's KV heads' tokens on one rank",
+        "the backend keeps all tokens of a KV head on one rank",
         "use --tensor-parallel-size instead",
         lambda c: (
             c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1

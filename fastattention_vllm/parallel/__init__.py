@@ -1,1 +1,1 @@
-"""Tensor parallelism: the all-reduce of a row-parallel linear layer hidden behind its matmul. No vLLM import."""
+"""Tensor parallelism: overlaps the all-reduce of a row-parallel linear layer with its matmul. No vLLM import."""

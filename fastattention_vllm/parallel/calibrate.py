@@ -1,7 +1,7 @@
-"""Which cut of a layer's rows is fastest on these ranks: a few that the model proposes are timed.
+"""Finds the fastest way to split a layer's rows on these ranks, by timing some proposals of a model.
 
-The model (plan.py) knows how long matmul and all-reduce take alone. What they take from each other is learned from its
-own first proposals. Only what was faster than the plain layer when it was timed is ever used.
+The model (plan.py) knows the times of matmul and all-reduce alone. It learns how much they slow each other down from
+its first proposals. A split is used only if it was faster than the plain layer when it was timed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ BUDGET = 30.0
 """Seconds for a layer. On two H200 layers of an 8B model take 2 to 10 s up to 32K tokens, of a 70B model 3 to 14."""
 MAX_SLOWDOWN = 8.0
 COUNTS = (2, 4, 8)
-"""Of equal blocks, which are tried whatever the model says of them."""
+"""Numbers of equal blocks that are always tried, whatever the model predicts."""
 MIN_BLOCK = 256
 """Rows of those."""
 FEW_ROUNDS, MANY_ROUNDS = 3, 11
 MAX_FINALISTS = 4
 MIN_HIDDEN = 0.4
-"""Part of what can be hidden that a cut must hide: what hides less gains little, and is the first to lose on a bad
-day for it."""
+"""The fraction of the hideable time that a split must hide. A split that hides less gains little, and is the first to
+lose under worse conditions."""
 SLOW = 0.8
-"""Part of the rounds that are faster than what counts for a cut, while the middle one counts for the plain layer."""
+"""The quantile of the rounds that counts as the time of a split. For the plain layer, the median counts."""
 
 Candidate = tuple[str, tuple[int, ...]]
 
@@ -44,17 +44,17 @@ def measure(
     budget: float = BUDGET,
     say: Callable[[str], object] = lambda line: None,
 ) -> Choice:
-    """Try cuts of layers of ``weight`` ([outputs, inputs]) for ``min_rows`` to ``max_rows`` rows.
+    """Try splits of layers of ``weight`` ([outputs, inputs]) for ``min_rows`` to ``max_rows`` rows.
 
-    Every rank of the group calls this with a weight of the same shape and gets the same answer: the ranks' mean times
-    decide. Takes some hundred times as long as the longest layer, most rows first. What has been tried when the time
-    is over is kept; fewer rows than that are not cut.
+    Every rank of the group calls this with a weight of the same shape and gets the same result, because the ranks' mean
+    times decide. It takes some hundred times as long as the slowest layer. The largest numbers of rows are tried first.
+    When the time is over, the results so far are kept, and smaller numbers of rows are not split.
 
     Args:
-        collectives: those to choose from, by name. The first carries what the ranks tell each other.
-        plain: what the layer does without a cut, summed over the ranks.
-        budget: seconds, after which no rank begins with another work.
-        say: told what has been done, as it comes.
+        collectives: the candidates, by name. The first one also carries messages between the ranks.
+        plain: the layer without blocks, summed over the ranks.
+        budget: seconds after which no rank begins another measurement.
+        say: called with a line of text about each finished step.
 
     Raises:
         CollectiveError: a rank is gone, or has not answered in time.
@@ -82,7 +82,7 @@ def measure(
 
 
 def row_counts(maximum: int) -> list[int]:
-    """The granule and its doubles, the last of which has ``maximum`` rows or more."""
+    """The granule and its doubles, up to the first that has ``maximum`` rows or more."""
     numbers = [GRANULE]
     while numbers[-1] < maximum:
         numbers.append(2 * numbers[-1])
@@ -90,12 +90,12 @@ def row_counts(maximum: int) -> list[int]:
 
 
 def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: float) -> float:
-    """How many times as long both stages take beside each other, 1 to ``MAX_SLOWDOWN``.
+    """How much both stages slow each other down when they overlap, from 1 to ``MAX_SLOWDOWN``.
 
     Args:
-        blocks: rows of a cut that was tried.
-        part: its time, where that of the same rows in one block is 1. Both are compared with what the model says of
-            both, so that what it leaves out of both (cold caches) is left out.
+        blocks: rows per block of a split that was tried.
+        part: its time, relative to the same rows in one block. Both are compared with the model's predictions, so that
+            effects that the model ignores for both (cold caches) cancel out.
     """
     low, high = 1.0, MAX_SLOWDOWN
     whole = matmul(sum(blocks)) + all_reduce(sum(blocks))
@@ -109,9 +109,12 @@ def slowdown(matmul: Times, all_reduce: Times, blocks: Sequence[int], part: floa
 
 
 def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times]) -> Trial:
-    """Heats: all candidates in a few rounds, the best of them and what they have taught the model in more rounds, and
-    the winner beside the plain layer, where it must be faster even when it is slow. A cut that takes Python longer to
-    order than a GPU to do counts as long as that."""
+    """Time the candidates in heats.
+
+    All candidates run a few rounds. These improve the model. The best candidates and the improved model's proposals run
+    more rounds. Finally the winner runs against the plain layer, and even its slow rounds must be faster. If Python
+    takes longer to launch a split than a GPU to compute it, the launch time counts.
+    """
     alone = {name: Pipeline(matmul, times) for name, times in sums.items()}
     counts = [count for count in COUNTS if rows >= count * MIN_BLOCK]
     first = _distinct(
@@ -143,5 +146,5 @@ def _trial(timer: LayerTimer, rows: int, matmul: Times, sums: Mapping[str, Times
 
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """In order, of several blocks each."""
+    """The candidates in order, each with several blocks."""
     return [one for one in dict.fromkeys(candidates) if len(one[1]) > 1]

@@ -1,4 +1,4 @@
-"""Measured choices on disk, so that a server measures each layer once on a machine and not at every start."""
+"""Measured choices on disk, so that a layer is measured once per machine and not at every start."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_ROWS = 1 << 30
 
 
 def read(path: Path, key: str) -> Choice | None:
-    """What was written for ``key``; None if nothing was.
+    """The choice that was saved for ``key``, or None.
 
     Raises:
-        ValueError: what is there cannot have been measured. Says in a sentence what is wrong with it.
+        ValueError: the file holds no valid measurements. The message is one sentence.
     """
     try:
         text = path.read_text()
@@ -29,17 +29,17 @@ def read(path: Path, key: str) -> Choice | None:
     try:
         entries = json.loads(text)
         if not isinstance(entries, dict):
-            raise TypeError("it holds no object")
+            raise TypeError("it is not a JSON object")
         return _choice(entries[key]) if key in entries else None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} does not hold what was measured here ({error!r})") from error
+        raise ValueError(f"{path} holds no valid measurements ({error!r})") from error
 
 
 def write(path: Path, key: str, choice: Choice) -> None:
-    """Keep ``choice`` next to what is there. Readers see the old file or the new one, never a part.
+    """Add ``choice`` to the file. Readers see either the old or the new file, never a part of it.
 
     Raises:
-        OSError: there is no room, or no permission.
+        OSError: the disk is full, or there is no permission.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = _entries(path) | {key: dataclasses.asdict(choice)}
@@ -62,20 +62,20 @@ def _entries(path: Path) -> dict[str, object]:
 
 def _choice(entry: object) -> Choice:
     if not isinstance(entry, dict):
-        raise TypeError(f"{entry!r} is no choice")
+        raise TypeError(f"{entry!r} is not an object")
     trials = tuple(_trial(one) for one in entry["trials"])
     rows = [trial.rows for trial in trials]
     if not rows or rows != sorted(set(rows)):
-        raise ValueError(f"trials of {rows} rows are not in order")
+        raise ValueError(f"the row counts of the trials, {rows}, are not in ascending order")
     return Choice(trials)
 
 
 def _trial(one: dict[str, object]) -> Trial:
     blocks = one["blocks"]
     if not isinstance(blocks, list) or not blocks:
-        raise ValueError(f"{blocks!r} are no blocks")
+        raise ValueError(f"{blocks!r} is not a list of blocks")
     if len(blocks) > 1 and not one["collective"]:
-        raise ValueError("a cut without a collective")
+        raise ValueError(f"the blocks {blocks!r} have no collective")
     return Trial(
         _count(one["rows"]),
         str(one["collective"]),
@@ -86,11 +86,11 @@ def _trial(one: dict[str, object]) -> Trial:
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or not 1 <= value <= MAX_ROWS:
-        raise ValueError(f"{value!r} is no number of rows")
+        raise ValueError(f"{value!r} is not a number of rows")
     return value
 
 
 def _seconds(value: object) -> float:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{value!r} is no time in seconds")
+        raise ValueError(f"{value!r} is not a time in seconds")
     return float(value)

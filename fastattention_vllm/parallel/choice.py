@@ -1,4 +1,4 @@
-"""What was found fastest for a layer, and what to do with a number of rows that was not tried."""
+"""The fastest splits of a layer, and how they apply to numbers of rows that were not measured."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from fastattention_vllm.parallel.plan import GRANULE, cut
 
 @dataclass(frozen=True)
 class Trial:
-    """The best of what was timed for so many rows; one block where no cut was enough faster."""
+    """The best measured split for a number of rows. One block if no split was clearly faster."""
 
     rows: int
     collective: str
-    """By which it was; "" for the plain layer. With one block, the name of one call that does the whole layer."""
+    """The name of the collective; "" for the plain layer. With one block, the name of a fused call for the layer."""
     blocks: tuple[int, ...]
     seconds: float
     plain_seconds: float
     hideable_seconds: float
-    """The shorter one of the plain layer's matmul and all-reduce, each alone."""
+    """The shorter of the plain layer's matmul and all-reduce times, each measured alone."""
 
     def __post_init__(self) -> None:
         if sum(self.blocks) != self.rows or min(self.blocks) < 1:
-            raise ValueError(f"blocks of {self.blocks} rows are not {self.rows}.")
+            raise ValueError(f"blocks of {self.blocks} rows do not add up to {self.rows}.")
 
     @property
     def hidden(self) -> float:
-        """Part of what can be hidden that is; above 1 where the collective is also faster than the plain one."""
+        """The fraction of the hideable time that is hidden. Above 1 if the collective beats the plain one, too."""
         return (self.plain_seconds - self.seconds) / self.hideable_seconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Of one layer on one group of ranks."""
+    """The choices for one layer on one group of ranks."""
 
     trials: tuple[Trial, ...]
-    """By ascending rows."""
+    """In ascending order of rows."""
 
     def of(self, rows: int) -> tuple[str, tuple[int, ...]]:
-        """The collective, or the name of one call, and the blocks; "" and one block for the plain layer.
+        """The collective (or the name of a fused call) and the blocks; "" and one block for the plain layer.
 
-        Between two numbers that were tried, both of which must have gained, as in the nearer one. Fewer rows than were
-        ever tried are not cut.
+        Between two measured numbers of rows, the nearer one decides, and both must have gained. Fewer rows than the
+        smallest measured number are not split.
         """
         return _of(self, rows)
 

@@ -1,4 +1,4 @@
-"""The sum of a block over the ranks of a group, running beside the computation."""
+"""Sums of blocks over the ranks of a group, in parallel with the computation."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import torch.distributed as dist
 
 
 class CollectiveError(RuntimeError):
-    """A rank is gone or did not answer in time: what has been computed with it is lost."""
+    """A rank has ended or did not answer in time. The results computed with it are lost."""
 
 
 class Collective(ABC):
-    """One group of ranks. All of them must start the same sums in the same order."""
+    """One group of ranks. All ranks must start the same sums in the same order."""
 
     rank: int
-    """In the group."""
+    """This rank's number in the group."""
     size: int
     multiprocessors: int = 0
-    """Of a GPU, which the matmul leaves free while a sum runs beside it. A matmul that fills the GPU with blocks that
-    live as long as it does would else keep the sum waiting for its end."""
+    """Number of the GPU's multiprocessors that the matmul leaves free while a sum runs. Otherwise a matmul whose thread
+    blocks fill the GPU until it ends would delay the sum."""
 
     @abstractmethod
     def start(self, block: torch.Tensor) -> Any:
-        """Begin to sum ``block`` (contiguous) over the ranks in place, once the computation so far is done.
+        """Start summing ``block`` (contiguous) over the ranks in place. It begins after the computation so far.
 
-        Nothing may touch the block until :meth:`wait` has been called with what this returns.
+        The block must not be used until :meth:`wait` has been called with the result of this call.
 
         Raises:
-            CollectiveError: a rank is known to be gone.
+            CollectiveError: a rank is known to have ended.
         """
 
     @abstractmethod
     def wait(self, started: Any) -> None:
-        """Let the computation go on only once the sum is there.
+        """Make the following computation wait for the sum.
 
         Raises:
-            CollectiveError: a rank is gone, or has not taken part within the timeout. Only gloo reports it here. NCCL's
-                watchdog ends the process. Sums by copies wait on the GPU without a limit: vLLM's executor ends all
-                workers as soon as one is gone, or after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS.
+            CollectiveError: a rank has ended, or has not taken part within the timeout. Only gloo reports this here.
+                NCCL's watchdog ends the process. Sums with copy engines wait on the GPU without a limit; vLLM's
+                executor ends all workers as soon as one has ended, or after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS.
         """
 
     def totals(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Sums over the ranks of each of ``numbers``, to the last bit the same on all of them."""
+        """The sum of each of ``numbers`` over the ranks, bit-identical on all ranks."""
         total = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.wait(self.start(total))
         sums: list[float] = total.tolist()
@@ -54,10 +54,10 @@ class Collective(ABC):
 
 
 class ProcessGroupCollective(Collective):
-    """A torch process group of its own, so that its sums never mix with those that others order.
+    """Sums in a separate torch process group, so that they never mix with other code's sums.
 
-    gloo sums on its own threads, and waiting keeps the caller. NCCL sums on a stream of its own, which begins where the
-    computation's stream is now, and waiting keeps that stream alone.
+    gloo sums in its own threads, and waiting blocks the caller. NCCL sums on a separate stream, after the work so far
+    on the computation's stream, and waiting blocks only that stream.
     """
 
     def __init__(self, group: dist.ProcessGroup, multiprocessors: int = 0) -> None:
@@ -88,14 +88,14 @@ class ProcessGroupCollective(Collective):
 def open_collective(
     groups: Sequence[Sequence[int]], device_type: str, timeout: float, channels: int | None = None
 ) -> ProcessGroupCollective:
-    """Open a process group for each of ``groups``; returns the one that this process is in.
+    """Open a process group for each of ``groups``, and return the one that contains this process.
 
     Args:
-        groups: global ranks of each. Every process of the world calls this with the same ones, its own among them.
+        groups: the global ranks of each group. All processes of the world pass the same groups.
         device_type: "cpu" (gloo) or "cuda" (NCCL).
-        timeout: seconds that a rank waits for the others. gloo then raises; NCCL's watchdog ends the process.
-        channels: of NCCL's; each works on a multiprocessor, which the matmul then leaves free. None: NCCL chooses, and
-            the matmul leaves none.
+        timeout: seconds that a rank waits for the others. Then gloo raises, and NCCL's watchdog ends the process.
+        channels: number of NCCL channels. Each uses one multiprocessor, which the matmul leaves free. None: NCCL
+            chooses, and the matmul leaves none free.
 
     Raises:
         ValueError: no such device type.

@@ -1,24 +1,24 @@
-"""A sum over ranks made of copies: a rank fetches what others have put on their boards, and adds.
+"""Sums over ranks with copies: each rank copies its data to a board, fetches the other ranks' data, and adds.
 
-The copies are a GPU's copy engines', so that a sum leaves the multiprocessors to the matmul beside it but for the
-additions: the paper's SDMA (arXiv 2410.16663, section 4.2) on NVIDIA GPUs. A board is memory of a rank that the other
-ranks read: the GPU's own where they reach it (NVLink, PCIe), else the host's.
+The GPU's copy engines do the copies, so a sum uses multiprocessors only for the additions and leaves the rest to the
+matmul. This is the paper's SDMA (arXiv 2410.16663, section 4.2) on NVIDIA GPUs. A board is memory that the other ranks
+can read: GPU memory if they can access it (NVLink, PCIe), otherwise host memory.
 
-A block goes in pieces, which take turns on a few channels, so that one piece is fetched while another is put on the
-board. Two ranks swap their pieces, and both add:
+A block is sent in pieces, which use a few channels in turn, so that one piece is fetched while another is copied to the
+board. Two ranks exchange their pieces, and both add:
 
-    hear "free" from the other, put the piece on the board, tell "partial"
-    hear "partial", fetch the other's piece and add it, tell "free"
+    wait for "free" from the other rank, copy the piece to the board, signal "partial"
+    wait for "partial", fetch the other rank's piece and add it, signal "free"
 
-That is as many bytes as below, in half as many steps. A piece of more ranks is one slice for each; each rank adds up
-one of them:
+This transfers as many bytes as the scheme below, in half as many steps. With more ranks, a piece has one slice per
+rank, and each rank sums one slice:
 
-    put the piece on the board, tell "partial"
-    hear "partial" from all, fetch the own slice from each of their boards, add; put the sum on the board, tell "summed"
-    hear "summed" from all, fetch their slices
+    copy the piece to the board, signal "partial"
+    wait for "partial" from all, fetch the own slice from all boards, add; copy the sum to the board, signal "summed"
+    wait for "summed" from all, fetch their slices
 
-No rank writes to its board what another still reads: it hears "summed" only from ranks that have fetched all parts,
-and "partial" of the next piece only from those that have fetched all sums.
+No rank overwrites data on its board that another rank still reads. It gets "summed" only from ranks that have fetched
+all parts, and "partial" of the next piece only from ranks that have fetched all sums.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from fastattention_vllm.parallel.collective import Collective
 
 PARTIAL, SUMMED = 0, 1
 FREE = SUMMED
-"""Among two ranks, who have no sums to tell of."""
+"""The second signal between two ranks, which do not exchange sums."""
 PHASES = 2
 ALIGNMENT = 256
-"""Bytes to which slices are rounded."""
+"""Slices are rounded to multiples of this number of bytes."""
 
 
 class Copies(ABC):
-    """What moves the bytes: each channel does what it is asked in the order in which it is asked."""
+    """The operations that move data. Each channel runs its operations in the order of the calls."""
 
     rank: int
     size: int
     channels: int
     board_bytes: int
-    """Of one channel on one rank."""
+    """Bytes of the board of one channel on one rank."""
 
     @abstractmethod
     def begin(self, channel: int) -> None:
-        """Nothing on the channel from now on happens before the computation so far is done."""
+        """Make the channel wait for the computation so far."""
 
     @abstractmethod
     def put(self, channel: int, offset: int, tensor: torch.Tensor) -> None:
@@ -61,23 +61,23 @@ class Copies(ABC):
 
     @abstractmethod
     def add(self, channel: int, tensor: torch.Tensor, peer: int, offset: int) -> None:
-        """Add what lies on a rank's board to a tensor."""
+        """Add data from a rank's board to a tensor."""
 
     @abstractmethod
     def tell(self, channel: int, phase: int) -> None:
-        """Let all other ranks hear the phase, and all that the channel has done before."""
+        """Signal the phase to all other ranks, after everything that the channel has done before."""
 
     @abstractmethod
     def hear(self, channel: int, phase: int) -> None:
-        """Wait until all other ranks have told the phase, once for each time they tell."""
+        """Wait until all other ranks have signalled the phase. Each signal is waited for once."""
 
     @abstractmethod
     def end(self, channel: int) -> Any:
-        """Something for :meth:`wait`."""
+        """An event for :meth:`wait`."""
 
     @abstractmethod
     def wait(self, ended: Any) -> None:
-        """Let the computation go on only once the channel has done all before :meth:`end`."""
+        """Make the following computation wait for everything that the channel did before :meth:`end`."""
 
 
 class CopyCollective(Collective):
@@ -150,5 +150,5 @@ class CopyCollective(Collective):
                 copies.fetch(channel, peer, sum_offset, slices[peer])
 
     def _others(self) -> list[int]:
-        """Each rank begins with another one, so that no board is read by all at once."""
+        """The order in which a rank visits the others. It differs by rank, so that ranks read different boards."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]

@@ -1,4 +1,4 @@
-"""Copies by the copy engines of one machine's GPUs; flags lie in host memory, where every GPU polls them."""
+"""Copies with the copy engines of one machine's GPUs. Signals are flags in host memory, which every GPU polls."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fastattention_vllm.parallel.copy_collective import PHASES, Copies
 from fastattention_vllm.parallel.shared_segment import Exchange, share
 
 LINE = 64
-"""Bytes between flags."""
+"""Distance between flags in bytes."""
 PAGE = 4096
 
 Result = TypeVar("Result")
 
 
 class CudaCopies(Copies):
-    """Between GPUs of one machine, one process each. Run on two H200s; among more ranks on CPUs alone (tests)."""
+    """Copies between GPUs of one machine, one process each. Run on two H200s; with more ranks only in tests on CPUs."""
 
     def __init__(
         self, rank: int, size: int, exchange: Exchange, peer_to_peer: bool, channels: int, board_bytes: int
     ) -> None:
-        """Called by all ranks alike, the GPU being current.
+        """All ranks call this with the same arguments, with their GPU current.
 
         Args:
-            peer_to_peer: whether boards lie on the GPUs, else on the host.
-            board_bytes: of a channel.
+            peer_to_peer: whether boards are in GPU memory; otherwise they are in host memory.
+            board_bytes: size of the board of one channel.
 
         Raises:
-            OSError: too little room in /dev/shm, on every rank.
-            DriverError: memory cannot be shared so.
+            OSError: /dev/shm is too small; raised on every rank.
+            DriverError: memory cannot be shared this way.
         """
         self.rank, self.size, self.channels, self.board_bytes = rank, size, channels, board_bytes
         torch.empty(1, device="cuda")  # the driver's calls need the context that torch makes late
@@ -109,7 +109,7 @@ class CudaCopies(Copies):
         torch.cuda.current_stream().wait_event(ended)
 
     def _all_flags(self) -> tuple[dict[tuple[int, int], Operations], dict[tuple[int, int], Operations]]:
-        """What is told and heard, by channel and phase: made once, for it is the same for each piece."""
+        """The signal and wait operations by channel and phase, created once because all pieces use the same."""
         others = [peer for peer in range(self.size) if peer != self.rank]
         tells, hears = {}, {}
         for channel, phase in itertools.product(range(self.channels), range(PHASES)):
@@ -129,15 +129,15 @@ class CudaCopies(Copies):
         return self._boards[rank] + channel * self.board_bytes + offset
 
     def _flag(self, channel: int, phase: int, rank: int, teller: int) -> int:
-        """Where ``rank`` hears it from ``teller``."""
+        """The position of the flag by which ``teller`` signals ``rank``."""
         return self._flags[rank] + ((channel * PHASES + phase) * self.size + teller) * LINE
 
 
 def _on_all(exchange: Exchange, work: Callable[[], Result]) -> list[Result]:
-    """What ``work`` returns on each rank.
+    """The result of ``work`` on each rank.
 
     Raises:
-        DriverError: on all ranks, if it failed on one.
+        DriverError: it failed on some rank; raised on all ranks.
     """
     result, problem = None, ""
     try:

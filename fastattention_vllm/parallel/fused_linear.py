@@ -1,4 +1,4 @@
-"""A layer whose matmul and all-reduce a vendor's library does in one call, timed beside the best cut of its rows."""
+"""Times a vendor's fused call for matmul and all-reduce against the best split of a layer's rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fastattention_vllm.parallel.tiled_linear import Linear
 
 
 def contest(choice: Choice, timer: LayerTimer, name: str, layer: Linear) -> Choice:
-    """``choice`` with ``layer`` in the place of what it is clearly faster than; all ranks call this alike.
+    """Replace entries of ``choice`` by ``layer`` where it is clearly faster. All ranks must call this alike.
 
     Args:
-        choice: what was found fastest without it; its rows are tried, most first, until the timer's budget is over.
-        timer: for as many rows as the last of them.
-        name: by which the answer tells it.
-        layer: input, weight and this rank's bias to the sum over the ranks.
+        choice: the fastest splits so far. Its numbers of rows are tried, largest first, until the timer's budget ends.
+        timer: a timer for the largest number of rows.
+        name: the name of the fused call in the result.
+        layer: maps input, weight and this rank's bias to the sum over the ranks.
 
     Raises:
-        CollectiveError: a rank is gone, or has not answered in time.
+        CollectiveError: a rank has ended, or has not answered in time.
     """
     trials = list(choice.trials)
     try:
@@ -33,7 +33,7 @@ def contest(choice: Choice, timer: LayerTimer, name: str, layer: Linear) -> Choi
 
 
 def _trial(trial: Trial, timer: LayerTimer, name: str, layer: Linear) -> Trial:
-    """It must win even when it is slow, against the plain layer by as much as a cut must (see ``calibrate``)."""
+    """Its slow rounds must win, too, and against the plain layer by as much as a split must (see ``calibrate``)."""
     rows = trial.rows
     best = timer.cut(trial.collective, trial.blocks) if trial.collective else timer.plain(rows)
     whole = functools.partial(layer, timer.x[:rows], timer.weight, None)

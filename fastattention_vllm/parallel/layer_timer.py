@@ -1,4 +1,4 @@
-"""Times of one layer's parts and cuts on all ranks: by events on a GPU or an NPU, by the clock on a CPU."""
+"""Times the parts and splits of one layer on all ranks: with events on a GPU or NPU, with the clock on a CPU."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from fastattention_vllm.parallel.collective import Collective, CollectiveError
 from fastattention_vllm.parallel.tiled_linear import Linear, multiply_and_sum
 
 ROUNDS = 7
-"""Of which the middle one counts: a sum waits for the slowest rank, and some rank is always the slowest."""
+"""Number of rounds, of which the median counts. A sum waits for the slowest rank, and some rank is always slowest."""
 CYCLES = 2e9
-"""Of a GPU in a second, or a little more."""
+"""Clock cycles of a GPU per second, or slightly more."""
 HEAD_START, LONGEST_HEAD_START = 2e-3, 0.1
-"""Seconds that a GPU sleeps before what is timed, so that it waits for nothing that Python has yet to order. Twice as
-long as enqueueing took the last time, if that is longer: eight blocks take 1 to 4 ms."""
+"""Seconds that a GPU sleeps before the timed work, so that Python has launched all of it before it begins. If that is
+longer: twice the launch time of the previous round. Launching eight blocks takes 1 to 4 ms."""
 HEAD_START_MATMULS = 4
-"""Of the most rows, with which an NPU is kept busy instead: torch_npu has no call to let it sleep."""
+"""Number of matmuls with the most rows that keep an NPU busy instead, because torch_npu cannot make it sleep."""
 STUCK = 60.0
-"""Seconds after which a GPU that has not done what was timed never will: its ranks wait for each other."""
+"""Seconds after which a GPU is considered stuck, because the ranks wait for each other."""
 
 Work = Callable[[], object]
 
 
 class OutOfTimeError(Exception):
-    """The time to measure in is over on some rank; raised on all of them at the same work."""
+    """Some rank has no time left for measuring. All ranks raise this at the same point."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Of one work, in seconds, the mean of the ranks."""
+    """The times of one piece of work in seconds, as means over the ranks."""
 
     seconds: float
-    """From its beginning to its end, all of it ordered before."""
+    """From beginning to end, with everything launched in advance."""
     enqueue_seconds: float
-    """In which Python orders it; 0 on a CPU, where that is part of the above."""
+    """The time that Python takes to launch it; 0 on a CPU, where it is part of the time above."""
 
     @property
     def effective_seconds(self) -> float:
-        """What it takes where layer follows layer: a GPU that is faster than its orders waits for them."""
+        """The time in a sequence of layers, where a GPU that is faster than its launches waits for them."""
         return max(self.seconds, self.enqueue_seconds)
 
 
 class LayerTimer:
-    """One layer, and how its parts are timed."""
+    """Times the parts of one layer."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class LayerTimer:
         rows: int,
         budget: float = float("inf"),
     ) -> None:
-        """``budget``: seconds from now on, after which :meth:`timed` raises; the shortest one of the ranks counts."""
+        """``budget``: seconds until :meth:`timed` raises. The shortest budget of all ranks counts."""
         self._until = monotonic() + budget
         self.collectives, self._plain, self.weight = collectives, plain, weight
         self.first = next(iter(collectives.values()))
@@ -87,16 +87,17 @@ class LayerTimer:
         return functools.partial(multiply_and_sum, x, self.weight, None, out, blocks, self.collectives[name])
 
     def seconds(self, works: Sequence[Work], rounds: int = ROUNDS, rank: float = 0.5) -> list[float]:
-        """As :meth:`timed`, without the time to enqueue."""
+        """Like :meth:`timed`, without launch times."""
         return [one.seconds for one in self.timed(works, rounds, rank)]
 
     def timed(self, works: Sequence[Work], rounds: int = ROUNDS, rank: float = 0.5) -> list[Timed]:
-        """Of a few times for each, in turns, the middle one (or that of which ``rank`` are shorter), as the mean of all
-        ranks, which begin together.
+        """Run each work several times in turn, and return its median time (or the quantile ``rank``).
+
+        All ranks begin together, and the result is the mean over the ranks.
 
         Raises:
-            OutOfTimeError: the budget of some rank is over, on all ranks.
-            CollectiveError: a rank is gone, or the ranks' GPUs wait for each other.
+            OutOfTimeError: some rank has no time left; raised on all ranks.
+            CollectiveError: a rank has ended, or the ranks' GPUs wait for each other.
         """
         found: list[list[Timed]] = [[] for _ in works]
         enqueue_seconds = [0.0] * len(works)
@@ -113,7 +114,7 @@ class LayerTimer:
         return [Timed(*both) for both in zip(means[: len(works)], means[len(works) :], strict=True)]
 
     def _once(self, work: Work, enqueue_seconds: float) -> Timed:
-        """``enqueue_seconds``: seconds that it took the last time."""
+        """``enqueue_seconds``: launch time of the previous round in seconds."""
         # What the ranks wait for each other with also says whether one of them has no time left.
         together = self.weight.new_full((1,), float(monotonic() > self._until))
         if self.weight.device.type == "cpu":
@@ -146,17 +147,17 @@ class LayerTimer:
 
 
 def wait_for(event: Any) -> None:
-    """Until an event of a GPU or an NPU has come.
+    """Wait for an event of a GPU or NPU.
 
     Raises:
-        CollectiveError: it has not within ``STUCK`` seconds.
+        CollectiveError: the event has not happened within ``STUCK`` seconds.
     """
     until = monotonic() + STUCK
     while not event.query():
         if monotonic() > until:
             raise CollectiveError(
-                f"a layer that was timed is not done after {STUCK:.0f} s: its ranks' devices wait for each other. "
-                'Start with tiling_all_reduce "off", or with a fixed number of blocks.'
+                f"timing a layer did not finish within {STUCK:.0f} s, because the ranks' devices wait for each other; "
+                'start with tiling_all_reduce "off" or with a fixed number of blocks.'
             )
         time.sleep(20e-6)
 

@@ -1,7 +1,7 @@
-"""torch_npu's ``npu_mm_all_reduce_base``: a row-parallel layer's matmul and all-reduce in one call.
+"""torch_npu's ``npu_mm_all_reduce_base``: matmul and all-reduce of a row-parallel layer in one call.
 
-It cuts the rows itself, by CANN's estimates of both times. Not yet run on hardware. The limits are those of torch_npu's
-API reference for the Atlas A2 (910B); ``tests/ascend/mm_all_reduce.py`` restates them independently.
+It splits the rows itself, by CANN's estimates of both times. Not yet run on hardware. The limits are those of
+torch_npu's API reference for the Atlas A2 (910B); ``tests/ascend/mm_all_reduce.py`` states them independently.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not(dtype: torch.dtype, ranks: int, one_machine: bool) -> str:
-    """Why the call cannot be made, in a few words; empty if it can.
+    """Why the call is not possible, in a few words; empty if it is.
 
     Args:
-        one_machine: all ranks are NPUs of one, whose links reach each other.
+        one_machine: whether all ranks are NPUs of one machine, which are linked to each other.
     """
     if dtype not in DTYPES:
-        return f"it takes float16 and bfloat16, not {dtype}"
+        return f"it supports float16 and bfloat16, not {dtype}"
     if ranks not in RANKS:
-        return f"it is for 2, 4 or 8 NPUs, not {ranks}"
-    return "" if one_machine else "it is for the NPUs of one machine"
+        return f"it needs 2, 4 or 8 NPUs, not {ranks}"
+    return "" if one_machine else "it needs all NPUs in one machine"
 
 
 def layer(communicator: Callable[[], str]) -> Linear:
-    """Input, weight and this rank's bias (None on all ranks but one) to the sum over the ranks.
+    """A function of input, weight and this rank's bias (None on all ranks but one) that returns the sum over the ranks.
 
     Args:
-        communicator: HCCL's name for the ranks' group; asked each time, as sleeping and waking change it.
+        communicator: returns HCCL's name of the group. It is called each time, because sleep mode changes the name.
     """
     import torch_npu
 

@@ -1,4 +1,4 @@
-"""How many of a GPU's multiprocessors cuBLAS may fill."""
+"""Limits the number of a GPU's multiprocessors that cuBLAS uses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def leave_free(number: int, device: torch.device) -> None:
-    """Let the matmuls that this thread orders from now on fill all but ``number`` of the GPU's multiprocessors.
+    """Make this thread's following matmuls leave ``number`` of the GPU's multiprocessors free.
 
-    Nothing on a CPU. cuBLAS takes it as a target for the choice of its kernels, not as a limit.
+    No effect on a CPU. cuBLAS uses the number as a target when it chooses kernels, not as a strict limit.
     """
     if device.type != "cuda":
         return
@@ -24,6 +24,6 @@ def leave_free(number: int, device: torch.device) -> None:
 
 @functools.cache
 def _cublas() -> ctypes.CDLL:
-    """The one that torch has loaded."""
+    """The cuBLAS library that torch has loaded."""
     assert torch.version.cuda is not None
     return ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")

@@ -1,7 +1,7 @@
-"""The collectives among which a calibration chooses, by name.
+"""The collectives from which a calibration chooses, by name.
 
-"gloo" or "nccl": a process group of its own. "nccl:8": one on 8 multiprocessors, which the matmul leaves free.
-"copies:4x16": copies on 4 channels in pieces of 16 MiB.
+"gloo" or "nccl": a separate process group. "nccl:8": a process group on 8 multiprocessors, which the matmul leaves
+free. "copies:4x16": copies on 4 channels in pieces of 16 MiB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastattention_vllm.parallel.shared_segment import Exchange
 
 MIB = 1 << 20
 DEFAULT_COLLECTIVES = {"cpu": ["gloo"], "cuda": ["nccl", "nccl:16", "nccl:24", "copies:4x8", "copies:2x32"]}
-"""Those to choose from, by type of device; a fixed number of blocks takes the first."""
+"""The candidates by device type. A fixed number of blocks uses the first one."""
 
 
 def open_named_collectives(
@@ -30,13 +30,15 @@ def open_named_collectives(
     exchange: Exchange,
     complain: Callable[[str], object],
 ) -> dict[str, Collective]:
-    """Those of ``names`` that this machine has; all ranks of all groups call this alike and get the same.
+    """Open those collectives of ``names`` that this machine supports.
+
+    All ranks of all groups call this with the same names and get the same result.
 
     Args:
-        groups: global ranks of each, as for :func:`open_collective`.
-        rank: global.
-        exchange: within this rank's group.
-        complain: told in a sentence about each that cannot be had.
+        groups: the global ranks of each group, as for :func:`open_collective`.
+        rank: this process's global rank.
+        exchange: exchanges values within this rank's group.
+        complain: called with one sentence for each collective that is not available.
     """
     (mine,) = (list(group) for group in groups if rank in group)
     collectives: dict[str, Collective] = {}
@@ -47,7 +49,7 @@ def open_named_collectives(
             try:
                 collectives[name] = open_copies(mine.index(rank), len(mine), exchange, channels, mib * MIB)
             except (OSError, DriverError) as error:
-                complain(f"no {name}: {error}")
+                complain(f"{name} is not available: {error}")
         elif kind in ("nccl", "gloo"):
             collectives[name] = open_collective(groups, device_type, timeout, int(detail) if detail else None)
         else:
@@ -56,7 +58,7 @@ def open_named_collectives(
 
 
 def open_copies(rank: int, size: int, exchange: Exchange, channels: int, board_bytes: int) -> CopyCollective:
-    """Copies between the GPUs of one machine, over boards on the GPUs where all of them reach each other.
+    """Copies between the GPUs of one machine. Boards are in GPU memory if all GPUs can access each other.
 
     Raises:
         OSError: the ranks are on different machines, or their /dev/shm is too small.
@@ -72,7 +74,7 @@ def open_copies(rank: int, size: int, exchange: Exchange, channels: int, board_b
 
 
 def reaches_all(devices: Sequence[int]) -> bool:
-    """Whether the current GPU reads the others' memory itself, and has not been told not to (NCCL_P2P_DISABLE=1)."""
+    """Whether the current GPU can read the others' memory directly, unless NCCL_P2P_DISABLE=1 forbids it."""
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return False
     own = torch.cuda.current_device()

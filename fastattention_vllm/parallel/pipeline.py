@@ -1,7 +1,7 @@
-"""How long a row-parallel linear layer takes when its rows are cut into blocks: a model, numbers in, seconds out.
+"""A model of the time that a row-parallel linear layer takes in blocks of rows.
 
 Two stages work at the same time. The matmul stage multiplies one block after the other. The all-reduce stage sums a
-block over the ranks once it is multiplied and the blocks before it are summed.
+block over the ranks when the block has been multiplied and the previous blocks have been summed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that a number of rows take: straight lines through what was measured.
+    """The time for a number of rows in seconds, interpolated linearly between measured points.
 
-    Fewer rows than the first point take as long as that point: less work than was ever timed is not believed to be
-    faster. More rows than the last go on at the rate of the last line.
+    Fewer rows than the first point take as long as that point, because nothing smaller was measured. More rows than the
+    last point continue at the slope of the last segment.
     """
 
     points: tuple[tuple[int, float], ...]
-    """(rows, seconds), by ascending rows. Seconds never fall."""
+    """(rows, seconds) in ascending order of rows. Seconds never decrease."""
 
     def __post_init__(self) -> None:
         if not self.points:
-            raise ValueError("times need at least one measured point.")
+            raise ValueError("at least one measured point is needed.")
         before = (0, 0.0)
         for rows, seconds in self.points:
             if rows <= before[0] or not max(before[1], 1e-12) <= seconds < float("inf"):
@@ -33,7 +33,7 @@ class Times:
 
     @classmethod
     def measured(cls, points: Sequence[tuple[int, float]]) -> Times:
-        """From measurements in any order. Where more rows seem faster than fewer, that is noise, and lifted."""
+        """From measurements in any order. If more rows seem faster than fewer rows, that is noise and is corrected."""
         lifted: list[tuple[int, float]] = []
         for rows, seconds in sorted(points):
             lifted.append((rows, max(seconds, lifted[-1][1]) if lifted else seconds))
@@ -60,27 +60,27 @@ class Pipeline:
     matmul: Times
     all_reduce: Times
     matmul_slowdown: float = 1.0
-    """A matmul takes so many times as long while an all-reduce runs: it shares memory bandwidth and cores with it."""
+    """Factor by which a running all-reduce slows a matmul down. Both share memory bandwidth and cores."""
     all_reduce_slowdown: float = 1.0
-    """The same of the all-reduce while a matmul runs."""
+    """Factor by which a running matmul slows an all-reduce down."""
 
     def __post_init__(self) -> None:
         if min(self.matmul_slowdown, self.all_reduce_slowdown) < 1:
             raise ValueError(
                 f"slowdowns of {self.matmul_slowdown} and {self.all_reduce_slowdown} must be at least 1: "
-                "work beside other work is not faster."
+                "overlapped work is never faster."
             )
 
     @property
     def slows_down(self) -> bool:
-        """Whether a stage takes longer while the other one works."""
+        """Whether the stages slow each other down."""
         return max(self.matmul_slowdown, self.all_reduce_slowdown) > 1
 
     def seconds(self, blocks: Sequence[int]) -> float:
-        """From the beginning of the first block's matmul to the end of the last one's all-reduce.
+        """From the beginning of the first block's matmul to the end of the last block's all-reduce.
 
         Args:
-            blocks: rows of each, in the order of their computation.
+            blocks: rows per block, in the order of their computation.
         """
         matmuls = [self.matmul(rows) for rows in blocks]
         reduces = [self.all_reduce(rows) for rows in blocks]
@@ -103,7 +103,7 @@ class Pipeline:
         return clock
 
     def hideable(self, rows: int) -> float:
-        """Seconds that no order of blocks can save more than: the shorter stage's, were it hidden to the last."""
+        """The upper bound of the seconds that blocks can save: the time of the shorter stage."""
         return min(self.matmul(rows), self.all_reduce(rows))
 
     def link_bound(self, rows: int) -> bool:

@@ -1,16 +1,16 @@
-"""Into how many blocks of rows a row-parallel linear layer is cut, and how large each is.
+"""Plans the number and sizes of the blocks of rows into which a row-parallel linear layer is split.
 
-While one block is summed over the ranks, the next ones are multiplied; nothing hides the first block's matmul and the
-last one's all-reduce. Which of these two to make small follows from which stage is the longer one:
+While one block is summed over the ranks, the next blocks are multiplied. Only the first block's matmul and the last
+block's all-reduce are not overlapped. Which of the two should be small depends on the longer stage:
 
-- The link is the bottleneck: a small first block, so that the link starts early. The paper (arXiv 2410.16663, section
-  4.2) gives "the first block a smaller task"; CANN's matmul-all-reduce does the same and calls it "short at front".
-- The matmul is: a small last block, so that little is left to sum at the end; CANN's "short at end".
+- If the link is the bottleneck: a small first block, so that the link starts early. The paper (arXiv 2410.16663,
+  section 4.2) gives "the first block a smaller task"; CANN's matmul-all-reduce calls this "short at front".
+- If the matmul is the bottleneck: a small last block, so that little is left to sum at the end; CANN's "short at end".
 
 Both are cases of Johnson's rule for two machines in a row (S. M. Johnson, Naval Research Logistics Quarterly 1, 1954):
-of given blocks, those that take the first machine shorter go first in ascending order, the others follow in descending
-order. Between the ends a block should be multiplied in the time in which the one before is summed. With a time per row
-of g for the matmul and a for the all-reduce this makes each block a/g times as large as the one before.
+blocks that take less time on the first machine than on the second go first, in ascending order; the others follow in
+descending order. In between, a block should be multiplied in the time in which the previous block is summed. With a
+time per row of g for the matmul and a for the all-reduce, each block is a/g times as large as the previous one.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from dataclasses import dataclass
 from fastattention_vllm.parallel.pipeline import Pipeline
 
 GRANULE = 128
-"""Rows: the height of a matmul kernel's tile on most devices. A block that is not a multiple wastes a part of one."""
+"""Rows of a matmul kernel's tile on most devices. A block that is not a multiple wastes part of a tile."""
 COUNTS = (*range(2, 11), 12, 16)
-"""Of blocks. More than 16 leave little to be hidden, and each costs a launch and a message."""
+"""Numbers of blocks. More than 16 blocks gain little, and each costs a launch and a message."""
 RATIOS = ((1, 1), (5, 4), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1))
-"""Of a block to its smaller neighbour, as fractions."""
+"""Ratios between a block and its smaller neighbour, as fractions."""
 SHORT_ENDS = (2, 4)
-"""How many times smaller the one small block is among equal ones."""
+"""Factors by which the one small block is smaller than the other, equal blocks."""
 MIN_GAIN = 0.03
-"""Part of the time of one block that several must save: models are not exact, and a plan must never lose."""
+"""The fraction of the time of one block that several blocks must save. Models are not exact, and no plan may lose."""
 MIN_CHANGE = 0.002
-"""Part of a plan's time that another one must save to be taken instead: the search tries those of few blocks first."""
+"""The fraction of a plan's time that another plan must save to replace it. The search tries few blocks first."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Blocks of rows, in order, and what the model says of them."""
+    """Blocks of rows, in order, and the model's predictions for them."""
 
     blocks: tuple[int, ...]
-    """Rows of each; none for no rows. All but the last are multiples of the granule."""
+    """Rows per block; empty for no rows. All but the last are multiples of the granule."""
     seconds: float
     """Predicted."""
     one_block_seconds: float
@@ -48,16 +48,16 @@ class Plan:
 
     @property
     def hidden(self) -> float:
-        """Part of what can be hidden that is, 0 to 1."""
+        """The fraction of the hideable time that is hidden, 0 to 1."""
         return (self.one_block_seconds - self.seconds) / self.hideable_seconds if self.hideable_seconds else 0.0
 
 
 @functools.lru_cache(maxsize=8192)
 def plan(rows: int, pipeline: Pipeline, granule: int = GRANULE) -> Plan:
-    """The blocks with the shortest predicted time; one block unless several save ``MIN_GAIN``.
+    """The blocks with the shortest predicted time. One block unless several blocks save ``MIN_GAIN``.
 
-    The same on every rank that is given the same numbers, which ranks must agree on first: cuts are made in integers,
-    and times are compared by additions and multiplications that round alike everywhere.
+    Ranks with the same numbers get the same result: splits use integers, and times are compared with additions and
+    multiplications that round the same way everywhere. Ranks must agree on the numbers first.
     """
     if rows <= 0:
         return Plan((), 0.0, 0.0, 0.0)
@@ -71,12 +71,12 @@ def plan(rows: int, pipeline: Pipeline, granule: int = GRANULE) -> Plan:
 
 
 def even(rows: int, count: int, granule: int = GRANULE) -> tuple[int, ...]:
-    """``count`` blocks as equal as the granule allows; fewer where there are not so many granules."""
+    """``count`` blocks, as equal as the granule allows; fewer if there are fewer granules."""
     return cut(rows, [1] * count, granule)
 
 
 def cut(rows: int, weights: Sequence[int], granule: int) -> tuple[int, ...]:
-    """Blocks in proportion to ``weights``, rounded to granules; those that would be empty are left out."""
+    """Blocks in proportion to ``weights``, rounded to granules, without empty blocks."""
     granules, total = -(-rows // granule), sum(weights)
     blocks, done, weight_done = [], 0, 0
     for weight in weights:
@@ -90,12 +90,12 @@ def cut(rows: int, weights: Sequence[int], granule: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _best_of_several(rows: int, pipeline: Pipeline, granule: int) -> tuple[int, ...]:
-    """For a multiple of the granule, so that all lengths of a server's batches are few searches (2 ms each)."""
+    """The best split of a multiple of the granule, so that a server's batch lengths need few searches (2 ms each)."""
     best: tuple[int, ...] = (rows,)
     seconds = float("inf")
     for weights in _shapes(rows // granule):
         ordered = _in_johnsons_order(cut(rows, weights, granule), pipeline)
-        # The rule knows nothing of stages that slow each other down, which may turn the order round.
+        # The rule ignores that stages slow each other down, which may reverse the best order.
         for blocks in (ordered, ordered[::-1]) if pipeline.slows_down else (ordered,):
             predicted = pipeline.seconds(blocks)
             if predicted < (1 - MIN_CHANGE) * seconds:
@@ -104,7 +104,7 @@ def _best_of_several(rows: int, pipeline: Pipeline, granule: int) -> tuple[int, 
 
 
 def _shapes(maximum: int) -> Iterator[list[int]]:
-    """Sizes in proportion: equal ones, each larger than the one before, and one small one among equal ones."""
+    """Relative block sizes: equal, growing, and one small block among equal ones."""
     for count in COUNTS:
         if count > maximum:
             return

@@ -1,8 +1,9 @@
-"""Rows that are there before the rest of their tensor: told by who computes them in blocks, used by who comes next.
+"""Rows of a tensor that are ready before the rest: attention marks them, and the following o_proj uses them.
 
-The paper's form of tiling-AllReduce (arXiv 2410.16663, section 4.2) is attention of a block of rows, its o_proj, its
-sum, while the next block attends. To a model these are two ops. Attention orders its blocks one after the other and
-marks the end of each; o_proj, ordered after it, waits for no more than the mark of its own block, on a stream beside.
+In the paper's form of tiling-AllReduce (arXiv 2410.16663, section 4.2), attention, o_proj and the sum of one block run
+while attention of the next block runs. In a model, attention and o_proj are two ops. Attention launches its blocks one
+after the other and marks the end of each. o_proj is launched later, but each of its blocks waits only for the mark of
+its own block, on a separate stream.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ import torch
 
 
 class RowsReady:
-    """From one layer's attention to its o_proj, then to the next layer's: one for all layers of a rank."""
+    """The connection between attention and o_proj. One object serves all layers of a rank, one after the other."""
 
     def __init__(self, outputs: int) -> None:
-        """``outputs``: of the layer that comes next; its output is made before the first block is computed, so that
-        nobody still works on that memory when the first of its rows are there."""
+        """``outputs``: number of outputs of the following layer. Its output is allocated before the first block is
+        computed, so that this memory is no longer in use when its first rows are written."""
         self._outputs = outputs
         self._tensor: torch.Tensor | None = None
-        """Kept until it is taken: as long as it lives, no other tensor can lie at its address."""
+        """Kept until it is popped. As long as it exists, no other tensor can have its address."""
         self._marks: list[tuple[int, torch.cuda.Event | None]] = []
         self._out: torch.Tensor | None = None
         self._begun: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """The blocks of ``tensor`` ([rows, ...]) are about to be computed."""
+        """Call this before the blocks of ``tensor`` ([rows, ...]) are computed."""
         self._tensor = tensor
         self._out = tensor.new_empty(tensor.shape[0], self._outputs)
         self._begun = _event(tensor)
         self._marks = []
 
     def mark(self, tensor: torch.Tensor, end: int) -> None:
-        """Rows up to ``end`` are there once what has been ordered so far is done."""
+        """Mark that rows up to ``end`` are ready when the work launched so far is done."""
         self._marks.append((end, _event(tensor)))
 
     def pop(self, x: torch.Tensor) -> PendingRows | None:
-        """What has been marked of ``x``, once; None if it was not computed in blocks."""
+        """The marked rows of ``x``, once; None if it was not computed in blocks."""
         marks, out, begun = self._marks, self._out, self._begun
         tensor = self._tensor
         same = bool(marks) and tensor is not None and x.data_ptr() == tensor.data_ptr() and x.dtype == tensor.dtype
@@ -52,7 +53,7 @@ class RowsReady:
 
 
 class PendingRows:
-    """Blocks to wait for, and where what comes of them goes."""
+    """The blocks to wait for, and the output for their results."""
 
     def __init__(
         self,
@@ -67,13 +68,13 @@ class PendingRows:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Rows of each; the last one also has those that were never marked, which nobody reads."""
+        """Rows per block. The last block includes rows that were never marked, which nobody reads."""
         ends = [end for end, _ in self._marks[:-1]] + [self.out.shape[0]]
         return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is ordered inside runs beside what was ordered before; what is ordered after waits for it."""
+        """Run the work of the body in parallel with earlier work. Later work waits for it."""
         if self._stream is None or self._begun is None:
             yield
             return
@@ -83,7 +84,7 @@ class PendingRows:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def waiting(self, compute: Callable[[slice, torch.Tensor], object]) -> Callable[[slice, torch.Tensor], None]:
-        """``compute`` (see ``compute_and_sum``), each block of :attr:`blocks` after its mark."""
+        """Wrap ``compute`` (see ``compute_and_sum``), so that each block of :attr:`blocks` waits for its mark."""
         marks = iter(self._marks)
 
         def computed(rows: slice, block: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the host that all ranks of one machine see: one piece of it per rank, under /dev/shm."""
+"""Host memory that all ranks of one machine share: one segment per rank, in /dev/shm."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 Exchange = Callable[[Any], list[Any]]
-"""Gives an object to all ranks of the group, and returns those of all, by rank. All ranks call it alike."""
+"""Sends an object to all ranks of the group and returns the objects of all ranks. All ranks must call it."""
 
 FOLDER = "/dev/shm"
 
 
 def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
-    """Each rank's segment of ``size`` zeroed bytes, by rank. No name of it outlives this call.
+    """Each rank's segment of ``size`` zeroed bytes, by rank. Their names in /dev/shm do not outlive this call.
 
     Raises:
-        OSError: too little room in /dev/shm, on every rank.
+        OSError: /dev/shm is too small; raised on every rank.
     """
     handle, path = tempfile.mkstemp(prefix="fastattention-", dir=FOLDER)
     try:
@@ -44,5 +44,7 @@ def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     if short:
-        raise OSError(f"{FOLDER} has no room for {size} bytes on rank {short[0]}; make it larger (docker --shm-size).")
+        raise OSError(
+            f"{FOLDER} has no room for {size} bytes on rank {short[0]}; make it larger (with Docker: --shm-size)."
+        )
     return segments

@@ -1,8 +1,8 @@
 """A row-parallel linear layer and its all-reduce as one op: a block is summed while the next one is multiplied.
 
-To torch.compile it is one opaque op, ``torch.ops.fastattention.tiled_linear_all_reduce``. How many blocks a number of
-rows becomes is decided inside, where that number is known. The weight is an argument, and the group goes by its name,
-so that all layers of a model have the same graph.
+For torch.compile it is one opaque op, ``torch.ops.fastattention.tiled_linear_all_reduce``. The number of blocks is
+chosen inside the op, where the number of rows is known. The weight is an argument and the group is passed by name, so
+all layers of a model have the same graph.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tiling(ABC):
-    """What the op does on one group of ranks.
+    """How the op works on one group of ranks.
 
     Args:
-        collective: of the group; its first rank adds the bias.
-        activation: between the two matmuls of an MLP, where there are any: [rows, n] to [rows, inputs of the second].
-        ready: where attention says which rows of its output are there before the rest; then its blocks are taken.
+        collective: the group's collective. The group's first rank adds the bias.
+        activation: between the two matmuls of tiled MLPs: [rows, n] to [rows, inputs of the second].
+        ready: where attention marks rows of its output that are ready; the op then uses the blocks of attention.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class Tiling(ABC):
 
     @abstractmethod
     def blocks(self, rows: int, weight: torch.Tensor) -> Sequence[int]:
-        """Rows of each block of a layer; fewer than two blocks mean :meth:`plain`.
+        """Rows of each block of a layer. With fewer than two blocks, :meth:`plain` is used.
 
-        The same on every rank, or they wait for each other forever.
+        Every rank must return the same blocks; otherwise the ranks wait for each other forever.
         """
 
     @abstractmethod
     def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Input, weight and this rank's bias to the summed output, without tiling: what the caller would do else."""
+        """The layer without tiling: from input, weight and this rank's bias to the summed output."""
 
     def collective_for(self, rows: int, weight: torch.Tensor) -> Collective:
-        """Sums the blocks of a layer that has several."""
+        """The collective for a layer with several blocks."""
         return self.collective
 
 
@@ -58,7 +58,7 @@ _tilings: dict[str, Tiling] = {}
 
 
 def register(group: str, tiling: Tiling) -> None:
-    """Let the op know ``group``; replaces what it knew."""
+    """Register the tiling for ``group``, which replaces an earlier one."""
     _tilings[group] = tiling
 
 
@@ -77,7 +77,7 @@ def tiled_linear_all_reduce(
         [rows, outputs], of x's dtype, the same on every rank.
 
     Raises:
-        CollectiveError: a rank is gone, or has not answered in time.
+        CollectiveError: a rank has ended, or has not answered in time.
     """
     result: torch.Tensor = torch.ops.fastattention.tiled_linear_all_reduce(x, weight, bias, group)
     return result
@@ -87,8 +87,8 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
     tiling = _tilings[group]
     collective = tiling.collective
     if collective.rank != 0:
-        # Before the sum on one rank, as vLLM has it: free inside the matmul, where after the sum it would be one more
-        # pass over the output on every rank.
+        # As in vLLM, one rank adds the bias before the sum. Inside the matmul this costs nothing; after the sum it
+        # would be another pass over the output on every rank.
         bias = None
     pending = tiling.ready.pop(x) if tiling.ready is not None else None
     blocks = pending.blocks if pending is not None else tiling.blocks(x.shape[0], weight)
@@ -106,20 +106,22 @@ def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group
 
 
 def tiled_mlp_all_reduce(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum over the ranks of ``activate(x @ first.T) @ second.T``: a block of rows goes through all of it before the
-    next, so that both matmuls and the activation are there to hide a sum behind.
+    """The sum over the ranks of ``activate(x @ first.T) @ second.T``, in blocks of rows.
+
+    A block passes through both matmuls and the activation before the next one begins, so that all of this can overlap
+    with a sum.
 
     Args:
         x: [rows, inputs].
         first: [n of this rank, inputs].
-        second: [outputs, inputs of this rank]; decides about the blocks, as if it were alone.
+        second: [outputs, inputs of this rank]. It determines the blocks, as for a single layer.
         group: a name given to :func:`register`, with an activation.
 
     Returns:
         [rows, outputs], the same on every rank.
 
     Raises:
-        CollectiveError: a rank is gone, or has not answered in time.
+        CollectiveError: a rank has ended, or has not answered in time.
     """
     result: torch.Tensor = torch.ops.fastattention.tiled_mlp_all_reduce(x, first, second, group)
     return result
@@ -150,7 +152,7 @@ def multiply_and_sum(
     blocks: Sequence[int],
     collective: Collective,
 ) -> None:
-    """Into ``out`` the sum over the ranks of ``x @ weight.T + bias``, in blocks of so many rows."""
+    """Write the sum over the ranks of ``x @ weight.T + bias`` to ``out``, in the given blocks of rows."""
 
     compute_and_sum(_multiply(x, weight, bias), out, blocks, collective)
 
@@ -170,11 +172,11 @@ def _multiply(
 def compute_and_sum(
     compute: Callable[[slice, torch.Tensor], object], out: torch.Tensor, blocks: Sequence[int], collective: Collective
 ) -> None:
-    """Into ``out`` ([rows, outputs]) the sum over the ranks of what ``compute`` puts there, in blocks of so many rows.
+    """Write the sum over the ranks of ``compute``'s results to ``out`` ([rows, outputs]), in the given blocks of rows.
 
     Args:
-        compute: told which rows, and where they go. Anything that ends in a row-parallel layer: its matmul alone, or
-            attention and o_proj, or a whole MLP, which have more to hide a sum behind.
+        compute: computes the given rows into the given block. It may be any computation that ends in a row-parallel
+            layer: only its matmul, attention and o_proj, or a whole MLP. More computation overlaps with more of a sum.
     """
     started = []
     begin = 0

@@ -1,1 +1,1 @@
-"""Which layers' KV cache lies in host memory, where exactly, and how one step works with it. No vLLM import."""
+"""Host layers without vLLM: which layers they are, the memory of their KV cache, and how a step uses it."""

@@ -1,7 +1,7 @@
-"""How fast this machine reads host KV, by the CPU and over the link, and the share of each in a decoding step.
+"""Measures how fast the CPU and the link read host KV, and derives the share of each in a decoding step.
 
-Both read the same memory and slow each other down: the link helps only where the CPU alone does not reach the memory's
-rate (few cores, many query heads per KV head). So what counts is what each of them reads while the other one does, too.
+Both read the same memory and slow each other down. The link helps only if the CPU alone does not reach the memory's
+rate (few cores, or many query heads per KV head). So the rates are measured while both read at the same time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fastattention_vllm.placement.host_attention import HostAttention, StreamSpl
 from fastattention_vllm.placement.link import Link
 
 SAMPLE_BYTES = 2 << 30
-"""Of the pool: more than any cache holds, little enough to be read in a blink."""
+"""Size of the sample of the pool. It is larger than any CPU cache, and small enough to be read quickly."""
 ENOUGH = 0.9
-"""Part of the memory's rate from which on the CPU needs no help."""
+"""The fraction of the memory's rate at which the CPU needs no help."""
 HAND_OVER_SECONDS = 0.0009
-"""From one host layer's attention to the next one's, when the CPU waits and the link does not (benchmarks/NOTES.md)."""
+"""Time between two host layers' attention, in which only the link is busy (benchmarks/NOTES.md)."""
 ROUNDS = 3
 
 
@@ -33,20 +33,20 @@ class Rates:
     """Bytes per second."""
 
     memory: float
-    """A plain read by the attention threads."""
+    """Plain reads by the attention threads."""
     cpu: float
-    """Of K and V, attention over them included."""
+    """K and V read by CPU attention."""
     link: float
-    """Host to device."""
+    """Copies from host to device."""
     cpu_beside_link: float
     link_beside_cpu: float
 
 
 def stream_split(rates: Rates) -> StreamSplit:
-    """Such that both are done at the same time; nothing for the link where the CPU alone is fast enough.
+    """Split so that CPU and link finish together; 0 if the CPU alone is fast enough.
 
-    The CPU reads at the rate C and the link at P; by the time the CPU begins the link has had H bytes. So B bytes take
-    (B - H) / (C + P) from then on.
+    The CPU reads at rate C and the link at rate P. When the CPU begins, the link has already copied H bytes. So B bytes
+    take (B - H) / (C + P) from then on.
     """
     if rates.cpu >= ENOUGH * rates.memory:
         return StreamSplit(0.0)
@@ -55,7 +55,7 @@ def stream_split(rates: Rates) -> StreamSplit:
 
 
 def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
-    """Read a part of ``layer``'s pages, which are still zero, in all three ways. Takes about a second."""
+    """Read a sample of ``layer``'s pages, which are still zero, in all three ways. Takes about a second."""
     cache, link = layer.cache, layer.group.link
     blocks = min(cache.shape[0], max(1, SAMPLE_BYTES // cache[:1].nbytes))
     sample = cache[:blocks]
@@ -80,7 +80,7 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     staged = len(some) * cache[:1].nbytes
     cpu = _rate(lambda: cpu_kernels.run(problem), sample.nbytes)
     up = _rate(lambda: link.wait_on_host(link.fetch(cache, some, staging, [])), staged)
-    # As many transfers as outlast the CPU, which the link may slow down to half its speed.
+    # Enough transfers to outlast the CPU, which the link may slow down to half its speed.
     transfers = 1 + int(2 * sample.nbytes / cpu * up / staged)
     cpu_beside, up_beside = _rates_together(
         lambda: cpu_kernels.run(problem),
@@ -97,7 +97,10 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
 def _rates_together(
     attend: Callable[[], object], attended: int, transfer: Callable[[], Any], moved: int, link: Link, alone: float
 ) -> tuple[float, float]:
-    """Of ``attend`` and of ``transfer``, which begins first and ends last, in the end at its rate ``alone``."""
+    """The rates of ``attend`` and ``transfer`` together.
+
+    ``transfer`` begins first and ends last; after ``attend`` has ended, it runs at its rate ``alone``.
+    """
     rates = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
@@ -113,7 +116,7 @@ def _rates_together(
 
 
 def _rate(work: Callable[[], object], size: int) -> float:
-    """The best of a few."""
+    """The best rate of a few rounds."""
     best = float("inf")
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""What the control groups of this process let it have: memory and CPU time, of version 2 and version 1.
+"""The limits that control groups (version 1 and 2) set for this process: memory and CPU time.
 
-A limit holds for all groups below it, so this process's own group and every one above it are read, and the tightest
-counts. In a container the paths of /proc/self/cgroup may be the host's, of which only the container's own root can be
-seen; what cannot be seen is passed over.
+A limit applies to all groups below it, so this reads the process's own group and all groups above it, and uses the
+tightest limit. In a container, the paths in /proc/self/cgroup may be those of the host, while only the container's own
+root is visible. Groups that are not visible are skipped.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NO_LIMIT = 1 << 60
-"""Version 1 writes the largest multiple of a page for no limit."""
+"""Version 1 reports the largest multiple of a page if there is no limit."""
 
 
 def memory_left(root: Path | None = None) -> int | None:
-    """Bytes until a group of this process is full; None without a limit. Page cache that can be dropped is free."""
+    """Bytes until a group of this process is full; None without a limit. Reclaimable page cache counts as free."""
     root = root or ROOT
     left = [
         _left(group, "memory.max", "memory.current", "inactive_file") for group in _groups(root, "", ("", "unified"))
@@ -29,7 +29,7 @@ def memory_left(root: Path | None = None) -> int | None:
 
 
 def cpus(root: Path | None = None) -> int | None:
-    """CPUs whose time this process's groups may spend, rounded up; None without a quota."""
+    """Number of CPUs that the quotas of this process's groups allow, rounded up; None without a quota."""
     root = root or ROOT
     quotas = [_quota(*read_text(group / "cpu.max", "max").split()) for group in _groups(root, "", ("", "unified"))]
     quotas += [
@@ -40,7 +40,7 @@ def cpus(root: Path | None = None) -> int | None:
 
 
 def read_text(path: Path, absent: str) -> str:
-    """A file of /sys or /proc, stripped, or ``absent``."""
+    """The stripped text of a file in /sys or /proc; ``absent`` if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -48,16 +48,16 @@ def read_text(path: Path, absent: str) -> str:
 
 
 def _groups(root: Path, controller: str, mounts: tuple[str, ...]) -> Iterator[Path]:
-    """Folders of this process's group of ``controller`` ("" for version 2) and of all above it that can be seen.
+    """The visible folders of this process's group for ``controller`` ("" for version 2) and of all groups above it.
 
-    ``mounts``: below ``root``, where the hierarchy may be.
+    ``mounts``: possible places of the hierarchy below ``root``.
     """
     path = _path(controller)
     inner = Path(path.lstrip("/"))
     for mount in mounts:
         if ".." not in inner.parts:
             yield from (root / mount / part for part in (inner, *inner.parents))
-        else:  # the group is outside of what this container sees
+        else:  # the group is outside this container's view
             yield root / mount
 
 
@@ -74,7 +74,7 @@ def _left(group: Path, limit_file: str, used_file: str, cache: str) -> int | Non
     if limit is None or limit >= NO_LIMIT:
         return None
     used = _number(read_text(group / used_file, "0")) or 0
-    # Page cache that the kernel gives back on demand counts as used; without this, a fresh download looks full.
+    # Linux counts reclaimable page cache as used. Without this, memory looks full after a download.
     reclaimable = sum(
         int(line.split()[1])
         for line in read_text(group / "memory.stat", "").splitlines()
@@ -89,5 +89,5 @@ def _quota(quota: str, period: str = "100000") -> int | None:
 
 
 def _number(text: str) -> int | None:
-    """None for "max", -1 and whatever else is no amount."""
+    """None for "max", -1 and any other text that is not a number."""
     return int(text) if text.isdigit() else None

@@ -14,10 +14,11 @@ NODES = Path("/sys/devices/system/node")
 
 
 def physical_cpus() -> list[int]:
-    """One logical CPU per physical core of this process's affinity mask (SMT siblings left out), node by node.
+    """One logical CPU per physical core in this process's affinity mask (without SMT siblings), node by node.
 
-    Where a container's CPU quota is smaller, only as many as it pays for: threads beyond it would be throttled. Some
-    machines number their CPUs across NUMA nodes in turn; in this order, neighbours share a node, and so do ranks.
+    If a container's CPU quota is smaller, only as many as the quota allows, because more threads would be throttled.
+    Some machines number their CPUs alternately across NUMA nodes. In the order returned here, neighbouring CPUs share a
+    node, and so do the CPUs of a rank.
     """
     return _physical_cpus()[: _quota_cpus()]
 
@@ -33,7 +34,7 @@ def _physical_cpus() -> list[int]:
 
 
 def numa_nodes(cpus: Iterable[int], root: Path | None = None) -> list[int]:
-    """The NUMA nodes that ``cpus`` belong to, ascending; none where the machine has one node or does not say.
+    """The NUMA nodes of ``cpus``, ascending. Empty if the machine has one node or does not report nodes.
 
     ``root``: the directory that holds ``node0`` and so on, ``/sys/devices/system/node`` by default.
     """
@@ -43,28 +44,28 @@ def numa_nodes(cpus: Iterable[int], root: Path | None = None) -> list[int]:
 
 
 def _cpus_of_nodes(root: Path) -> dict[int, set[int]]:
-    """CPUs by NUMA node. A node without CPUs (memory alone, or offline) is there, with none."""
+    """The CPUs of each NUMA node. Nodes without CPUs (memory only, or offline) have an empty set."""
     lists = {int(path.name.removeprefix("node")): read_text(path / "cpulist", "") for path in root.glob("node[0-9]*")}
     return {node: set(parse_cpu_list(text)) if text else set() for node, text in lists.items()}
 
 
 def quota_is_smaller() -> bool:
-    """Whether a CPU quota pays for fewer CPUs than there are.
+    """Whether a CPU quota allows fewer CPUs than there are.
 
-    Then nobody can know which CPUs are free: all containers of a host would choose the same first ones. Threads as many
-    as are paid for, that Linux moves, find the idle ones; their memory is interleaved over the NUMA nodes in reach.
+    Then it is unknown which CPUs are free: all containers of a host would choose the same first ones. So threads are
+    not bound, and Linux moves them to idle CPUs. Their memory is interleaved over the reachable NUMA nodes.
     """
     quota = _quota_cpus()
     return quota is not None and quota < len(_physical_cpus())
 
 
 def _quota_cpus() -> int | None:
-    """CPUs that the cgroups' quota pays for, rounded up, or None without a quota."""
+    """Number of CPUs that the cgroups' quota allows, rounded up; None without a quota."""
     return cgroups.cpus(host_memory.CGROUP)
 
 
 def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide ``cpus`` into one contiguous, disjoint group per rank; with fewer CPUs than ranks, they are shared."""
+    """Divide ``cpus`` into one contiguous, disjoint group per rank. If there are fewer CPUs than ranks, share them."""
     if len(cpus) < ranks:
         return [[cpus[rank % len(cpus)]] for rank in range(ranks)]
     bounds = [rank * len(cpus) // ranks for rank in range(ranks + 1)]
@@ -72,28 +73,28 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def share_of_rank(local_rank: int, ranks: int) -> int:
-    """Threads for one of so many ranks that float over the same CPUs: together they are as many as can run at once."""
+    """Threads for one of several unbound ranks on the same CPUs, so that all ranks together have one per core."""
     return len(split_cpus(physical_cpus(), ranks)[local_rank])
 
 
 def describe_pinning(threads: int, cpus: Sequence[int], of_caller: Iterable[int]) -> str:
-    """Where the attention threads run, for the log: the pool's are pinned one by one, the calling thread is not ours.
+    """Describe for the log where the attention threads run. The pool's threads are pinned; the calling thread is not.
 
-    ``cpus``: none where nothing is pinned. ``of_caller``: the affinity of the thread that calls, which computes too.
+    ``cpus``: empty if nothing is pinned. ``of_caller``: the affinity of the calling thread, which computes too.
     """
     own = sorted(set(of_caller))
     if not cpus:
-        return f"{threads} threads, none pinned: they float over {len(own)} CPUs"
+        return f"{threads} threads, not pinned, on any of {len(own)} CPUs"
     caller = f"CPU {own[0]}" if len(own) == 1 else f"any of {len(own)} CPUs"
     pinned = [cpus[worker % len(cpus)] for worker in range(1, threads)]
     text = f"{threads} threads: vLLM's own on {caller}"
     if pinned:
-        text += f", {len(pinned)} pinned one by one to CPUs {','.join(map(str, pinned))}"
-    return text + (f"; more threads than the {len(cpus)} CPUs" if threads > len(cpus) else "")
+        text += f", {len(pinned)} pinned to CPUs {','.join(map(str, pinned))}"
+    return text + (f"; there are more threads than CPUs ({len(cpus)})" if threads > len(cpus) else "")
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """CPU numbers of vLLM's and the kernel's list syntax: ``0,2-5``."""
+    """Parse CPU numbers in the list syntax of vLLM and Linux: ``0,2-5``."""
     cpus: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,13 +1,12 @@
-"""One step of a host layer: the device and the CPU share the attention over a KV cache that lies in host memory.
+"""One step of a host layer: the device and the CPU share the attention over a KV cache in host memory.
 
-Requests with at most ``step.MAX_CPU_TOKENS`` new tokens (decoding, speculation) come down to the CPU, which reads their
-pages at the speed of host memory; optionally the device reads a part of them over the link at the same time. Requests
-with more (prefill) stay on the device: their new keys and values are written through to the host beside the
-computation, and the context before them is brought up block by block, ahead of its use. Partial results are merged by
-their log-sum-exp, so that every answer is that of attention over all tokens (the paper's CPU-GPU cooperation, arXiv
-2410.16663 section 4.4).
+The CPU computes requests with at most ``step.MAX_CPU_TOKENS`` new tokens (decoding, speculation) and reads their pages
+at the speed of host memory. Optionally, the device reads a part of them over the link at the same time. The device
+computes requests with more new tokens (prefill): their new keys and values are written to the host during the
+computation, and the context before them is prefetched block by block. Partial results are merged by log-sum-exp, so
+that every result equals attention over all tokens (the paper's CPU-GPU cooperation, arXiv 2410.16663 section 4.4).
 
-The same code runs where the "device" is the host itself (``LocalLink``); there nothing overlaps.
+The same code runs if the "device" is the host itself (``LocalLink``); then nothing overlaps.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
 
 MIN_SPLIT_BYTES = 512 << 20
-"""Bytes of a layer. With less of it the CPU alone was faster (benchmarks/NOTES.md)."""
+"""Bytes of KV per layer. With fewer bytes, the CPU alone was faster (benchmarks/NOTES.md)."""
 MIN_STREAMED_BYTES = 1 << 20
-"""Bytes. Less than that is not worth a transfer beside the CPU's work."""
+"""Bytes. A smaller copy is not worth its cost."""
 
 
 class Device(Protocol):
-    """The attention kernels of the device, as ``attention.cpu`` and ``attention.flash`` have them."""
+    """The interface of the device's attention kernels, which ``attention.cpu`` and ``attention.flash`` implement."""
 
     def run(
         self, problem: AttentionProblem, *, return_lse: bool = False
@@ -52,20 +51,20 @@ class Device(Protocol):
 
 
 class Layer(Protocol):
-    """What a model's layer is, tensors aside."""
+    """The properties of a model's layer, without tensors."""
 
     def problem(self, **parts: Any) -> AttentionProblem: ...
 
     def scales(self) -> tuple[float, float]:
-        """What an fp8 cache's keys and values were divided by."""
+        """The scales by which the keys and values of an fp8 cache were divided."""
 
     def merges(self) -> bool:
-        """Whether attention over parts of the keys can be merged to attention over all."""
+        """Whether attention over parts of the keys can be merged into the exact result."""
 
 
 @dataclass(frozen=True)
 class SplitKey:
-    """What the split of a step depends on: the same for all layers with these properties."""
+    """The properties that determine how a step is split. Layers with the same properties share a split."""
 
     window: int | None
     stream_split: StreamSplit
@@ -78,25 +77,25 @@ class StepSplit:
     """How the contexts of one step are split for layers with the same key."""
 
     fetched: tuple[tuple[KvRange, ...], ...]
-    """For each request of ``Step.device_requests``, all of its context that is in the window."""
+    """For each request of ``Step.device_requests``, its whole context within the window."""
     streamed: tuple[tuple[KvRange, ...], ...]
     """For each request of ``Step.cpu_requests``, the device's share."""
     seq_lens: torch.Tensor | None
     block_table: torch.Tensor | None
-    """What is left to the CPU, as ``CpuRequests`` has them."""
+    """The rest, which the CPU computes, in the form of ``CpuRequests``."""
 
 
 @dataclass(frozen=True)
 class StreamSplit:
-    """How much of decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
+    """How much of the decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
 
     fraction: float
-    """Of what is left once the device has had its head start, 0 to 1."""
+    """The device's fraction of the bytes after its head start, 0 to 1."""
     head_start: int = 0
-    """Bytes per layer that come over the link while the CPU waits for its next query."""
+    """Bytes per layer that are copied while the CPU waits for its next query."""
 
     def of(self, size: int) -> float:
-        """The part of ``size`` bytes, all contexts of one layer."""
+        """The device's fraction of ``size`` bytes, the contexts of one layer."""
         if size < MIN_SPLIT_BYTES and self.head_start:
             return 0.0
         return min(1.0, self.fraction + (1.0 - self.fraction) * self.head_start / max(size, 1))
@@ -104,22 +103,22 @@ class StreamSplit:
 
 @dataclass
 class HostLayerGroup:
-    """What all host layers of one device share."""
+    """The state that all host layers of one device share."""
 
     link: Link
     device: Device
     layers: list[HostAttention] = field(default_factory=list)
-    """In the model's order, whatever their block tables are."""
+    """In the model's order, across all block tables."""
     stream_split: StreamSplit = field(default_factory=lambda: StreamSplit(0.0))
     prefetcher: Prefetcher = field(init=False)
     splits: WeakKeyDictionary[Step, dict[SplitKey, StepSplit]] = field(init=False, default_factory=WeakKeyDictionary)
-    """How each step that is still in use is split, by what the split depends on: found by the first such layer."""
+    """The splits of every step that is still in use. The first layer with a key computes the split."""
 
     def __post_init__(self) -> None:
         self.prefetcher = Prefetcher(self.link)
 
     def upcoming(self, layer: HostAttention, step: Step) -> list[Visit]:
-        """The rest of a pass from ``layer`` on, where nobody says that some layers have another step."""
+        """The rest of a pass from ``layer`` on, if all layers have the same step."""
         return [Visit(following, step) for following in self.layers[self.layers.index(layer) :]]
 
 
@@ -127,10 +126,10 @@ class HostAttention:
     """One host layer.
 
     Args:
-        group: the host layers of its device, and what they share. Layers are made in the model's order.
-        layer: knows this layer's scale, window and so on; asked for every problem, since weights may be loaded anew.
+        group: the shared state of the device's host layers. Layers are created in the model's order.
+        layer: provides this layer's scale, window and so on for every problem, because weights may be reloaded.
         cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory.
-        window: keys that a token sees before itself; None if all.
+        window: number of keys before itself that a token sees; None for all.
     """
 
     def __init__(self, group: HostLayerGroup, layer: Layer, cache: torch.Tensor, window: int | None = None) -> None:
@@ -141,7 +140,7 @@ class HostAttention:
         self.key_cache, self.value_cache = _key_and_value(cache)
         self.device_cache = group.link.visible(cache)
         self.written: Any = group.link.mark()
-        """The point at which all writes to the cache from the device are done."""
+        """The event after which all writes to the cache from the device are done."""
         group.prefetcher.reserve(cache)
         group.layers.append(self)
 
@@ -158,12 +157,12 @@ class HostAttention:
         output: torch.Tensor,
         upcoming: Callable[[], Iterable[Visit]] | None = None,
     ) -> None:
-        """Store this step's ``key`` and ``value`` and attend for ``query`` into ``output``.
+        """Store this step's ``key`` and ``value``, and compute attention of ``query`` into ``output``.
 
-        All on the device: ``[>= num_tokens, heads, head_size]``. Rows of padding stay as they are.
+        All tensors are on the device: ``[>= num_tokens, heads, head_size]``. Padding rows are not changed.
 
-        ``upcoming`` says which layers come with which steps, this one first, in the rest of the forward pass; None:
-        all layers that follow, with ``step``.
+        ``upcoming`` returns the layers and steps of the rest of the forward pass, beginning with this layer. None: all
+        following layers, with ``step``.
         """
         link, prefetcher = self.group.link, self.group.prefetcher
         prefetcher.begin(self, step, upcoming or (lambda: self.group.upcoming(self, step)))
@@ -171,7 +170,7 @@ class HostAttention:
         if step.device_requests:
             self._write_through(step, key, value)
         if not step.independent:
-            if step.cpu_requests:  # the device may be to read that, too
+            if step.cpu_requests:  # the device may need to read these keys and values, too
                 rows = self._on_device(step.cpu_requests)
                 self._store(step.cpu_requests, *link.arrive(link.start_to_host(key[rows], value[rows])))
             prefetcher.fetch_now([self.written])
@@ -180,16 +179,17 @@ class HostAttention:
             staged = prefetcher.staged(self, step, ranges)
             self._attend_on_device(request, staged, query, key, value, output)
         if step.cpu_requests:
-            # A request may begin with blocks that another one writes in this very step.
+            # A request may begin with blocks that another request writes in the same step.
             link.wait_on_host(written_before if step.independent else self.written)
             self._attend_together(step, split, query, key, value, output, store=step.independent)
-        link.wait(self.written)  # after this layer its keys and values may be overwritten
+        link.wait(self.written)  # after this layer, its keys and values may be overwritten
         prefetcher.end()
 
     def rehearse(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
-        """Take as much device memory, and give it back, as the longest step with so many tokens will.
+        """Allocate and release as much device memory as the longest step with this number of tokens needs.
 
-        One request with a context that fills a staging buffer, whatever lies there; nothing is written to the cache.
+        It computes one request with a context that fills a staging buffer, whatever its content is. Nothing is written
+        to the cache.
         """
         tokens = self.group.prefetcher.blocks_per_buffer(self.cache) * self.block_size
         blocks = torch.empty(0, dtype=torch.int64)
@@ -198,7 +198,7 @@ class HostAttention:
         self._attend_on_device(request, [(KvRange(0, tokens, blocks), staged)], query, key, value, output)
 
     def ranges(self, step: Step) -> list[KvRange]:
-        """The ranges that the device reads in ``step``, in the order of their use."""
+        """The ranges that the device reads in ``step``, in the order in which it uses them."""
         split = self._split_of(step)
         return [kv_range for ranges in (*split.fetched, *split.streamed) for kv_range in ranges]
 
@@ -223,7 +223,7 @@ class HostAttention:
         return StepSplit(fetched, streamed, seq_lens, table)
 
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
-        """The ranges of a context of ``tokens`` tokens in ``blocks``. What slid out of the window stays where it is."""
+        """The ranges of a context of ``tokens`` tokens in ``blocks``, without the blocks that have left the window."""
         first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
         max_blocks = self.group.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
@@ -253,12 +253,12 @@ class HostAttention:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """The new tokens among themselves, then the ``context``, range by range, each with its blocks on the device."""
+        """Attention among the new tokens, then over the ``context``, range by range, with each one's device blocks."""
         device, new = self.group.device, request.rows.stop - request.rows.start
         rows, none_before = query[request.rows], torch.zeros(1, dtype=torch.int32)
         problem = self.layer.problem(
             query=rows,
-            # As the cache would give them back.
+            # In the precision that the cache would return.
             key=key[request.rows].to(self.cache.dtype),
             value=value[request.rows].to(self.cache.dtype),
             query_start_loc=_int32(0, new),
@@ -273,7 +273,7 @@ class HostAttention:
                 total = partial.float()
             seeing, reach = new, -1
             if self.window is not None:
-                # The last row that sees any of these keys still sees the last of them.
+                # Of the rows that see any key of this range, the last one sees only the range's last key.
                 seeing = min(new, self.window + kv_range.end - request.context)
                 reach = self.window + kv_range.end - request.context - seeing
             part, part_lse = self._attend_to_range(rows[:seeing], kv_range, blocks, (reach, -1))
@@ -317,9 +317,9 @@ class HostAttention:
         *,
         store: bool,
     ) -> None:
-        """The device takes the first part of some contexts, the CPU everything else.
+        """The device computes the first part of some contexts, and the CPU computes everything else.
 
-        ``store``: keys and values are not in the cache yet.
+        ``store``: whether keys and values are yet to be stored in the cache.
         """
         requests = step.cpu_requests
         assert requests is not None
@@ -351,7 +351,7 @@ class HostAttention:
 
     @contextmanager
     def _on_cpu(self, problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> Iterator[None]:
-        """Attend to ``problem`` while what is inside starts the device's work, which takes a good part of the time."""
+        """Compute ``problem`` on the CPU while the body launches the device's work, which takes a while."""
         if not self.group.link.beside:
             cpu_kernels.run(problem, out=out, lse=lse)
             yield
@@ -365,7 +365,7 @@ class HostAttention:
     def _attend_to_streamed(
         self, step: Step, split: StepSplit, query: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 ``out`` and ``lse`` of the CPU's requests over the device's part; 0 and -inf where there is none."""
+        """fp32 ``out`` and ``lse`` of the CPU requests over the device's part; 0 and -inf for requests without one."""
         assert step.cpu_requests is not None
         total = torch.zeros_like(query, dtype=torch.float32)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
@@ -381,7 +381,7 @@ class HostAttention:
         return total, lse
 
     def _streamed_blocks(self, requests: CpuRequests) -> list[int]:
-        """Blocks at the beginning of each context that the device reads; none of a window, which is short."""
+        """Number of blocks at the beginning of each context that the device reads; 0 with a window, which is short."""
         block = self.cache[:1].nbytes
         fraction = self.group.stream_split.of(sum(requests.contexts) * block // self.block_size)
         if fraction == 0 or self.window is not None or not self.layer.merges():
@@ -391,7 +391,7 @@ class HostAttention:
 
 
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Make ``total`` and ``lse``, in place, the attention over the keys of both.
+    """Merge ``part`` and ``part_lse`` into ``total`` and ``lse``, in place.
 
     ``total``: fp32 ``[tokens, heads, head_size]``; ``lse``: fp32 ``[tokens, heads]``, finite; ``part_lse`` may be -inf.
     With w = e^part_lse / (e^lse + e^part_lse): total += w * (part - total).
@@ -414,7 +414,7 @@ def _with_lse(result: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.T
 
 
 def _without_first(block_table: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Row i without its first ``counts[i]`` blocks."""
+    """Drop the first ``counts[i]`` blocks of row i."""
     if not any(counts):
         return block_table
     shifted = torch.zeros_like(block_table)

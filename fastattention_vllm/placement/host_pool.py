@@ -1,8 +1,8 @@
-"""The KV cache of host layers: one slab of pages per layer in host memory, indexed by vLLM's own block ids.
+"""The KV cache of host layers: slabs of pages in host memory, indexed by vLLM's own block ids.
 
-vLLM allots block ids to block tables (its KV cache groups), of which a model with one kind of layer has one. Layers of
-different tables never use the same block at a time, so the first host layer of each table shares the first slab, the
-second ones the second, and so on, as vLLM does on the device.
+vLLM assigns block ids to block tables (its KV cache groups); a model with one kind of layer has one table. Layers of
+different tables never use the same block at the same time. So the first host layers of all tables share the first slab,
+the second ones share the second slab, and so on, as vLLM does on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastattention_vllm.placement.pinning import Pinning
 
 @dataclass(frozen=True)
 class PageShape:
-    """One layer's part of the cache, as attention sees it: kernel blocks, not vLLM's larger ones."""
+    """The shape of one layer's cache, in kernel blocks (vLLM's blocks may be larger)."""
 
     num_blocks: int
     block_size: int
@@ -35,7 +35,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class HostPool:
-    """Memory for host layers, and where it lies."""
+    """The memory of host layers, and its placement."""
 
     memory: torch.Tensor
     """uint8, all of it."""
@@ -58,17 +58,17 @@ def create(
     *,
     pin: Pinning | None,
 ) -> HostPool:
-    """Commit, place and (beside a device) pin the memory of all host layers.
+    """Allocate, place and (if there is a device) pin the memory of all host layers.
 
     Args:
-        shapes: of each layer, by name.
-        slabs: of each layer (:func:`assign_slabs`).
-        budget: bytes that may be taken.
-        nodes: NUMA nodes for it; several are used in turn.
-        pin: how it is made known to the device, for transfers at full speed.
+        shapes: the shape of each layer, by name.
+        slabs: the slab of each layer (:func:`assign_slabs`).
+        budget: limit in bytes.
+        nodes: NUMA nodes for the memory; several nodes are interleaved.
+        pin: pins the memory for the device, so that copies run at full speed.
 
     Raises:
-        MemoryError: more than ``budget``, more than the machine has, or more than may be pinned; one sentence.
+        MemoryError: more than ``budget``, more than the machine has, or more than can be pinned; one sentence.
     """
     sizes = [0] * (1 + max(slabs.values()))
     for name, shape in shapes.items():
@@ -78,7 +78,7 @@ def create(
         blocks = max(shape.num_blocks for shape in shapes.values())
         raise MemoryError(
             f"the host layers' KV cache needs {total / GIB:.2f} GiB ({blocks} blocks, {len(sizes)} slabs), but "
-            f"{budget / GIB:.2f} GiB of host memory may be used; raise host_kv_gib or lower the number of blocks"
+            f"the limit for host memory is {budget / GIB:.2f} GiB; raise host_kv_gib, or lower the number of blocks"
         )
     try:
         memory, placements = host_memory.commit(total, nodes, pin=pin)

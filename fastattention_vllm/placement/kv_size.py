@@ -1,16 +1,16 @@
-"""How many bytes of KV cache one request takes, as vLLM's block manager counts them."""
+"""The KV cache bytes of one request, counted like vLLM's block manager."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PADDING_TOLERATED = 1.5
-"""Kinds of layers whose counts are closer than this are padded to the larger one (vLLM's get_kv_cache_groups)."""
+"""If the two kinds' layer counts differ by less than this factor, vLLM pads to the larger (get_kv_cache_groups)."""
 
 
 @dataclass(frozen=True)
 class KvSize:
-    """The KV cache of one model on one rank. Layers that share another one's cache are not counted."""
+    """The KV cache of one model on one rank, without layers that share another layer's cache."""
 
     block_size: int
     """Tokens per block."""
@@ -19,30 +19,30 @@ class KvSize:
     full_layers: int
     windowed_layers: int = 0
     window: int = 0
-    """Tokens a windowed layer sees."""
+    """Number of tokens that a windowed layer sees."""
     tokens_per_step: int = 0
-    """Most tokens of one request that one step computes; a windowed layer holds them beside its window."""
+    """Maximum number of tokens of one request per step. A windowed layer holds them in addition to its window."""
 
     def of_request(self, tokens: int) -> int:
-        """Bytes that a request of ``tokens`` tokens takes, vLLM's null block included."""
+        """Bytes that a request of ``tokens`` tokens needs, including vLLM's null block."""
         if not self.full_layers + self.windowed_layers:
             return 0
         full, windowed = self._padded_layers()
         in_window = min(self.window - 1 + self.tokens_per_step, tokens)
-        # A window seldom begins where a block does: one block more.
+        # One more block, because a window rarely begins at the beginning of a block.
         windowed_blocks = min(-(-in_window // self.block_size) + 1, -(-tokens // self.block_size))
         blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks
         return blocks * self.bytes_per_block + self.null_block()
 
     def null_block(self) -> int:
-        """Bytes of the block that vLLM holds back: it stands for what a windowed layer no longer needs."""
+        """Bytes of vLLM's reserved null block, which replaces blocks that a windowed layer no longer needs."""
         return self.layers_per_group() * self.bytes_per_block
 
     def longest_request(self, budget: int) -> int:
-        """The most tokens, a multiple of the block size, of one request in ``budget`` bytes; 0 if none fit.
+        """The longest request, in tokens, that fits in ``budget`` bytes: a multiple of the block size, or 0.
 
-        Windowed layers stop growing; where they are the only ones, there is no longest request and the answer is only
-        "more than the budget has blocks".
+        The cache of windowed layers stops growing. If all layers are windowed, length is not limited, and the result
+        is only a number of tokens that is larger than the budget's blocks.
         """
         low, high = 0, budget // self.bytes_per_block + 1  # in blocks: low fits, high does not
         while high - low > 1:
@@ -51,12 +51,12 @@ class KvSize:
         return low * self.block_size
 
     def groups(self) -> int:
-        """Block tables that vLLM keeps for a request."""
+        """Number of block tables that vLLM keeps for a request."""
         full, windowed = self._padded_layers()
         return (full + windowed) // self.layers_per_group()
 
     def layers_per_group(self) -> int:
-        """vLLM gives each group of this many layers one block table; both kinds of layers fill whole groups."""
+        """Number of layers that share a block table in vLLM. Both kinds of layers fill whole groups."""
         counts = sorted(count for count in (self.full_layers, self.windowed_layers) if count) or [1]
         return counts[-1] if counts[-1] < PADDING_TOLERATED * counts[0] else counts[0]
 

@@ -1,4 +1,4 @@
-"""The way between host memory and one device: small tensors there and back, blocks of KV ahead of their use."""
+"""Copies between host memory and one device: small tensors in both directions, and prefetched blocks of KV."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import Any
 import torch
 
 FEW_RUNS = 32
-"""Up to so many runs of neighbouring blocks are copied one by one, by the copy engine; more by one gathering kernel."""
+"""Up to this number of runs of neighbouring blocks, the copy engine copies each run. More runs use a gather kernel."""
 
 MAX_KEPT = 256
-"""Lists of blocks of which it is remembered how they were copied."""
+"""Number of block lists for which the copy plan is kept."""
 
 
 class Link(ABC):
-    """One device. Only :meth:`arrive` and :meth:`wait_on_host` return once the device has done its part."""
+    """Copies to and from one device. Only :meth:`arrive` and :meth:`wait_on_host` wait for the device."""
 
     beside: bool
-    """Whether it computes while the host's attention threads do."""
+    """Whether the device computes in parallel with the host's attention threads."""
 
     @abstractmethod
     def start_to_host(self, *tensors: torch.Tensor) -> Any:
-        """Begin to copy device tensors of one dtype and length to the host."""
+        """Start copying device tensors of the same dtype and length to the host."""
 
     @abstractmethod
     def arrive(self, coming: Any) -> list[torch.Tensor]:
-        """The copies, complete; they stay valid until the next :meth:`start_to_host`."""
+        """Wait for the copies and return them. They stay valid until the next :meth:`start_to_host`."""
 
     @abstractmethod
     def host_buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory, fit for :meth:`to_device`; valid until the next call with the same name."""
+        """Uninitialised host memory for :meth:`to_device`, valid until the next call with the same name."""
 
     @abstractmethod
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor on the device, in the order of the computation there."""
+        """Copy a host tensor to the device, in stream order."""
 
     @abstractmethod
     def visible(self, cache: torch.Tensor) -> torch.Tensor:
-        """The same host memory as a tensor that the device's kernels can read and write."""
+        """A view of the host memory that the device's kernels can read and write."""
 
     @abstractmethod
     def staging(self, size: int) -> torch.Tensor:
@@ -49,34 +49,34 @@ class Link(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """A point in the computation so far."""
+        """An event that happens when all computation started so far is done."""
 
     @abstractmethod
     def fetch(self, cache: torch.Tensor, blocks: torch.Tensor, target: torch.Tensor, after: Sequence[Any]) -> Any:
         """Copy the ``blocks`` (int64, on the host) of a host cache to the first rows of ``target`` on the device.
 
-        Begins once the computation has reached all of ``after``; returns the point at which it is done.
+        The copy begins after all events of ``after``. Returns the event after which it is done.
         """
 
     @abstractmethod
     def writing(self) -> AbstractContextManager[Any]:
-        """Device work started inside goes to the side of the computation; it begins where the computation is now."""
+        """Run the device work of the body in parallel with the computation. It begins after the current computation."""
 
     @abstractmethod
     def written(self) -> Any:
-        """The point at which everything started in :meth:`writing` is done."""
+        """The event after which everything started in :meth:`writing` is done."""
 
     @abstractmethod
     def wait(self, point: Any) -> None:
-        """Let the computation go on only past ``point``."""
+        """Make the computation that is started from now on wait for ``point``."""
 
     @abstractmethod
     def wait_on_host(self, point: Any) -> None:
-        """Return only past ``point``."""
+        """Block the calling thread until ``point``."""
 
 
 class LocalLink(Link):
-    """The "device" is the host itself: the same steps, done at once."""
+    """The link if the "device" is the host itself: the same steps, without copies."""
 
     beside = False
 
@@ -118,7 +118,7 @@ class LocalLink(Link):
 
 
 class StreamLink(Link):
-    """A device of torch's that has streams: copies run on two of their own, beside the computation."""
+    """A torch device with streams. Copies run on two separate streams, in parallel with the computation."""
 
     beside = True
 
@@ -143,9 +143,9 @@ class StreamLink(Link):
         return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def host_buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Pinned memory is dear to allocate, so it is kept; what reads it has passed before it is used again.
+        """Pinned buffers are kept, because allocating them is expensive.
 
-        A step's host layers come one after the other, and each waits for the device before it overwrites these.
+        Reuse is safe: host layers run one after the other, and each waits for the device before it overwrites them.
         """
         size = math.prod(shape) * dtype.itemsize
         kept = self._pinned.get(name)
@@ -172,22 +172,22 @@ class StreamLink(Link):
             return self.mark()
 
     def _how_to_fetch(self, blocks: torch.Tensor) -> Any:
-        """All layers of a step fetch the same ones."""
+        """The copy plan for ``blocks``, shared by all layers of a step, which fetch the same blocks."""
         kept = self._fetches.get(id(blocks))
         if kept is None:
             if len(self._fetches) >= MAX_KEPT:
                 self._fetches.clear()
-            # With the tensor, so that its id stays its own.
+            # Keep the tensor, so that its id is not reused.
             kept = self._fetches[id(blocks)] = (blocks, self._plan(blocks))
         return kept[1]
 
     @abstractmethod
     def _plan(self, blocks: torch.Tensor) -> Any:
-        """How the ``blocks`` (int64, on the host) of any cache are copied, found once for all layers."""
+        """The plan for copying the ``blocks`` (int64, on the host) of any cache, computed once for all layers."""
 
     @abstractmethod
     def _copy(self, cache: torch.Tensor, target: torch.Tensor, plan: Any) -> None:
-        """Begin to copy as :meth:`_plan` says, from a host cache to the first rows of ``target``."""
+        """Start copying from a host cache to the first rows of ``target``, according to a plan of :meth:`_plan`."""
 
     def writing(self) -> AbstractContextManager[Any]:
         self.down.wait_event(self.mark())
@@ -205,7 +205,7 @@ class StreamLink(Link):
 
 
 class CudaLink(StreamLink):
-    """An NVIDIA GPU. Host memory is pinned, and addressed by the GPU at the same addresses."""
+    """An NVIDIA GPU. Host memory is pinned, and the GPU uses the same addresses."""
 
     def visible(self, cache: torch.Tensor) -> torch.Tensor:
         view: torch.Tensor = torch.as_tensor(_HostMemory(cache), device=self.device)
@@ -213,7 +213,7 @@ class CudaLink(StreamLink):
         return view.view(cache.dtype).view(cache.shape)
 
     def _plan(self, blocks: torch.Tensor) -> tuple[list[tuple[int, int, int]], torch.Tensor | None]:
-        """Runs, or if there are too many, the blocks on the device."""
+        """The runs of blocks; if there are too many, also the block ids on the device."""
         runs = runs_of(blocks, FEW_RUNS + 1)
         rows = blocks.pin_memory().to(self.device, non_blocking=True) if len(runs) > FEW_RUNS else None
         return runs, rows
@@ -228,7 +228,7 @@ class CudaLink(StreamLink):
 
 
 class _HostMemory:
-    """Registered host memory for ``torch.as_tensor``: under unified addressing the GPU has it at the same address."""
+    """Registered host memory for ``torch.as_tensor``. With unified addressing, the GPU uses the same address."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         assert tensor.is_contiguous()
@@ -242,7 +242,7 @@ class _HostMemory:
 
 
 def copy_runs(cache: torch.Tensor, target: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Begin to copy :func:`runs_of` blocks of ``cache`` to the first rows of ``target``."""
+    """Start copying ``runs`` (:func:`runs_of`) of blocks of ``cache`` to the first rows of ``target``."""
     for begin, first, count in runs:
         target[begin : begin + count].copy_(cache[first : first + count], non_blocking=True)
 
@@ -250,7 +250,7 @@ def copy_runs(cache: torch.Tensor, target: torch.Tensor, runs: Sequence[tuple[in
 def runs_of(blocks: torch.Tensor, maximum: int | None = None) -> list[tuple[int, int, int]]:
     """``(begin, first block, count)`` of the runs of ascending neighbours in ``blocks``.
 
-    No more than ``maximum``, the last of which is then the rest, whatever it holds.
+    At most ``maximum`` runs. If there are more, the last one contains all remaining blocks.
     """
     breaks = (torch.diff(blocks) != 1).nonzero().flatten()[: None if maximum is None else maximum - 1] + 1
     starts = [0, *breaks.tolist()]

@@ -1,10 +1,10 @@
-"""An Ascend NPU beside the host: the way to host memory and back, its part of a host layer. Not yet run on hardware.
+"""Host layers on an Ascend NPU: copies to and from host memory, and the NPU's attention. Not yet run on hardware.
 
-An NPU's kernels do not reach host memory, so what GPUs' kernels do there is copied here. Where the host's end of a copy
-is not contiguous, torch_npu goes on computing there with what has not arrived yet. So everything is put into the order
-of the host's pages on the device first.
+An NPU's kernels cannot address host memory as a GPU's kernels do, so data is copied. If the host side of a copy is not
+contiguous, torch_npu finishes the copy on the host, possibly before the data has arrived. So everything is first
+brought into the order of the host's pages on the device.
 
-This module is the ``Device`` of such layers (:mod:`~fastattention_vllm.placement.host_attention`).
+This module implements ``Device`` (:mod:`~fastattention_vllm.placement.host_attention`) for these layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NpuLink(StreamLink):
     """One NPU, through torch_npu's streams."""
 
     def visible(self, cache: torch.Tensor) -> torch.Tensor:
-        """The host's own: :func:`write_kv` copies to it."""
+        """The host tensor itself, because :func:`write_kv` copies to it."""
         return cache
 
     def _plan(self, blocks: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -35,9 +35,9 @@ class NpuLink(StreamLink):
 
 
 def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As ``attention.ascend.run``, and of one sequence over pages that came up from the host, K and V side by side.
+    """Like ``attention.ascend.run``, and also for one sequence over staged host pages with K and V side by side.
 
-    Over pages there may be more query tokens than keys; all of them see the last key.
+    Over pages, there may be more query tokens than keys; all of them see the last key.
     """
     if problem.block_table is None:
         return ascend.run(problem, return_lse=return_lse)
@@ -46,7 +46,7 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
     all_seen = new if reach < 0 else min(new, max(0, new - tokens + reach + 1))
     if all_seen == 0:
         return ascend.run(problem, return_lse=return_lse)
-    # The operator's band ends at the last key and at the last query: it has no place for queries before the first key.
+    # The operator aligns its band with the last key and the last query, so it cannot express queries before all keys.
     parts = [_of_rows(problem, 0, all_seen, (-1, -1))]
     if all_seen < new:
         parts.append(_of_rows(problem, all_seen, new, (reach, -1)))
@@ -55,7 +55,7 @@ def run(problem: AttentionProblem, *, return_lse: bool = False) -> tuple[torch.T
 
 
 def _in_rows(problem: AttentionProblem) -> AttentionProblem:
-    """Keys and values of the one sequence's pages, each ``[tokens, num_kv_heads, head_size]`` and contiguous."""
+    """Copy the sequence's pages to contiguous keys and values, each ``[tokens, num_kv_heads, head_size]``."""
     assert problem.block_table is not None
     assert len(problem.seq_lens) == 1
     tokens, page = int(problem.seq_lens[0]), problem.key.shape[1]
@@ -79,12 +79,12 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Begin to copy new keys and values to their places in a host layer's pages, on the current stream.
+    """Start copying new keys and values into a host layer's pages, on the current stream.
 
     ``key``, ``value``: ``[tokens, num_kv_heads, head_size]`` on the NPU, of one sequence in order. ``key_cache``,
     ``value_cache``: the two halves of host memory ``[num_blocks, num_kv_heads, page, K | V]``, each viewed as
-    ``[num_blocks, page, num_kv_heads, head_size]``. ``slot_mapping``: int64 ``[tokens]`` on the host; negative ones are
-    not stored. Whole pages go in as few copies as they have runs of neighbours, parts of a page in one copy per head.
+    ``[num_blocks, page, num_kv_heads, head_size]``. ``slot_mapping``: int64 ``[tokens]`` on the host; tokens with
+    negative slots are not stored. Whole pages take one copy per run of neighbouring pages, partial pages one per head.
     """
     assert (key_scale, value_scale) == (1.0, 1.0), "the NPU's host layers hold what the model computes"
     pages = _side_by_side(key_cache, value_cache)
@@ -109,7 +109,7 @@ def write_kv(
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens ``begin`` to ``end`` of a batch, which lie in ``block`` from ``offset`` on; if negative, in none."""
+    """Tokens ``begin`` to ``end`` of a batch, which belong in ``block`` from ``offset`` on (negative: nowhere)."""
 
     begin: int
     end: int
@@ -117,12 +117,12 @@ class Piece:
     offset: int
 
     def kind(self, page: int) -> tuple[bool, bool]:
-        """Whether it has a place, and is a whole page."""
+        """Whether the piece is stored, and whether it is a whole page."""
         return self.block >= 0, self.end - self.begin == page
 
 
 def _pieces(slots: torch.Tensor, page: int) -> Iterator[Piece]:
-    """In order."""
+    """The pieces of a batch, in order."""
     breaks = (torch.diff(slots) != 1) | (slots[1:] % page == 0)
     starts = [0, *(breaks.nonzero().flatten() + 1).tolist()]
     firsts = slots[starts].tolist()
@@ -131,7 +131,7 @@ def _pieces(slots: torch.Tensor, page: int) -> Iterator[Piece]:
 
 
 def _side_by_side(key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-    """``[num_blocks, num_kv_heads, page, K | V]``, whose halves these are."""
+    """The cache ``[num_blocks, num_kv_heads, page, K | V]`` of which these are the halves."""
     blocks, page, heads, size = key_cache.shape
     stride = key_cache.stride()
     behind = value_cache.data_ptr() - key_cache.data_ptr() == size * key_cache.element_size()

@@ -1,4 +1,4 @@
-"""Making host memory that is there already known to a device, so that copies to and from it run beside everything."""
+"""Pins existing host memory for a device, so that copies to and from it run asynchronously."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 
 ASCENDCL = "libascendcl.so"
 ACL_HOST_REG_PINNED = 0x10000000
-"""Of ``acl/acl_rt.h``."""
+"""A constant of ``acl/acl_rt.h``."""
 
 
 class Pinning(Protocol):
-    """One kind of device."""
+    """How one kind of device pins memory."""
 
     def register(self, address: int, size: int) -> None:
-        """Lock ``size`` bytes at ``address``, a multiple of the page size, for copies.
+        """Pin ``size`` bytes at ``address``, which must be a multiple of the page size.
 
         Raises:
-            MemoryError: the driver does not do it; one sentence.
+            MemoryError: the driver cannot pin them; one sentence.
         """
 
     def unregister(self, address: int) -> None: ...
 
 
 class CudaPinning:
-    """NVIDIA GPUs, which then address the memory themselves, too."""
+    """NVIDIA GPUs. Their kernels can also address pinned memory."""
 
     def register(self, address: int, size: int) -> None:
         status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(status) != 0:
             raise MemoryError(
-                f"CUDA could not pin {size / (1 << 30):.2f} GiB of host memory (error {int(status)}); a limit of "
-                "locked memory (ulimit -l) may be too low"
+                f"CUDA could not pin {size / (1 << 30):.2f} GiB of host memory (error {int(status)}); raise the limit "
+                "for locked memory (ulimit -l), or lower host_kv_gib"
             )
 
     def unregister(self, address: int) -> None:
@@ -55,7 +55,7 @@ class NpuPinning:
         if status != 0:
             raise MemoryError(
                 f"CANN could not pin {size / (1 << 30):.2f} GiB of host memory (aclrtHostRegisterV2: error {status}); "
-                "it needs CANN 8.5, driver 25.5 and a Linux kernel newer than 5.10, or set host_kv_layers to 0"
+                "install CANN 8.5, driver 25.5 and a Linux kernel newer than 5.10, or set host_kv_layers to 0"
             )
 
     def unregister(self, address: int) -> None:
@@ -68,7 +68,7 @@ def _acl(name: str, *arguments: Any) -> Any:
         function = getattr(ctypes.CDLL(ASCENDCL), name)
     except (OSError, AttributeError) as error:
         raise MemoryError(
-            f"this CANN has no {name} ({error}), by which host memory is pinned; install CANN 8.5 or newer, or set "
+            f"this CANN has no {name} ({error}), which is needed to pin host memory; install CANN 8.5 or newer, or set "
             "host_kv_layers to 0"
         ) from error
     function.argtypes, function.restype = arguments, ctypes.c_int

@@ -1,13 +1,13 @@
-"""Which layers' KV cache lies in host memory and which on the device: numbers in, a frozen plan out.
+"""Decides which layers' KV caches are in host memory and which on the device. Pure functions over numbers.
 
-The paper (arXiv 2410.16663, section 4.4) keeps the cache of L_GPU layers on the devices and that of the other
+The paper (arXiv 2410.16663, section 4.4) keeps the cache of L_GPU layers on the devices, and the cache of the other
 L_CPU = L - L_GPU layers in host memory. With n devices of M bytes, weights W, activations A per device and one layer's
 cache of B requests, kappa = 2 * B * S * H_kv * d * bytes_per_element:
 
     L_GPU = min(L, floor((n * (M - A) - W) / kappa))
 
-Here it is computed on one rank, from the bytes that are left beside its weights and activations, in whole blocks as
-vLLM's block manager counts them, and with the layers that see a window of tokens counted as what they hold.
+This module computes it for one rank, from the bytes that weights and activations leave. It counts whole blocks, like
+vLLM's block manager, and counts sliding-window layers by the tokens that they hold.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ GIB = 1 << 30
 
 
 class PlacementError(ValueError):
-    """No plan does what was asked; one sentence with the numbers and what would work."""
+    """No plan meets the request. The message is one sentence with the numbers and what would work."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The attention layers of one rank that have a KV cache of their own, by index in the model."""
+    """The attention layers of one rank that have a separate KV cache, by index in the model."""
 
     full: tuple[int, ...]
     windowed: tuple[int, ...] = ()
     fixed: frozenset[int] = frozenset()
-    """Those that must stay on the device: other layers really share their cache."""
+    """Layers that must stay on the device, because other layers share their cache in the model."""
 
     def __post_init__(self) -> None:
         assert not set(self.full) & set(self.windowed)
@@ -41,15 +41,15 @@ class Layers:
 
 @dataclass(frozen=True)
 class Limits:
-    """What there is on one rank, and what is wanted of it."""
+    """The memory of one rank, and the requests that must fit."""
 
     device_bytes: int
-    """For the KV cache: beside the weights, activations and the staging of host layers."""
+    """Device memory for the KV cache, without weights, activations and the staging buffers of host layers."""
     host_bytes: int
     tokens: int
-    """Of one request, prompt and answer."""
+    """Length of one request, prompt and answer."""
     requests: int = 1
-    """Of that length, at the same time."""
+    """Number of concurrent requests of that length."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,28 @@ class LayerPlacement:
     """Layer indices, ascending."""
     device: tuple[int, ...]
     device_size: KvSize
-    """What is left for the device's block manager to count."""
+    """The layers that vLLM's block manager counts."""
     host_size: KvSize
     bytes_per_block: int
     """K and V of one layer's block."""
     slabs: int
-    """Most host layers of one block table; layers of different ones never use the same block and share memory."""
+    """Maximum number of host layers per block table. Layers of different tables never use the same block, so they share
+    memory."""
 
     def max_blocks(self, device_bytes: int, host_bytes: int) -> int:
-        """Blocks that both sides have memory for. vLLM allots them to all kinds of layers from one pool."""
+        """Number of blocks for which device and host both have memory. All kinds of layers share vLLM's block pool."""
         blocks = device_bytes // (self.device_size.layers_per_group() * self.bytes_per_block)
         return min(blocks, host_bytes // (self.slabs * self.bytes_per_block)) if self.slabs else blocks
 
     def usable(self, device_bytes: int, host_bytes: int) -> int:
-        """The part of ``device_bytes`` that makes whole blocks for which the host has memory, too."""
+        """``device_bytes`` reduced to whole blocks for which the host has memory, too."""
         return self.max_blocks(device_bytes, host_bytes) * self.device_size.null_block()
 
     def host_bytes(self, blocks: int) -> int:
         return blocks * self.slabs * self.bytes_per_block
 
     def host_seconds(self, tokens: int, bandwidth: float) -> float:
-        """Predicted time for the host layers' attention of one token of a request of ``tokens`` tokens.
+        """Predicted time of the host layers' attention for one decoded token after ``tokens`` tokens.
 
         Every byte of K and V in host memory is read once, at ``bandwidth`` bytes per second.
         """
@@ -88,17 +89,17 @@ class LayerPlacement:
 
 
 def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[int], limits: Limits) -> LayerPlacement:
-    """Choose the host layers. The same on every rank that is given the same numbers.
+    """Choose the host layers. Ranks with the same numbers get the same result.
 
     Args:
-        layers: what there is to place.
-        size: of all of them, as ``KvSize(full_layers=len(layers.full), windowed_layers=len(layers.windowed), ...)``.
-        wanted: "auto": those that make ``limits`` fit, with the least KV to be read from the host; a number: so many,
-            spread evenly; or their indices.
-        limits: the memory, and the requests that "auto" is to fit.
+        layers: all layers to place.
+        size: their size, as ``KvSize(full_layers=len(layers.full), windowed_layers=len(layers.windowed), ...)``.
+        wanted: "auto": the layers that make ``limits`` fit while the least KV is read from the host; a number: as many
+            layers, spread evenly; or the indices of the layers.
+        limits: the memory, and the requests that must fit with "auto".
 
     Raises:
-        PlacementError: asked for what the model does not have, or nothing fits; names what does.
+        PlacementError: the model has no such layers, or nothing fits; names what would work.
     """
     if isinstance(wanted, int):
         return _of_count(layers, size, wanted)
@@ -108,7 +109,7 @@ def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[
 
 
 def spread(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """``count`` of ``layers`` at even distances, the first of them first."""
+    """``count`` evenly spaced elements of ``layers``, beginning with the first."""
     return tuple(layers[i * len(layers) // count] for i in range(count))
 
 
@@ -117,31 +118,32 @@ def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> LayerPlace
     for index in host:
         if index not in known:
             raise PlacementError(
-                f"host_kv_layers names layer {index}, but the layers with a KV cache of their own are "
+                f"host_kv_layers contains layer {index}, which has no separate KV cache; choose from layers "
                 f"{indices_text(known)}."
             )
         if index in layers.fixed:
             raise PlacementError(
-                f"host_kv_layers names layer {index}, whose KV cache other layers share; leave it out."
+                f"host_kv_layers contains layer {index}, but other layers share its KV cache; remove it from the list."
             )
     for kind, name in ((layers.full, "full-attention"), (layers.windowed, "sliding-window")):
         if kind and set(kind) <= set(host):
             raise PlacementError(
-                f"host_kv_layers leaves no {name} layer on the device, which needs at least one of each kind to keep "
-                f"the block table; leave out one of {indices_text(kind)}."
+                f"host_kv_layers leaves no {name} layer on the device, but one of each kind must stay there to keep "
+                f"the block table; remove at least one of {indices_text(kind)} from the list."
             )
     placement = _placement(layers, size, set(host))
     if placement.device_size.groups() > size.groups():
         raise PlacementError(
             f"host_kv_layers {indices_text(host)} leaves {placement.device_size.full_layers} full-attention and "
-            f"{placement.device_size.windowed_layers} sliding-window layers on the device, for which vLLM needs "
-            f"{placement.device_size.groups()} block tables instead of {size.groups()}; keep the kinds in proportion."
+            f"{placement.device_size.windowed_layers} sliding-window layers on the device, which would need "
+            f"{placement.device_size.groups()} block tables in vLLM instead of {size.groups()}; keep the model's ratio "
+            "of the two kinds."
         )
     return placement
 
 
 def _of_count(layers: Layers, size: KvSize, count: int) -> LayerPlacement:
-    """Of the splits with that many host layers, the one that leaves the device least to hold."""
+    """Of all splits with ``count`` host layers, the one with the least KV on the device."""
     if count == 0:
         return _placement(layers, size, set())
     candidates = _candidates(layers, size)
@@ -149,9 +151,9 @@ def _of_count(layers: Layers, size: KvSize, count: int) -> LayerPlacement:
     if not fitting:
         possible = sorted({len(candidate.host) for candidate in candidates})
         raise PlacementError(
-            f"host_kv_layers {count} is not possible: of {len(layers.full) + len(layers.windowed)} layers with a KV "
-            f"cache, one of each kind stays on the device, and the kinds keep their proportion; "
-            f"possible: {indices_text(possible)}."
+            f"host_kv_layers {count} is not possible with {len(layers.full) + len(layers.windowed)} layers that have a "
+            "KV cache, because one of each kind must stay on the device and the ratio of the kinds must not change; "
+            f"possible values: {indices_text(possible)}."
         )
     return min(fitting, key=lambda candidate: _read_bytes(candidate.device_size, 1 << 20))
 
@@ -166,14 +168,14 @@ def _automatic(layers: Layers, size: KvSize, limits: Limits) -> LayerPlacement:
     fits = f"; --max-model-len {longest} fits" if longest else ""
     raise PlacementError(
         f"{limits.requests} request(s) of {limits.tokens} tokens do not fit: the layers that must stay on the device "
-        f"need {min(_need(c.device_size, limits) for c in candidates) / GIB:.2f} GiB there and "
-        f"{limits.device_bytes / GIB:.2f} are free, all layers together {_need(size, limits) / GIB:.2f} GiB, and "
-        f"{limits.host_bytes / GIB:.2f} GiB of host memory may be used{fits} (host_kv_gib raises the host's share)."
+        f"need {min(_need(c.device_size, limits) for c in candidates) / GIB:.2f} GiB of its memory, where "
+        f"{limits.device_bytes / GIB:.2f} GiB are free; all layers together need {_need(size, limits) / GIB:.2f} GiB, "
+        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit)."
     )
 
 
 def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> int:
-    """The most tokens, a multiple of the block size, of so many requests that one of ``candidates`` can hold."""
+    """The maximum length per request, a multiple of the block size, for which one of ``candidates`` fits."""
     block = candidates[0].device_size.block_size
 
     def fits(blocks: int) -> bool:
@@ -191,7 +193,7 @@ def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> in
 
 
 def _candidates(layers: Layers, size: KvSize) -> list[LayerPlacement]:
-    """Every split by numbers of each kind that keeps the block tables: at least one layer of each on the device."""
+    """All splits that keep the block tables, with at least one layer of each kind on the device."""
     found = []
     for full in _device_counts(layers.full, layers.fixed):
         for windowed in _device_counts(layers.windowed, layers.fixed):
@@ -241,12 +243,12 @@ def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
 
 
 def _need(size: KvSize, limits: Limits) -> int:
-    """Bytes for the requests asked for; vLLM's null block once."""
+    """Bytes that the requests need, including vLLM's null block once."""
     return limits.requests * (size.of_request(limits.tokens) - size.null_block()) + size.null_block()
 
 
 def _blocks(placement: LayerPlacement, limits: Limits) -> int:
-    """Blocks, of all block tables together, that the requests asked for take."""
+    """Number of blocks that the requests need, over all block tables."""
     return -(
         -_need(placement.device_size, limits) // (placement.device_size.layers_per_group() * placement.bytes_per_block)
     )

@@ -1,9 +1,9 @@
-"""Brings the KV of host layers to the device ahead of its use, through two staging buffers.
+"""Prefetches the KV of host layers to the device, through two staging buffers.
 
 A forward pass visits the host layers one after the other, each with the metadata (the step) of its batch. The
-prefetcher knows the visits that are to come and fills one buffer while the other is in use. A range is handed out to
-the visit it was fetched for and to no other: a pass that takes another course than expected is fetched anew, never
-answered from what lies in a buffer.
+prefetcher knows the coming visits and fills one buffer while the other is in use. Only the visit that a range was
+fetched for receives it. If a pass does not go as expected, its ranges are fetched again, so that it never uses the
+content of a buffer that was fetched for something else.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ NUM_BUFFERS = 2
 
 
 class PrefetchError(RuntimeError):
-    """A layer asked for host KV that was not fetched for it: a defect of this package, never an answer."""
+    """A layer requested host KV that was not fetched for it. This is a bug in this package."""
 
 
 @dataclass(frozen=True, eq=False)
 class KvRange:
-    """A part of a context that comes to the device in one go."""
+    """A slice of a context's KV that is copied to the device at once."""
 
     begin: int
     end: int
-    """Tokens of the context, from ``begin`` up to ``end``."""
+    """The tokens of the context from ``begin`` up to, but not including, ``end``."""
     blocks: torch.Tensor
     """int64, on the host."""
 
 
 class Step(Protocol):
-    """One batch, as the prefetcher sees it."""
+    """The prefetcher's view of one batch."""
 
     @property
     def independent(self) -> bool:
-        """No request reads blocks that another request of the batch is still writing."""
+        """True if no request reads blocks that another request of the batch is still writing."""
 
 
 class HostLayer(Protocol):
-    """One host layer, as the prefetcher sees it."""
+    """The prefetcher's view of one host layer."""
 
     cache: torch.Tensor
     """``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory."""
     written: Any
-    """The point at which all writes to ``cache`` from the device are done."""
+    """The event after which all writes to ``cache`` from the device are done."""
 
     def ranges(self, step: Any) -> Sequence[KvRange]:
-        """The ranges that the device reads in ``step``, in the order of their use."""
+        """The ranges that the device reads in ``step``, in the order in which it uses them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-    """One layer's turn in a forward pass, with the step that it is given."""
+    """One layer's turn in a forward pass, with its step."""
 
     layer: HostLayer
     step: Step
@@ -76,11 +76,11 @@ class Fetch:
     visit: Visit
     kv_range: KvRange
     after: Sequence[Any]
-    """Points that must have passed before the copy begins."""
+    """Events that must have happened before the copy begins."""
 
 
 class Prefetcher:
-    """The two staging buffers of a device, and what is on its way into them."""
+    """The two staging buffers of a device, and the copies into them."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -89,25 +89,25 @@ class Prefetcher:
         self.table = torch.empty(1, 0, dtype=torch.int32)
         """Block table of a buffer: its blocks in order."""
         self.free: dict[int, Any] = {}
-        """Buffers not in use, each with the point at which its last use is over."""
+        """Free buffers, each with the event after which its last use is over."""
         self.coming: collections.deque[tuple[Fetch, int, Any]] = collections.deque()
-        """Fetches under way, each with its buffer and the point at which its contents are there."""
+        """Started fetches, each with its buffer and the event after which the buffer is filled."""
         self.waiting: collections.deque[Fetch] = collections.deque()
         """Fetches that wait for a free buffer."""
         self.expected: collections.deque[Visit] = collections.deque()
-        """Visits to come."""
+        """The coming visits."""
         self.ahead = 0
-        """How many of ``expected``, from the first on, have their fetches in ``waiting`` or ``coming``."""
+        """Number of visits at the front of ``expected`` whose fetches are in ``waiting`` or ``coming``."""
         self.current: Visit | None = None
         self._pass_began: Any = None
 
     def reserve(self, cache: torch.Tensor) -> None:
-        """Take the device memory for blocks like those of ``cache``, unless it is there already."""
+        """Allocate device memory for blocks like those of ``cache``, if it is not allocated yet."""
         block_bytes = _block_bytes(cache)
         if not self.buffers or self.buffers[0].nbytes < block_bytes:
             assert not self.coming, "staging buffers cannot grow while they are in use"
             size = max(STAGING_BYTES, block_bytes)
-            self.buffers = []  # given back before larger ones are taken
+            self.buffers = []  # release these before larger ones are allocated
             self.buffers = [self.link.staging(size) for _ in range(NUM_BUFFERS)]
             self.free = dict.fromkeys(range(NUM_BUFFERS))
         blocks = self.blocks_per_buffer(cache)
@@ -123,23 +123,23 @@ class Prefetcher:
         return self.buffers[number][: blocks * _block_bytes(cache)].view(cache.dtype).view(blocks, *cache.shape[1:])
 
     def begin(self, layer: HostLayer, step: Step, upcoming: Callable[[], Iterable[Visit]]) -> None:
-        """It is the turn of ``layer``, with ``step``.
+        """Begin the visit of ``layer`` with ``step``.
 
-        ``upcoming`` gives the rest of the pass, this visit first. It is called at the beginning of a pass, and wherever
-        a pass takes another course than it said.
+        ``upcoming`` returns the rest of the pass, beginning with this visit. It is called at the beginning of a pass,
+        and whenever the pass does not go as expected.
         """
         if self.current is not None or not self.expected or not self.expected[0].is_of(layer, step):
             self.discard()
             self.expected.extend(upcoming())
             if not self.expected or not self.expected[0].is_of(layer, step):
-                raise PrefetchError("the visits of a pass do not begin with the layer whose turn it is")
+                raise PrefetchError("the first visit of a pass is not for the layer that is being computed")
             self._pass_began = self.link.mark()
             self._go_on()
         self.current = self.expected.popleft()
         self.ahead = max(0, self.ahead - 1)
 
     def fetch_now(self, after: Sequence[Any]) -> None:
-        """Ask for the current visit's ranges, where they could not be fetched before its turn."""
+        """Fetch the current visit's ranges, if they could not be fetched before the visit."""
         assert self.current is not None
         assert not self.waiting
         assert not self.coming
@@ -147,10 +147,10 @@ class Prefetcher:
         self._go_on()
 
     def staged(self, layer: HostLayer, step: Step, ranges: Iterable[KvRange]) -> Iterator[tuple[KvRange, torch.Tensor]]:
-        """Each of ``ranges`` with its blocks on the device, which stay valid until the next one is asked for.
+        """Yield each of ``ranges`` with its blocks on the device, which stay valid until the next iteration.
 
         Raises:
-            PrefetchError: the next range that was fetched is not that one, of that layer and step.
+            PrefetchError: the next fetched range belongs to another layer or step, or is another range.
         """
         for wanted in ranges:
             number, blocks = self.take(layer, step, wanted)
@@ -158,34 +158,34 @@ class Prefetcher:
             self.give_back(number)
 
     def take(self, layer: HostLayer, step: Step, wanted: KvRange) -> tuple[int, torch.Tensor]:
-        """The next buffer, and its blocks, those of ``wanted`` (the device waits for them, not the caller)."""
+        """The next buffer and the blocks of ``wanted`` in it. The device waits for them; the caller does not."""
         found = self.coming[0][0] if self.coming else None
         if found is None or not found.visit.is_of(layer, step) or found.kv_range is not wanted:
             came = "those of another layer, step or request" if found else "none"
             raise PrefetchError(
-                f"tokens {wanted.begin} to {wanted.end} of a host layer were to be used on the device, and {came} came "
-                "next; the answer would have been wrong."
+                f"the device needs tokens {wanted.begin} to {wanted.end} of a host layer, but {came} came next; the "
+                "answer would have been wrong."
             )
         _, number, there = self.coming.popleft()
         self.link.wait(there)
         return number, self.view(number, layer.cache)
 
     def give_back(self, number: int) -> None:
-        """The computation so far was the last to use that buffer."""
+        """Free a buffer. The computation started so far is the last to use it."""
         self.free[number] = self.link.mark()
         self._go_on()
 
     def end(self) -> None:
-        """The current visit is over."""
+        """End the current visit."""
         not_used = (*(fetch for fetch, _, _ in self.coming), *self.waiting)
         left = [fetch for fetch in not_used if fetch.visit is self.current]
         if left:
-            raise PrefetchError(f"a host layer left {len(left)} of its ranges unused; its answer is not complete.")
+            raise PrefetchError(f"a host layer left {len(left)} of its ranges unused, so its answer is incomplete.")
         self.current = None
         self._go_on()
 
     def discard(self) -> None:
-        """Forget what was expected, and what a pass that failed has left."""
+        """Forget the expected visits, and everything that a failed pass has left behind."""
         self.expected.clear()
         self.ahead = 0
         self.current = None
@@ -198,7 +198,7 @@ class Prefetcher:
     def _go_on(self) -> None:
         while self.free and (self.waiting or self._look_ahead()):
             if not self.waiting:
-                continue  # that visit has nothing to fetch
+                continue  # this visit fetches nothing
             fetch = self.waiting.popleft()
             number = next(iter(self.free))
             over = self.free.pop(number)
@@ -208,11 +208,11 @@ class Prefetcher:
             self.coming.append((fetch, number, there))
 
     def _look_ahead(self) -> bool:
-        """Ask for the next expected visit's ranges, if they may be fetched before its turn."""
+        """Request the ranges of the next expected visit, if they may be fetched before the visit."""
         if self.ahead == len(self.expected):
             return False
         visit = self.expected[self.ahead]
-        # What an unfinished visit to the same layer still writes may belong to this one's context.
+        # An unfinished visit of the same layer may still write to the context of this one.
         unfinished = [self.current, *islice(self.expected, self.ahead)]
         if not visit.step.independent or any(other and other.layer is visit.layer for other in unfinished):
             return False

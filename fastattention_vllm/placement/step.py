@@ -1,6 +1,6 @@
-"""One step's batch, and who attends for which of its requests.
+"""One step's batch, divided into requests for the CPU and requests for the device.
 
-Requests with few new tokens go to the CPU, the others stay on the device; see ``host_attention.py``.
+Requests with few new tokens go to the CPU; the others stay on the device. See ``host_attention.py``.
 """
 
 from __future__ import annotations
@@ -11,55 +11,55 @@ from dataclasses import dataclass
 import torch
 
 MAX_CPU_TOKENS = 8
-"""Most new tokens of a request that the CPU takes: they read its KV once."""
+"""Maximum number of new tokens of a CPU request. The CPU reads the request's KV once for all of them."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's requests, as vLLM's metadata has them, on the host."""
+    """One step's requests as in vLLM's metadata, on the host."""
 
     query_start_loc: torch.Tensor
     """``[num_seqs + 1]`` int32."""
     seq_lens: torch.Tensor
-    """``[num_seqs]`` int32: KV tokens, this step's included."""
+    """``[num_seqs]`` int32: KV tokens, including this step's tokens."""
     block_table: torch.Tensor
     """``[num_seqs, max_blocks]`` int32."""
     slot_mapping: torch.Tensor
     """``[num_tokens]`` int64."""
     device_slots: torch.Tensor
-    """The same, where the device's ``write_kv`` takes them: on the device, or for an NPU's copies on the host."""
+    """The same slots where the device's ``write_kv`` needs them: on the device, or for an NPU's copies on the host."""
     causal: bool = True
 
 
 @dataclass(frozen=True)
 class CpuRequests:
-    """The requests that the CPU attends for, as one problem."""
+    """The requests that the CPU computes, as one problem."""
 
     rows: slice | torch.Tensor
-    """Their tokens in the batch: a run of them, or int64 indices on the host."""
+    """Their tokens in the batch: a slice, or int64 indices on the host."""
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     contexts: tuple[int, ...]
-    """Tokens of each request before its new ones."""
+    """For each request, the number of tokens before its new tokens."""
     causal: bool
 
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """A request that the device attends for."""
+    """A request that the device computes."""
 
     rows: slice
     context: int
-    """Tokens before the new ones."""
+    """Number of tokens before the new tokens."""
     blocks: torch.Tensor
-    """int64, those of its context."""
+    """The blocks of its context, int64."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A batch, divided. The same for all layers of a block table."""
+    """A divided batch. All layers of a block table share it."""
 
     batch: Batch
     cpu_requests: CpuRequests | None
@@ -67,11 +67,11 @@ class Step:
     device_requests: tuple[DeviceRequest, ...]
     """Requests for the device."""
     independent: bool
-    """No request begins with blocks that another one, with that prefix too, is just computing."""
+    """True if no request in this batch shares a prefix block that another request is still computing."""
 
 
 def divide(batch: Batch, block_size: int, max_cpu_tokens: int = MAX_CPU_TOKENS) -> Step:
-    """Who attends for which request: the CPU for those with at most ``max_cpu_tokens`` new tokens."""
+    """Divide a batch: the CPU takes the requests with at most ``max_cpu_tokens`` new tokens."""
     starts = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()
     on_cpu, on_device = [], []
@@ -92,13 +92,17 @@ def divide(batch: Batch, block_size: int, max_cpu_tokens: int = MAX_CPU_TOKENS) 
 
 
 def _independent(batch: Batch, block_size: int) -> bool:
-    """Requests share whole blocks only, and write their own behind those: what is written there is another one's."""
+    """See :attr:`Step.independent`.
+
+    Requests share only whole blocks, and write only to blocks after these. So a write to a request's whole context
+    blocks comes from another request.
+    """
     whole = (batch.seq_lens - torch.diff(batch.query_start_loc)) // block_size
     width = int(whole.max()) if len(whole) else 0
     if width == 0:
         return True
     table = batch.block_table[:, :width].long().masked_fill(torch.arange(width) >= whole[:, None], -1)
-    written = torch.zeros(int(table.max()) + 2, dtype=torch.bool)  # the last is what -1 stands for
+    written = torch.zeros(int(table.max()) + 2, dtype=torch.bool)  # -1 in the table selects the last element
     blocks = batch.slot_mapping // block_size
     written[blocks[(blocks >= 0) & (blocks < len(written) - 1)]] = True
     return not bool(written[table].any())

@@ -1,10 +1,10 @@
-"""Compile all variants of the attention kernels, for V100 and Turing: a cubin and PTX for newer GPUs of each.
+"""Compile all variants of the attention kernels for V100 and Turing, each as a cubin and as PTX for newer GPUs.
 
     python -m kernels.volta.build FOLDER
 
-Prints registers, spills and shared memory of each; exits with 1 where a kernel spills more than it may, or has so many
-registers that fewer CTAs than wanted fit on an SM. The manifest, without which the launcher takes none of them, is
-written last, and only if there is nothing to complain of. Needs Python's standard library and NVRTC, nothing else.
+Prints registers, spills and shared memory of each kernel. Exits with 1 if a kernel spills more than its limit, or uses
+so many registers that fewer CTAs than intended fit on an SM. The manifest, without which the launcher loads no kernel,
+is written last, and only if there was no error. Needs only Python's standard library and NVRTC.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MAX_SPILLED = {
     "prefill_d256_adjusted_int8.sm_75": 96,
     "decode_d256.sm_75": 240,
 }
-"""Bytes; 0 for all others. What prefill spills for the V100 is put aside before its loops, and read behind them
-(tests/volta/test_cache.py); Turing's decoding at 256 spills within its loop. The kernels' launch bounds
-limit registers."""
+"""Allowed spills in bytes; 0 for all others. Prefill on the V100 saves the spilled values before its loops and restores
+them afterwards (tests/volta/test_cache.py). Decoding on Turing at head size 256 spills within its loop. The kernels'
+launch bounds limit registers."""
 
 
 def build(variant: Variant, folder: Path) -> str:
@@ -71,7 +71,7 @@ def build(variant: Variant, folder: Path) -> str:
 
 
 def max_registers(variant: Variant) -> int:
-    """Of a thread, with which ``ctas_per_sm`` fit into the 65536 of an SM; they are handed out in eights."""
+    """Maximum registers per thread for ``ctas_per_sm`` CTAs within an SM's 65536, allocated in multiples of eight."""
     threads = variant.threads or max(HEAD_SIZES) // 8  # combine's each have eight numbers of a head
     return min(255, 65536 // (threads * variant.ctas_per_sm) // 8 * 8)
 

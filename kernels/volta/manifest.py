@@ -1,7 +1,7 @@
-"""``manifest.json`` beside the compiled images: to which code they belong, and what a launch of each takes.
+"""Writes ``manifest.json`` next to the compiled images: the code they match, and the parameters of their launches.
 
-A launch hands over a block of bytes and a workspace whose layouts are compiled into the kernels. The manifest says what
-these are, read from ``problem.h``; the launcher compares it with what it hands over and refuses images that differ.
+A launch passes a block of bytes and a workspace whose layouts are compiled into the kernels. The manifest contains
+these layouts, read from ``problem.h``. The launcher compares them with its own layouts and refuses images that differ.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kernels.volta.variants import CHUNK, DECODE_ROWS, Variant, describe
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Of the manifest itself."""
+"""The version of the manifest's format."""
 SUFFIXES = ("cubin", "ptx")
 SOURCES = Path(__file__).resolve().parent / "src"
 SCALARS = {"int": 4, "unsigned": 4, "float": 4, "long long": 8}
-"""Bytes, which are their alignment, too."""
+"""Size in bytes, which is also the alignment."""
 POINTER = 8
 CONSTANTS = {
     "chunk": CHUNK,
@@ -31,14 +31,14 @@ CONSTANTS = {
     "bytes_of_mean": 2,
     "bytes_of_lse": 4,
 }
-"""Of the workspace and of how sequences are cut into parts: ``part_length`` and ``Split`` of ``problem.h``."""
+"""Constants of the workspace and of the parts of sequences: ``part_length`` and ``Split`` in ``problem.h``."""
 
 Layout = dict[str, tuple[int, int]]
-"""Of each field its offset and size in bytes; under "" those of the whole structure."""
+"""Offset and size of each field in bytes. The key "" holds those of the whole structure."""
 
 
 def write(folder: Path, variants: Iterable[Variant], compiler: str, sources: Path = SOURCES) -> None:
-    """Of the images of ``variants`` that lie in ``folder``, all of them compiled from ``sources`` as they are now."""
+    """The manifest for the images of ``variants`` in ``folder``, which were compiled from the current ``sources``."""
     variants = tuple(variants)
     images = {}
     for variant in variants:
@@ -61,10 +61,10 @@ def write(folder: Path, variants: Iterable[Variant], compiler: str, sources: Pat
 
 
 def structures(header: str) -> dict[str, Layout]:
-    """Of each structure in a header, in which there are numbers, pointers and earlier structures alone.
+    """The layout of each structure in a header. Fields may be numbers, pointers and earlier structures.
 
     Raises:
-        ValueError: a field of another type.
+        ValueError: a field has another type.
     """
     header = re.sub(r"//[^\n]*", "", header)
     found: dict[str, Layout] = {}
@@ -75,7 +75,7 @@ def structures(header: str) -> dict[str, Layout]:
         for declaration in filter(None, (" ".join(text.split()) for text in body.split(";"))):
             match = re.fullmatch(r"(?:const )?((?:unsigned |long )?\w+)(\*?) (\w+(?:, \w+)*)", declaration)
             if match is None:
-                raise ValueError(f"{name} has a field that has no known layout: {declaration!r}.")
+                raise ValueError(f"{name} has a field with an unknown layout: {declaration!r}.")
             kind, pointer, fields = match.groups()
             if pointer:
                 size = alignment = POINTER

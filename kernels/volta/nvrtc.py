@@ -1,7 +1,7 @@
 """Compiles CUDA C++ with NVIDIA's run-time compiler: no GPU, no CUDA toolkit, no host compiler.
 
-The compiler is the PyPI package nvidia-cuda-nvrtc-cu12, release 12.9: the last that knows sm_70. It comes without
-headers; kernels that include ``cuda_fp16.h`` need those of nvidia-cuda-runtime-cu12, named by ``include``.
+The compiler is the PyPI package nvidia-cuda-nvrtc-cu12, release 12.9, the last release that supports sm_70. It contains
+no headers. Kernels that include ``cuda_fp16.h`` need the headers of nvidia-cuda-runtime-cu12, given by ``include``.
 
 Reads:  NVRTC_LIBRARY (path of libnvrtc.so.12, instead of the package's).
 """
@@ -23,7 +23,7 @@ SUCCESS = 0
 
 
 class CompileError(Exception):
-    """The compiler's log, or one sentence that says why there is no compiler."""
+    """The compiler's log, or one sentence that explains why there is no compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def compile_cuda(
     include: Sequence[Path] = (),
     options: Sequence[str] = (),
 ) -> Compiled:
-    """A cubin for ``sm_NN``, PTX for ``compute_NN``. ``name``: what the log calls the source.
+    """Compile to a cubin for ``sm_NN``, or to PTX for ``compute_NN``. ``name``: the source's name in the log.
 
     Raises :class:`CompileError` with the compiler's log.
     """
@@ -76,7 +76,7 @@ def _without_deprecation(log: str) -> str:
 
 
 def version() -> tuple[int, int]:
-    """Of the compiler, like (12, 9)."""
+    """The compiler's version, like (12, 9)."""
     major, minor = c_int(), c_int()
     library = _library()
     _check(library, library.nvrtcVersion(major, minor))
@@ -106,7 +106,7 @@ def _library() -> ctypes.CDLL:
     path = _path()
     builtins = path.with_name("libnvrtc-builtins.so.12.9")
     if builtins.exists():
-        # NVRTC opens it by its bare name; the loader finds that wherever it is loaded already.
+        # NVRTC opens this library by its bare name, which the loader resolves if the library is already loaded.
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     library.nvrtcVersion.argtypes = [POINTER(c_int), POINTER(c_int)]
@@ -126,11 +126,13 @@ def _path() -> Path:
     try:
         package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise CompileError(f"there is no {PACKAGE}; run `make setup-dev`, or set NVRTC_LIBRARY.") from None
+        raise CompileError(f"{PACKAGE} is not installed; run `make setup-dev`, or set NVRTC_LIBRARY.") from None
     found = tuple(int(part) for part in package.version.split(".")[:2])
     if found != RELEASE:
-        raise CompileError(f"{PACKAGE} {package.version} is installed, but the kernels are compiled with 12.9.")
+        raise CompileError(
+            f"{PACKAGE} {package.version} is installed, but the kernels need version 12.9; install that one."
+        )
     for file in package.files or ():
         if file.name == "libnvrtc.so.12":
             return Path(str(file.locate()))
-    raise CompileError(f"{PACKAGE} {package.version} has no libnvrtc.so.12; install it again.")
+    raise CompileError(f"{PACKAGE} {package.version} has no libnvrtc.so.12; reinstall it.")

@@ -1,7 +1,7 @@
-"""Which kernels there are: a source, the macros that it is compiled with, and what a launch of it takes.
+"""The list of kernels: for each, the source, the macros that it is compiled with, and its launch parameters.
 
-Standard library only: ``make volta`` needs no torch, and nothing of the package that launches them. The launcher reads
-what :func:`describe` says from the manifest beside the images.
+Standard library only, because ``make volta`` needs neither torch nor the package that launches the kernels. The
+launcher reads the output of :func:`describe` from the manifest in the folder of the images.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CACHES = ("", "e5m2", "e4m3", "int8")
-"""How keys and values are stored, by the number that ``cache.cuh`` has for it; the first is fp16."""
+"""The formats of stored keys and values, in the order of their numbers in ``cache.cuh``. The first is fp16."""
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
-"""Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
+"""Maximum number of packed rows (query tokens times query heads per KV head) in the decode kernel."""
 COMPILER_OPTIONS = ("--device-as-default-execution-space",)
-"""For NVRTC: generic lambdas count as host code otherwise."""
+"""Options for NVRTC. Without them, generic lambdas count as host code."""
 VOLTA, TURING = 70, 75
-"""Architectures: 10 times the compute capability."""
+"""The architectures: 10 times the compute capability."""
 CHUNK = 8
-"""Numbers in 16 bytes: strides are multiples of it."""
+"""fp16 numbers in 16 bytes. Strides are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Variant:
     head_size: int
     warps: int
     tile: int
-    """Keys that are in shared memory at a time: of a CTA, in the decode kernel of each warp."""
+    """Number of keys in shared memory at a time, per CTA; in the decode kernel, per warp."""
     ctas_per_sm: int
     adjusted: bool = False
-    """With soft cap or ALiBi. The decode kernel always can."""
+    """Whether it supports soft cap and ALiBi. The decode kernel always does."""
     cache: str = ""
     """One of ``CACHES``."""
     architecture: int = VOLTA
@@ -49,7 +49,7 @@ class Variant:
         return "_".join([self.kind, *filter(None, parts)])
 
     def image(self, suffix: str) -> str:
-        """Its file: ``suffix`` is ``cubin`` or ``ptx``."""
+        """The file name of its image. ``suffix``: ``cubin`` or ``ptx``."""
         return f"{self.name}.sm_{self.architecture}.{suffix}"
 
     @property
@@ -68,7 +68,7 @@ class Variant:
 
     @property
     def rows(self) -> int:
-        """Packed query rows of a CTA."""
+        """Packed query rows per CTA."""
         if self.source == "decode.cu":
             return DECODE_ROWS
         return (32 if self.head_size <= 128 else 16) * self.warps
@@ -84,13 +84,13 @@ class Variant:
 
     @property
     def pitch(self) -> int:
-        """Chunks from row to row in shared memory: a power of two."""
+        """Distance between rows in shared memory in chunks, a power of two."""
         return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
 
 
 def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """Tiles of the V100 were chosen on the simulated one (benchmarks/NOTES.md); Turing's are the largest that fit into
-    its 64 KiB of shared memory, and have been timed nowhere."""
+    """The V100's tiles were chosen with the simulated V100 (benchmarks/NOTES.md). Turing's are the largest that fit
+    into its 64 KiB of shared memory; they have not been timed on a Turing GPU."""
     if head_size <= 64:
         shape = (4, 64, 2)
     elif architecture == TURING:
@@ -103,7 +103,7 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """Of the V100 small CTAs, as many as its registers and memory hold: while one begins or ends, the others read."""
+    """On the V100, small CTAs, as many as registers and memory allow: while one begins or ends, the others read."""
     warps, ctas = 2, {64: 8, 128: 5}.get(head_size, 4 if head_size < 128 else 2)
     if architecture == TURING:
         warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
@@ -111,12 +111,12 @@ def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Varian
 
 
 def write_kv(cache: str = "") -> Variant:
-    """Of every head size."""
+    """The variant for all head sizes."""
     return Variant("write_kv.cu", "fa_volta_write_kv", 0, 4, 0, 8, cache=cache)
 
 
 COMBINE = Variant("combine.cu", "fa_volta_combine", 0, 0, 0, 8)
-"""Of every head size; a thread for each ``CHUNK`` of its numbers."""
+"""The variant for all head sizes, with a thread for each ``CHUNK`` of its numbers."""
 
 VARIANTS = (
     COMBINE,
@@ -138,7 +138,7 @@ VARIANTS = (
 
 
 def describe(variant: Variant) -> dict[str, str | int]:
-    """What the launcher is told of a variant, in the manifest."""
+    """The manifest's entry for a variant, which the launcher reads."""
     return {
         "name": f"{variant.name}.sm_{variant.architecture}",
         "kind": variant.kind,

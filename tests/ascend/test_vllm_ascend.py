@@ -214,7 +214,9 @@ def test_equals_float64(config: SimpleNamespace, steps: str, window: int | None,
 
 def test_causality_per_request_is_refused(config: SimpleNamespace) -> None:
     metadata = SimpleNamespace(causal=torch.ones(2, dtype=torch.int32))
-    with pytest.raises(Refusal, match="asks for causality per request, which fastattention does not support"):
+    with pytest.raises(
+        Refusal, match="uses a causal mask in some requests and none in others, which fastattention does not support"
+    ):
         Engine(config, size=64, window=None).impl.step(None, None, None, metadata, None)
 
 

@@ -146,7 +146,7 @@ def test_where_the_one_call_cannot_be_made_the_log_says_so(
         assert trials[-1].collective == "hccl"
         assert all(same)
         assert calls == []
-        assert [line for line in said if why in line and f"no {mm_all_reduce.NAME}" in line]
+        assert [line for line in said if why in line and f"{mm_all_reduce.NAME} is not available" in line]
 
 
 @pytest.mark.parametrize(
@@ -258,9 +258,10 @@ def test_tiling_is_enabled_in_layers_that_fit_and_the_rest_is_counted(
         layers = model()
         ascend_row_parallel.enable_tiling(config, torch.nn.ModuleDict(layers))
     assert said == [
-        "Tiling-AllReduce: 2 row-parallel layers in 3 blocks from 128 tokens on; 1 without: LoRA; "
-        "1 without: quantised (SimpleNamespace); 1 without: they have no all-reduce; "
-        "1 without: vllm-ascend's MatmulAllreduceRowParallelOp; 1 without: vllm-ascend's chooser is not asked for them."
+        "Tiling-AllReduce: 2 row-parallel layers in 3 blocks for steps of 128 or more tokens; "
+        "1 not tiled: they are quantised (SimpleNamespace); 1 not tiled: they have no all-reduce; "
+        "1 not tiled: they use LoRA; 1 not tiled: they use vllm-ascend's MatmulAllreduceRowParallelOp; "
+        "1 not tiled: vllm-ascend does not choose an operation for them."
     ]
     assert layers["o_proj"].custom_op.tiled_group == layers["down_proj"].custom_op.tiled_group == "tp:0"
     for left in (layers["int8"], layers["whole"], layers["alone"], layers["adapted"].base_layer):
@@ -274,7 +275,7 @@ def test_weights_in_an_order_of_the_npus_own_are_left(chooser: None, mode: int, 
     with settings(config, ascend_settings(weight_nz_mode=mode)):
         layer = Layer().make(0)
         reason = ascend_row_parallel.why_not(layer, O_PROJ)
-    assert reason == ("" if tiled else "their weights lie in an order of the NPU's own (NZ)")
+    assert reason == ("" if tiled else "their weights are in the NPU's NZ format")
 
 
 def test_the_full_form_stops_the_start(chooser: None) -> None:

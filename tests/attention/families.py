@@ -69,9 +69,9 @@ UNDER_TEST = {
         (0.0, 10 * VOLTA_LSE_TOLERANCE),
         {
             "alibi per sequence": "alibi_slopes differ from sequence to sequence",
-            "torch.float32": r"query has dtype torch\.float32, the Volta kernels take float16",
-            "torch.bfloat16": r"query has dtype torch\.bfloat16, the Volta kernels take float16",
-            "head size 20": "head_size is 20, the Volta kernels take 64, 80",
+            "torch.float32": r"query has dtype torch\.float32, but the Volta kernels need float16",
+            "torch.bfloat16": r"query has dtype torch\.bfloat16, but the Volta kernels need float16",
+            "head size 20": "head_size is 20, but the Volta kernels support 64, 80",
         },
     ),
     "torch_flash": UnderTest(

@@ -18,7 +18,7 @@ SCRIPT = ROOT / "benchmarks" / "cpu_attention.py"
 def bench(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_from_the_command_line_to_the_plots(tmp_path: Path) -> None:
@@ -77,14 +77,15 @@ def test_the_exit_status_says_that_no_case_could_run(cases: list[str], contender
     spelled = [argument for case in cases for argument in ("--case", case)]
     result = bench(*spelled, "--contender", contender, "--threads", "1", "--rounds", "1", "--sweep-gib", "0.01")
     assert result.returncode == status, result.stderr
-    assert ("head_size is 300, the CPU kernels take multiples of 8 up to 256." in result.stdout) == (
+    assert ("head_size is 300, but the CPU kernels support multiples of 8 up to 256." in result.stdout) == (
         contender == "ours"
     )
 
 
 def test_no_library() -> None:
     result = bench(environment={"FASTATTENTION_CPU_LIBRARY": "/nowhere.so"})
-    assert result.stderr == "fastattention bench: FASTATTENTION_CPU_LIBRARY names /nowhere.so, which does not exist.\n"
+    problem = "FASTATTENTION_CPU_LIBRARY is /nowhere.so, but there is no such file; unset it or fix it."
+    assert result.stderr == f"fastattention bench: {problem}\n"
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

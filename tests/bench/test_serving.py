@@ -68,7 +68,7 @@ def test_requests_are_asked_together(server: Server, monkeypatch: pytest.MonkeyP
 
     def stream(prompt: list[int], tokens: int, started: threading.Barrier) -> serving.Arrivals:
         barriers.append(started)
-        started.wait(5)
+        started.wait(60)
         return [(0.0, 1), (3.0, tokens)]
 
     monkeypatch.setattr(server, "stream", stream)

@@ -83,11 +83,11 @@ def test_haystack_positions_and_seed() -> None:
         ({"needles": {"alpha": -1}}, "up to 4 digits"),
         ({"needles": {}, "ask": "nobody"}, "is not a name"),
         ({"needles": {"alpha": 1}, "depths": [1.5]}, "from 0 to 1"),
-        ({"needles": {"alpha": 1}, "depths": [0.1], "positions": [3]}, "not by both"),
+        ({"needles": {"alpha": 1}, "depths": [0.1], "positions": [3]}, "pass only one of them"),
         ({"needles": {"alpha": 1}, "positions": [97]}, "do not fit"),
         ({"needles": {"alpha": 1}, "positions": [-1]}, "do not fit"),
         ({"needles": {"alpha": 1, "beta": 2}, "positions": [5, 8]}, "overlap"),
-        ({"needles": {"alpha": 1, "beta": 2}, "positions": [5]}, "1 places"),
+        ({"needles": {"alpha": 1, "beta": 2}, "positions": [5]}, "2 needles but 1 positions"),
     ],
 )
 def test_haystack_refuses(options: dict, message: str) -> None:  # type: ignore[type-arg]

@@ -58,11 +58,11 @@ HEALTHY = {
     "CPU server": (CPU, "this package's CPU kernels, instruction set avx2; usable here: avx2, scalar"),
     "V100": (
         as_the_extra_volta(with_gpus(V100, driver="535.183.01", cuda=(12, 2), rate=12e9)),
-        "GPU 0: this package's kernels, machine code for sm_70; tested on a simulator, not yet run on hardware",
+        "GPU 0: this package's kernels, machine code for sm_70; tested on a simulated V100, not yet run on hardware",
     ),
     "T4": (
         as_the_extra_volta(with_gpus(T4, rate=12e9)),
-        "GPU 0: this package's kernels, machine code for sm_75; tested on a simulator, not yet run on hardware",
+        "GPU 0: this package's kernels, machine code for sm_75; tested through their PTX on a newer GPU, not yet run",
     ),
     "T4 with a newer torch": (with_gpus(T4, rate=12e9), "with code for compute capability 7.5"),
     "RTX 4090": (

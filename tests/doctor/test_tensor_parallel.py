@@ -15,7 +15,7 @@ from fastattention_vllm.parallel.choice import Trial
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fastattention_vllm.cli", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
 
 
 def config(path: Path, **changes: object) -> Path:

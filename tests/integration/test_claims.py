@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -73,6 +76,28 @@ def test_no_device_inherits_from_another_one() -> None:
     for ours in (one for classes in OURS.values() for one in classes):
         rooms = {parts[2] for one in ours.__mro__ if len(parts := one.__module__.split(".")) > 3}
         assert len(rooms & {"cpu", "cuda", "ascend"}) <= 1, ours
+
+
+BASES = {"Backend", "Layer", "HostLayerMixin"} | {name for name in vars(claims) if name.endswith(("Claims", "Own"))}
+ELSEWHERE = {"base", "ascend", "metadata"}
+"""Files and folders whose classes are no device's own, or tested in another way: ascend in test_on_npus_too."""
+
+
+def answering() -> Iterator[str]:
+    """Every class of integration/ that derives from one of ``BASES``."""
+    folder = Path(claims.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        if ELSEWHERE & set(path.relative_to(folder).with_suffix("").parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and BASES & {ast.unparse(base).split("[")[0] for base in node.bases}:
+                yield node.name
+
+
+def test_every_class_that_answers_is_tested() -> None:
+    found = set(answering())
+    assert len(found) > 10
+    assert found <= {one.__name__ for classes in OURS.values() for one in classes}
 
 
 def unknown(surface: vllm_surface.Surface) -> list[str]:

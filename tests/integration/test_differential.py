@@ -152,6 +152,19 @@ def solve(problem: Problem, root: Path, seen: Counter[str] | None = None) -> Non
     seen["one group for all kinds"] += problem.settings["disable_hybrid_kv_cache_manager"]
 
 
+ONE_BLOCK_TABLE = 453
+"""Draws windowed and full layers that take turns, one block table for both kinds, host layers of both, and prompts
+whose contexts come up in several parts."""
+
+
+@pytest.mark.more
+def test_a_drawn_engine_with_one_block_table_for_both_kinds(tmp_path: Path) -> None:
+    problem = draw_problem(ONE_BLOCK_TABLE)
+    assert problem.settings["disable_hybrid_kv_cache_manager"]
+    assert {problem.model.layers[layer] for layer in problem.host_layers} == {"F", "W"}
+    solve(problem, tmp_path)
+
+
 @pytest.mark.more
 @pytest.mark.timeout(300 + 40 * DRAWS)
 def test_drawn_engines_answer_as_the_reference_does(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -76,16 +76,16 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         ),
         {},
     ),
-    "a model that is not made of attention layers alone": (model("MambaConfig", "MambaForCausalLM"), {}),
+    "a model with state-space or linear-attention layers": (model("MambaConfig", "MambaForCausalLM"), {}),
     "a multimodal model": (model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"), {}),
-    "this kind of attention": (plain(attention_chunk_size=64), {}),
+    "this attention variant": (plain(attention_chunk_size=64), {}),
     "this head size": (plain(head_size=512), {}),
     "this quantised KV cache": (plain(), {"kv_cache_dtype": "fp8_inc"}),
-    "this method of speculative decoding": (
+    "this speculative decoding method": (
         plain(),
         {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
     ),
-    "speculative decoding with this old a vLLM": (plain(), {"speculative_config": NGRAM}),
+    "speculative decoding with this vLLM version": (plain(), {"speculative_config": NGRAM}),
     "n-gram speculative decoding without numba": (plain(), {"speculative_config": NGRAM}),
     "the V2 model runner": (plain(), {}),
     "a KV connector": (plain(), {"kv_offloading_size": 1.0}),
@@ -95,14 +95,16 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         model("OlmoeConfig", "OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2),
         {},
     ),
-    "a mixture-of-experts model with this vLLM": (QWEN3_MOE, {}),
-    "LoRA with this vLLM": (plain(), {"enable_lora": True}),
+    "a mixture-of-experts model with this vLLM version": (QWEN3_MOE, {}),
+    "LoRA with this vLLM version": (plain(), {"enable_lora": True}),
     "LoRA on a mixture-of-experts model": (QWEN3_MOE, {"enable_lora": True}),
     "expert parallelism": (QWEN3_MOE, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "quantised weights": (
         plain(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}),
         {"dtype": "float16"},
     ),
+    "batch invariance": (plain(), {}),
+    "microbatches": (plain(), {"enable_dbo": True}),
     "context parallelism": (plain(), {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
 }
 
@@ -125,6 +127,7 @@ def test_what_is_promised_names_a_test_that_exists() -> None:
     [
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"v_head_dim": 32}, "v_head_dim 32"),
+        ({"rswa_window": 32}, "rswa_window"),
     ],
 )
 def test_other_kinds_of_attention_are_refused_too(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -145,7 +148,7 @@ def test_other_quantised_caches_are_refused_too(arguments: dict[str, Any], named
         pytest.skip(f"this vLLM does not know {arguments['kv_cache_dtype']}")
     with pytest.raises(ValueError, match=named) as caught:
         engine_config(plain(), tmp_path, **arguments)
-    assert "pass --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2" in str(caught.value)
+    assert "pass only --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2" in str(caught.value)
 
 
 def test_scales_taken_from_the_first_prompt_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +160,12 @@ def test_scales_taken_from_the_first_prompt_are_refused(tmp_path: Path, monkeypa
 def test_scales_per_head_are_refused(tmp_path: Path) -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True}
     weights = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    with pytest.raises(ValueError, match="a scale per head"):
+    with pytest.raises(ValueError, match="one scale per head"):
         engine_config(plain(quantization_config=weights), tmp_path, kv_cache_dtype="fp8")
 
 
 def test_a_pooling_model_without_attention_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="attention layers alone"):
+    with pytest.raises(ValueError, match="state-space or linear-attention layers"):
         engine_config(model("MambaConfig", "MambaForCausalLM"), tmp_path, runner="pooling", convert="embed")
 
 
@@ -172,11 +175,16 @@ def test_the_sentence_names_feature_reason_and_remedy(
 ) -> None:
     config, arguments = CASES[feature]
     # What the installed packages decide, decided here.
-    monkeypatch.setattr(compat, "verifies_speculated_tokens", lambda: "this old a vLLM" not in feature)
+    monkeypatch.setattr(
+        compat, "verifies_speculated_tokens", lambda: feature != "speculative decoding with this vLLM version"
+    )
     monkeypatch.setattr(support, "has_numba", lambda: "without numba" not in feature)
-    monkeypatch.setattr(compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM")
-    monkeypatch.setattr(compat, "pins_memory_without_a_gpu", lambda: feature == "LoRA with this vLLM")
+    monkeypatch.setattr(
+        compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM version"
+    )
+    monkeypatch.setattr(compat, "pins_memory_without_a_gpu", lambda: feature == "LoRA with this vLLM version")
     monkeypatch.setattr(compat, "v2_runner_is_missing", lambda config: feature == "the V2 model runner")
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", feature == "batch invariance", raising=False)
     (row,) = (row for row in UNSUPPORTED if row.feature == feature)
     with pytest.raises(ValueError, match=feature) as caught:
         engine_config(config, tmp_path, **arguments)

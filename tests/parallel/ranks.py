@@ -12,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-SECONDS = 30.0
-"""For a task; a hung rank fails the test instead of the run."""
+SECONDS = 300.0
+"""For a task; a hung rank fails the test instead of the run. The first task waits for the ranks' imports too."""
 
 
 class Ranks:
     """``size`` spawned processes. A context: they are ended at its end, whatever they do then."""
 
-    def __init__(self, size: int, timeout: float = 30.0) -> None:
+    def __init__(self, size: int, timeout: float = 120.0) -> None:
         """``timeout``: seconds for which a rank waits for another in a sum."""
         self._directory = tempfile.TemporaryDirectory()
         spawn = multiprocessing.get_context("spawn")

@@ -11,7 +11,7 @@ import torch
 from fastattention_vllm.parallel.copy_collective import PARTIAL, PHASES, Copies
 from fastattention_vllm.parallel.shared_segment import Exchange, share
 
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 class SharedCopies(Copies):

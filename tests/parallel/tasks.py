@@ -158,7 +158,7 @@ def other_collective(rank: int, groups: list[list[int]]) -> tuple[int, int, floa
     """Rank, size and a sum in the one of ``groups`` that this rank is in."""
     from fastattention_vllm.parallel.collective import open_collective
 
-    collective: Collective = open_collective(groups, "cpu", 30)
+    collective: Collective = open_collective(groups, "cpu", 120)
     number = torch.tensor([10.0**rank])
     collective.wait(collective.start(number))
     return collective.rank, collective.size, number.item()

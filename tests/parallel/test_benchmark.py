@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 def run(*arguments: str, script: str = "tiling_all_reduce.py", **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / script), *arguments]
     return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=500
     )
 
 

@@ -69,11 +69,12 @@ class Never:
 
 
 def test_a_gpu_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_default = layer_timer.STUCK
     monkeypatch.setattr(layer_timer, "STUCK", 0.05)
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="tiling_all_reduce"):
         layer_timer.wait_for(Never())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < by_default
 
 
 class Slowly:
@@ -185,7 +186,7 @@ def test_between_two_the_nearer_one_is_followed() -> None:
 
 
 def test_blocks_that_are_not_the_rows_are_no_trial() -> None:
-    with pytest.raises(ValueError, match="are not 1024"):
+    with pytest.raises(ValueError, match="do not add up to 1024"):
         trial(1024, (512, 256))
 
 
@@ -254,7 +255,7 @@ def test_a_good_entry_is_read(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tiling.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"tiling\.json does not hold what was measured here"):
+    with pytest.raises(ValueError, match=r"tiling\.json holds no valid measurements"):
         calibration_file.read(path, "a")
     calibration_file.write(path, "a", Choice((trial(256, (256,)),)))
     assert calibration_file.read(path, "a") is not None

@@ -106,12 +106,21 @@ def test_an_engine_that_does_not_come_is_ended_and_says_where_it_is(
     first_token: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "hangs.py"
-    script.write_text("import time\ndef stuck_here():\n    time.sleep(600)\nstuck_here()\n")
+    lines = [
+        "import time",
+        "def stuck_here():",
+        "    print('stuck', flush=True)",
+        "    time.sleep(600)",
+        "stuck_here()",
+    ]
+    script.write_text("\n".join(lines))
     monkeypatch.setattr(first_token, "__file__", str(script))
     engine = first_token.Engine("one", {}, {}, tmp_path, tmp_path / "log")
     try:
+        while "stuck" not in (tmp_path / "log").read_text():
+            time.sleep(0.05)
         with pytest.raises(first_token.EngineError, match=r"one did not answer in time(.|\n)*stuck_here"):
-            engine.wait_until_ready(time.monotonic() + 1.5)
+            engine.wait_until_ready(time.monotonic())
     finally:
         engine.end()
 

@@ -76,13 +76,13 @@ def test_cpus_are_counted_node_by_node(two_nodes: Path, monkeypatch: pytest.Monk
     ("threads", "cpus", "of_caller", "text"),
     [
         (1, [0, 1], [0, 1], "1 threads: vLLM's own on any of 2 CPUs"),
-        (3, [], [4, 5, 7], "3 threads, none pinned: they float over 3 CPUs"),
-        (3, [4, 5, 6], [4], "3 threads: vLLM's own on CPU 4, 2 pinned one by one to CPUs 5,6"),
+        (3, [], [4, 5, 7], "3 threads, not pinned, on any of 3 CPUs"),
+        (3, [4, 5, 6], [4], "3 threads: vLLM's own on CPU 4, 2 pinned to CPUs 5,6"),
         (
             4,
             [4, 5],
             [4],
-            "4 threads: vLLM's own on CPU 4, 3 pinned one by one to CPUs 5,4,5; more threads than the 2 CPUs",
+            "4 threads: vLLM's own on CPU 4, 3 pinned to CPUs 5,4,5; there are more threads than CPUs (2)",
         ),
     ],
 )

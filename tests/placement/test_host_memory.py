@@ -88,7 +88,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_there_was_and_keeps_no
     monkeypatch.setattr(host_memory, "available_bytes", shrinking([100 * MIB, 96 * MIB, 3 * MIB]))
     gc.collect()
     before = resident()
-    with pytest.raises(MemoryError, match=r"^only 0\.01 of 0\.06 GiB could be had$"):
+    with pytest.raises(MemoryError, match=r"^only 0\.01 of 0\.06 GiB could be allocated$"):
         host_memory.commit(64 * MIB)
     gc.collect()
     assert resident() - before < 4 * MIB
@@ -142,7 +142,9 @@ def test_ranks_look_and_take_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
 def test_no_address_space_is_an_error_too() -> None:
     for size in (1 << 60, 1 << 70):
-        with pytest.raises(MemoryError, match=re.escape(f"there is no address space for {size / GIB:.2f} GiB")):
+        with pytest.raises(
+            MemoryError, match=re.escape(f"{size / GIB:.2f} GiB of address space could not be reserved")
+        ):
             host_memory.commit(size)
 
 

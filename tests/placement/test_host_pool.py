@@ -65,10 +65,10 @@ def test_more_than_the_budget_is_refused_in_one_sentence_before_any_is_taken(mon
     monkeypatch.setattr(host_memory, "commit", lambda *arguments, **named: taken.append(arguments))
     shapes = {"a": shape(1000), "b": shape(1000)}
     budget = 2 * shapes["a"].nbytes - 1
-    with pytest.raises(MemoryError, match="raise host_kv_gib or lower the number of blocks") as caught:
+    with pytest.raises(MemoryError, match="raise host_kv_gib, or lower the number of blocks") as caught:
         host_pool.create(shapes, {"a": 0, "b": 1}, budget, pin=None)
     text = str(caught.value)
-    assert "needs 0.03 GiB (1000 blocks, 2 slabs), but 0.03 GiB of host memory may be used" in text
+    assert "needs 0.03 GiB (1000 blocks, 2 slabs), but the limit for host memory is 0.03 GiB;" in text
     assert "\n" not in text
     assert not taken
 

@@ -204,7 +204,7 @@ def test_an_impossible_number_is_refused_with_the_possible_ones(model: tuple[Lay
         plan(layers, size, count, PLENTY)
     assert_one_sentence(caught.value)
     possible = sorted({len(split.host) for split in every_split(layers, size)})
-    assert str(caught.value).endswith(f"possible: {indices_text(possible)}.")
+    assert str(caught.value).endswith(f"possible values: {indices_text(possible)}.")
 
 
 @given(st.integers(1, 80), st.data())
@@ -253,11 +253,14 @@ SIZE = KvSize(16, 1 << 20, full_layers=4, windowed_layers=8, window=100, tokens_
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ([2, 12], "layer 12, but the layers with a KV cache of their own are 0-11"),
+        ([2, 12], "layer 12, which has no separate KV cache; choose from layers 0-11"),
         ([-1], "layer -1"),
-        ([0, 11], "layer 11, whose KV cache other layers share; leave it out"),
-        (13, "host_kv_layers 13 is not possible: of 12 layers"),
-        ([2], "host_kv_layers 2 leaves 3 full-attention and 8 sliding-window layers.*4 block tables instead of 3"),
+        ([0, 11], "layer 11, but other layers share its KV cache; remove it"),
+        (13, "host_kv_layers 13 is not possible with 12 layers"),
+        (
+            [2],
+            "host_kv_layers 2 leaves 3 full-attention and 8 sliding-window layers.*4 block tables in vLLM instead of 3",
+        ),
     ],
 )
 def test_errors_name_the_value_and_what_would_do(wanted: Any, words: str) -> None:
@@ -269,7 +272,7 @@ def test_errors_name_the_value_and_what_would_do(wanted: Any, words: str) -> Non
 @pytest.mark.parametrize(("kind", "name"), [(LAYERS.full, "full-attention"), (LAYERS.windowed, "sliding-window")])
 def test_one_layer_of_each_kind_stays(kind: tuple[int, ...], name: str) -> None:
     free = Layers(LAYERS.full, LAYERS.windowed)
-    with pytest.raises(PlacementError, match=f"leaves no {name} layer.*leave out one of {indices_text(kind)}"):
+    with pytest.raises(PlacementError, match=f"leaves no {name} layer.*remove at least one of {indices_text(kind)}"):
         plan(free, SIZE, list(kind), PLENTY)
 
 
@@ -277,7 +280,7 @@ def test_a_model_without_a_cache_needs_no_plan() -> None:
     none, size = Layers(()), KvSize(block_size=16, bytes_per_block=1024, full_layers=0)
     for wanted in ("auto", 0, []):
         assert plan(none, size, wanted, Limits(0, 0, 1000)).host == ()
-    with pytest.raises(PlacementError, match="host_kv_layers 1 is not possible: of 0 layers"):
+    with pytest.raises(PlacementError, match="host_kv_layers 1 is not possible with 0 layers"):
         plan(none, size, 1, PLENTY)
 
 

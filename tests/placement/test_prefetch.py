@@ -188,7 +188,7 @@ def test_a_forecast_that_begins_with_another_layer_is_an_error() -> None:
     scenario = Pass(layers=2)
     layer, other = scenario.layers
     step = Step([[], []])
-    with pytest.raises(PrefetchError, match="do not begin with the layer"):
+    with pytest.raises(PrefetchError, match="is not for the layer that is being computed"):
         scenario.prefetcher.begin(layer, step, lambda: [Visit(other, step)])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts import conformance, conformance_env
+from scripts import conformance, conformance_env, vllm_surface
 from scripts.conformance import Result, Suite, exit_status, read_result, run_suite, table
 from scripts.setup_env import SetupError
 
@@ -127,7 +127,7 @@ def test_results_are_kept_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(conformance, "run_suite", lambda suite, *rest: Result(rest[-1], "2.13.0", suite.name, passed=1))
     assert conformance.main(["--versions", "0.19.1", "0.28.0", "--json", str(tmp_path / "kept.json")]) == 0
     kept = json.loads((tmp_path / "kept.json").read_text())
-    assert [row["version"] for row in kept] == ["0.19.1"] * 3 + ["0.28.0"] * 4
+    assert [row["version"] for row in kept] == ["0.19.1"] * 4 + ["0.28.0"] * 5
 
 
 def test_only_the_tests_of_the_source_distribution_are_unpacked(tmp_path: Path) -> None:
@@ -161,3 +161,21 @@ def test_the_help_needs_nothing_but_python() -> None:
     run = subprocess.run([sys.executable, "-S", str(script), "--help"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "--versions" in run.stdout
+
+
+def test_an_option_that_came_or_went_is_named() -> None:
+    was = {"engine": ["model", "old"], "sampling": ["n"]}
+    now = {"engine": ["model", "new"], "sampling": ["n"], "pooling": ["task"]}
+    assert vllm_surface.differences(was, now) == [
+        "engine: new is new",
+        "engine: old is gone",
+        "pooling: task is new",
+    ]
+
+
+def test_the_installed_vllm_is_as_it_was_recorded(tmp_path: Path) -> None:
+    """As `make conformance` asks it of every version."""
+    (suite,) = (suite for suite in conformance.SUITES if suite.file.endswith("options_and_claims.py"))
+    found = run_suite(suite, Path(sys.executable), tmp_path, tmp_path / "upstream", "installed")
+    assert found.ok, found.problems
+    assert found.passed == 7

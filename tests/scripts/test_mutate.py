@@ -22,7 +22,7 @@ tests = ["{test}"]
 """
 FITS = {
     "file": "fastattention_vllm/attention/cpu/kernels.py",
-    "text": "for it runs once per layer",
+    "text": "A call runs once per layer",
     "replacement": "",
     "test": "tests/attention/cpu/test_errors.py::test_can_run_gives_the_reason",
 }
@@ -54,11 +54,11 @@ def test_every_test_that_is_named_exists() -> None:
     [
         (
             {"text": "torch"},
-            r"'a break': its text occurs \d+ times in fastattention_vllm/attention/cpu/kernels.py, not once",
+            r"'a break': its text occurs \d+ times in fastattention_vllm/attention/cpu/kernels.py, but must occur",
         ),
         ({"text": "no such text"}, "its text occurs 0 times"),
-        ({"file": "gone.py"}, "there is no file gone.py"),
-        ({"replacement": "for it runs once per layer"}, "names no test or changes nothing"),
+        ({"file": "gone.py"}, "gone.py does not exist"),
+        ({"replacement": "A call runs once per layer"}, "it names no test, or its replacement equals its text"),
     ],
 )
 def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -67,7 +67,23 @@ def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: st
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "no mutation to run"), ("[[mutations]]", "unknown table 'mutations'")]
+    ("text", "message"),
+    [
+        ("no such text", "its text occurs 0 times"),
+        ("for it runs once per layer", "names no test, or its replacement equals"),
+    ],
+)
+def test_what_is_broken_as_well_has_to_fit_too(text: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "list.toml")
+    also = FITS | {"text": text, "replacement": "for it runs once per layer"}
+    lines = [f'{name} = "{also[name]}"' for name in ("file", "text", "replacement")]
+    path.write_text(path.read_text() + "\n[[mutation.also]]\n" + "\n".join(lines) + "\n")
+    with pytest.raises(mutate.DoesNotFit, match=message):
+        mutate.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "no mutation matches"), ("[[mutations]]", "unknown table 'mutations'")]
 )
 def test_a_list_of_nothing_is_no_success(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "list.toml").write_text(text)
@@ -92,7 +108,7 @@ def test_a_change_that_breaks_nothing_survives(tmp_path: Path) -> None:
 def test_a_test_that_does_not_exist_catches_nothing(tmp_path: Path) -> None:
     done = run(write(tmp_path / "list.toml", test="tests/attention/cpu/test_errors.py::test_gone"))
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "do not all pass without a mutation" in done.stderr
+    assert "fail even without a mutation" in done.stderr
 
 
 @pytest.mark.more

@@ -143,9 +143,9 @@ def test_broken_kernels_lack_the_barriers_of_the_block_alone(machine: Path, tmp_
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        ("compute-sanitizer", "there is no compute-sanitizer on PATH; it comes with the CUDA toolkit."),
+        ("compute-sanitizer", "compute-sanitizer is not on PATH; install the CUDA toolkit, which includes it."),
         ("GPU", "there is no NVIDIA GPU that torch can use."),
-        ("kernels", "the Volta kernels are not built, there is no "),
+        ("kernels", "the Volta kernels are not built: there is no "),
     ],
 )
 def test_what_is_missing_is_one_sentence(

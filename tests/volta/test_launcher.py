@@ -45,43 +45,43 @@ PER_SEQUENCE = Case((2, 3), (20, 30), dtype=FP16, alibi="per sequence").build()
 CONTIGUOUS = Case((2, 3), (20, 30), dtype=FP16, page_size=0).build()
 MANY = torch.empty_strided((1 << 20, 16, 2, 64), (1 << 16, 128, 64, 1), dtype=FP16, device="meta")
 REFUSED: list[tuple[AttentionProblem, str]] = [
-    (PROBLEM, r"query is on cpu, the Volta kernels need it on a GPU\."),
-    (replace(on_gpu(PROBLEM), value=PROBLEM.value), "value is on cpu, the Volta kernels need it on a GPU"),
+    (PROBLEM, r"query is on cpu, but the Volta kernels need it on a GPU\."),
+    (replace(on_gpu(PROBLEM), value=PROBLEM.value), "value is on cpu, but the Volta kernels need it on a GPU"),
     (
         on_gpu(PROBLEM, query=PROBLEM.query.bfloat16()),
-        "query has dtype torch.bfloat16, the Volta kernels take float16; pass --dtype float16",
+        "query has dtype torch.bfloat16, but the Volta kernels need float16; pass --dtype float16",
     ),
     (
         on_gpu(PROBLEM, key=PROBLEM.key.bfloat16()),
-        "key has dtype torch.bfloat16, the Volta kernels take float16, float8_e5m2, float8_e4m3fn and int8",
+        "key has dtype torch.bfloat16, but the Volta kernels need float16, float8_e5m2, float8_e4m3fn or int8",
     ),
     (
         on_gpu(PROBLEM, key=PROBLEM.key.to(torch.float8_e4m3fn)),
-        "key has dtype torch.float8_e4m3fn and value torch.float16, they must be alike",
+        "key has dtype torch.float8_e4m3fn and value torch.float16, but they must have the same dtype",
     ),
     (
         on_gpu(PROBLEM, query=torch.zeros(5, 4, 68, dtype=FP16)[..., :64]),
-        r"query has strides \(272, 68, 1\), all but the last must be multiples of 8, the last 1\.",
+        r"query has strides \(272, 68, 1\), but the last one must be 1 and the others multiples of 8\.",
     ),
     (on_gpu(PROBLEM, query=torch.zeros(5, 64, 4, dtype=FP16).transpose(1, 2)), r"query has strides \(256, 1, 4\)"),
     (
         on_gpu(PROBLEM, query=torch.zeros(5 * 4 * 64 + 4, dtype=FP16)[4:].view(5, 4, 64)),
-        "query begins at an address that is no multiple of 16 bytes",
+        "query begins at an address that is not a multiple of 16 bytes",
     ),
     (
         on_gpu(PROBLEM, query=torch.zeros(5, 4, 72, dtype=FP16)),
-        "head_size is 72, the Volta kernels take 64, 80, 96, 112, 128, 192, 256",
+        "head_size is 72, but the Volta kernels support 64, 80, 96, 112, 128, 192, 256",
     ),
     (
         on_gpu(PROBLEM, value=torch.zeros(*PROBLEM.value.shape, dtype=FP16)),
-        r"key has strides \([0-9, ]*\) and value \([0-9, ]*\), they must be alike",
+        r"key has strides \([0-9, ]*\) and value \([0-9, ]*\), but they must have the same strides",
     ),
     (
         on_gpu(PROBLEM, key=MANY, value=MANY),
-        "key has 1048576 blocks of 65536 numbers, more than the Volta kernels can count",
+        "key has 1048576 blocks of 65536 numbers, more than the Volta kernels can address",
     ),
-    (on_gpu(PROBLEM, scale=0.0), r"scale is 0\.0, the Volta kernels need it above 0"),
-    (on_gpu(PER_SEQUENCE), "alibi_slopes differ from sequence to sequence, the Volta kernels take one per head"),
+    (on_gpu(PROBLEM, scale=0.0), r"scale is 0\.0, but the Volta kernels need a positive one"),
+    (on_gpu(PER_SEQUENCE), "alibi_slopes differ between sequences, but the Volta kernels need one slope per head"),
 ]
 
 
@@ -95,9 +95,12 @@ def test_what_the_kernels_cannot_compute(problem: AttentionProblem, said: str) -
 
 def test_caches_that_are_not_written() -> None:
     key, cache, slots = torch.zeros(2, 2, 64, dtype=FP16), torch.zeros(1, 16, 2, 64), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"write float16 into .* or int8, not torch\.float16 into torch\.float32\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"float16 keys into a .* or int8 cache, not torch\.float16 keys into a torch\.float32 cache\.$",
+    ):
         volta.write_kv(key, key, cache, cache, slots)
-    with pytest.raises(ValueError, match=r"not torch\.bfloat16 into torch\.float8_e5m2\.$"):
+    with pytest.raises(ValueError, match=r"not torch\.bfloat16 keys into a torch\.float8_e5m2 cache\.$"):
         volta.write_kv(key.bfloat16(), key.bfloat16(), *[cache.to(torch.float8_e5m2)] * 2, slots)
 
 
@@ -147,7 +150,7 @@ def test_kernels_that_are_not_built(
 @pytest.mark.usefixtures("chosen")
 def test_kernels_of_a_newer_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
-    said = r"volta_kernels is ptx-sm_75, but this GPU's compute capability is 7\.0; leave it at auto\."
+    said = r"volta_kernels is ptx-sm_75, but this GPU has compute capability 7\.0; set it to auto\."
     with pytest.raises(ValueError, match=said):
         volta.choose("ptx-sm_75")
 
@@ -196,7 +199,7 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     cuda_driver._driver.cache_clear()
-    with pytest.raises(DriverError, match=r"there is no NVIDIA driver here \(libcuda\.so\.1: cannot open"):
+    with pytest.raises(DriverError, match=r"no NVIDIA driver was found \(libcuda\.so\.1: cannot open"):
         cuda_driver.load(b"", "kernel", 0)
 
 

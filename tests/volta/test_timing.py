@@ -259,7 +259,7 @@ class TestOneSm:
         ):
             with pytest.raises(SimulationError, match=said):
                 stream.simulation.time(stream.traces, timing=default_timing(**changes))
-        with pytest.raises(ValueError, match="there is no trace to time"):
+        with pytest.raises(ValueError, match="no trace was recorded"):
             stream.simulation.time([])
 
     def test_traces_that_are_gone(self) -> None:

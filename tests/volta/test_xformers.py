@@ -104,7 +104,7 @@ def test_an_encoder_sees_this_step_s_tokens_in_both_directions() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_window_needs_causal_sequences() -> None:
-    with pytest.raises(ValueError, match="the window is 4, but xformers takes one of causal sequences only"):
+    with pytest.raises(ValueError, match="the window is 4, but xformers supports windows only with a causal mask"):
         xformers.bias([3], [3], causal=False, window=4)
 
 
@@ -140,11 +140,11 @@ def test_our_kernels_run_whatever_they_can(monkeypatch: pytest.MonkeyPatch) -> N
 def test_xformers_runs_only_if_it_is_asked_for(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = model(dtype, size, volta_fallback="xformers")
     assert chosen(monkeypatch, asked) == "FastAttentionXformersBackend"
-    with pytest.raises(Refusal, match=r"Volta kernels take .*install xformers and pass .*volta_fallback"):
+    with pytest.raises(Refusal, match=r"Volta kernels (need|support) .*install xformers and pass .*volta_fallback"):
         chosen(monkeypatch, model(dtype, size))
     with pytest.raises(Refusal, match='volta_fallback is "xformers", but xformers is not installed'):
         chosen(monkeypatch, asked, None)
-    with pytest.raises(Refusal, match="host_kv_layers is 4, but with volta_fallback all KV stays on the GPU"):
+    with pytest.raises(Refusal, match="host_kv_layers is 4, but volta_fallback keeps all KV on the GPU"):
         chosen(monkeypatch, model(dtype, size, volta_fallback="xformers", host_kv_layers=4))
 
 
@@ -159,8 +159,8 @@ def test_it_is_said_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     impl = backend_xformers.FastAttentionXformersImpl(HEADS, 64, 0.125, KV_HEADS)
     impl.process_weights_after_loading(torch.float32)
     assert said == [
-        "Attention kernels: xformers 0.0.34, as volta_fallback asks for, because the model's dtype is float32, the "
-        "Volta kernels take float16."
+        "Attention kernels: xformers 0.0.34, selected by volta_fallback because the model's dtype is float32, but the "
+        "Volta kernels need float16."
     ]
 
 
@@ -174,7 +174,7 @@ def test_it_is_said_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_it_cannot_do_is_refused(feature: dict[str, Any], named: str) -> None:
-    with pytest.raises(Refusal, match=f"use {named}, which xformers does not do"):
+    with pytest.raises(Refusal, match=f"use {named}, which volta_fallback: xformers does not support"):
         backend_xformers.FastAttentionXformersImpl(HEADS, 64, 0.125, KV_HEADS, **feature)
 
 

@@ -1,9 +1,8 @@
 """Attention on CPUs, through the C ABI library of ``kernels/cpu``.
 
-The library (``library.py``) brings its own thread pool, chooses the instruction set itself, and computes in
-fp32 whatever the dtype of the tensors, but for ``amx`` and ``avx512_bf16``: where queries, keys and values are bf16,
-these round the softmax weights to bf16. A call takes tens of microseconds of Python at most, for it runs once per layer
-and decode step.
+The library (``library.py``) has its own thread pool, chooses the instruction set, and computes in fp32 for all dtypes,
+with one exception: if queries, keys and values are bf16, ``amx`` and ``avx512_bf16`` round the softmax weights to bf16.
+A call runs once per layer and decode step, so it takes at most tens of microseconds in Python.
 """
 
 from __future__ import annotations
@@ -34,45 +33,45 @@ def isa() -> str:
 
 
 def usable_isas() -> list[str]:
-    """Instruction sets compiled in and usable on this machine, best first."""
+    """The compiled instruction sets that this machine supports, best first."""
     names: bytes = library().fa_cpu_usable_isas()
     return names.decode().split(",")
 
 
 def num_threads() -> int:
-    """Threads that compute, the calling one included; at first one per CPU of the affinity mask."""
+    """Number of computing threads, including the caller. Initially one per CPU of the affinity mask."""
     count: int = library().fa_cpu_num_threads()
     return count
 
 
 def set_num_threads(count: int, cpus: Sequence[int] | None = None) -> None:
-    """Resize the thread pool to ``count`` threads, the calling one included.
+    """Resize the thread pool to ``count`` threads, including the caller.
 
-    The calling thread is the first, and its affinity stays as it is. The pool's own threads are each pinned to one of
-    ``cpus``, thread ``i`` to ``cpus[i % len(cpus)]``, which leaves the first to the caller; without ``cpus`` they
-    inherit the affinity of the thread that first needs them, which a caller bound to one CPU will not want. Results do
-    not depend on the number of threads, to the last bit.
+    The caller is the first thread, and its affinity is not changed. Thread ``i`` of the pool is pinned to
+    ``cpus[i % len(cpus)]``, so the first CPU is left to the caller. Without ``cpus``, the threads inherit the affinity
+    of the thread that first needs them; a caller that is bound to one CPU should pass ``cpus``. Results are
+    bit-identical for any number of threads.
 
-    Raises ``ValueError`` for a CPU that is offline or outside this process's cpuset; the pool stays as it was.
+    Raises ``ValueError`` for a CPU that is offline or outside this process's cpuset. The pool is then not changed.
     """
     named = (c_int32 * len(cpus))(*cpus) if cpus else None
     if cpus and count == 1:
-        # CPUs are checked as threads are pinned to them, and one thread is the caller alone.
+        # CPUs are checked when threads are pinned, and a pool of one thread has only the caller.
         check(library().fa_cpu_set_num_threads(2, named, len(cpus)))
     check(library().fa_cpu_set_num_threads(count, named, len(cpus) if cpus else 0))
 
 
 def set_spin(seconds: float) -> None:
-    """How long an idle thread of the pool polls before it sleeps; 50 microseconds at first.
+    """Set how long an idle thread of the pool spins before it sleeps. Initially 50 microseconds.
 
-    Longer is better where the CPUs are the pool's alone and calls come every millisecond: waking a thread takes tens of
-    microseconds, on virtual machines hundreds. ``ValueError`` below 0 or above 1.
+    A longer time helps if no other program uses the CPUs and calls arrive every millisecond, because waking a thread
+    takes tens of microseconds, or hundreds on virtual machines. ``ValueError`` below 0 or above 1.
     """
     check(library().fa_cpu_set_spin(round(seconds * 1e6)))
 
 
 def measure_wake() -> float | None:
-    """Seconds, from now, until every thread of the pool runs; None if they take more than one."""
+    """Seconds until every thread of the pool runs; None if that takes more than one second."""
     nanoseconds = c_int64()
     check(library().fa_cpu_measure_wake(ctypes.byref(nanoseconds)))
     return None if nanoseconds.value < 0 else nanoseconds.value * 1e-9
@@ -84,15 +83,15 @@ def can_run(problem: AttentionProblem) -> str | None:
     for name in ("query", "key", "value"):
         tensor: torch.Tensor = getattr(problem, name)
         if not tensor.is_cpu:
-            return f"{name} is on {tensor.device}, the CPU kernels need it on cpu."
+            return f"{name} is on {tensor.device}, but the CPU kernels need it on cpu."
         if tensor.dtype not in (_DTYPES if name == "query" else _KV_DTYPES):
-            or_fp8 = "" if name == "query" else ", or float8_e4m3fn or float8_e5m2"
-            return f"{name} has dtype {tensor.dtype}, the CPU kernels take float32, float16 or bfloat16{or_fp8}."
+            or_fp8 = "" if name == "query" else ", float8_e4m3fn or float8_e5m2"
+            return f"{name} has dtype {tensor.dtype}, but the CPU kernels need float32, float16 or bfloat16{or_fp8}."
     if query.dim() != 3 or key.dim() != (4 if problem.is_paged else 3):
-        return None  # not a question of this family: run() says what is wrong with the shapes
+        return None  # run() reports wrong shapes
     if query.shape[2] % HEAD_SIZE_MULTIPLE != 0 or not 0 < query.shape[2] <= MAX_HEAD_SIZE:
         sizes = f"multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}"
-        return f"head_size is {query.shape[2]}, the CPU kernels take {sizes}."
+        return f"head_size is {query.shape[2]}, but the CPU kernels support {sizes}."
     try:
         library()
     except RuntimeError as error:
@@ -112,9 +111,9 @@ def run(
     ``out``: ``[num_tokens, num_heads, head_size]`` in the query's dtype, last dimension contiguous; allocated if
     absent.
     ``lse``: ``[num_tokens, num_heads]`` fp32 with any strides, natural-log softmax denominators; allocated if absent
-    and ``return_lse``. Rows of padding tokens stay untouched (zero where the tensor was allocated here).
+    and ``return_lse``. Rows of padding tokens are not changed (zero if the tensor is allocated here).
 
-    Raises ``ValueError`` for tensors that do not fit together, with one sentence that names the value.
+    Raises ``ValueError`` for tensors that do not match, with one sentence that names the value.
     """
     arguments, out, lse = attention_arguments(problem, out, lse, return_lse)
     check(library().fa_cpu_attention(arguments))
@@ -123,22 +122,22 @@ def run(
 
 @dataclass(frozen=True)
 class Running:
-    """An attention that the pool computes; keeps its tensors alive."""
+    """A running attention call of the thread pool. It keeps the tensors alive."""
 
     problem: AttentionProblem
     out: torch.Tensor
     lse: torch.Tensor | None
 
     def finish(self) -> None:
-        """Compute what is left together with the pool, and return when all is done."""
+        """Compute the rest together with the pool, and return when everything is done."""
         check(library().fa_cpu_attention_finish())
 
 
 def start(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None = None) -> Running:
-    """Let the pool's own threads begin with ``problem``, as :func:`run` would; the caller is free to do other things.
+    """Start :func:`run` on the pool's threads and return at once, so that the caller can do other work.
 
-    The same thread must call :meth:`Running.finish`. Until then its calls of these kernels raise ``ValueError``, and
-    those of other threads wait.
+    The same thread must call :meth:`Running.finish`. Until then, its other calls of these kernels raise ``ValueError``,
+    and calls of other threads wait.
     """
     arguments, out, lse = attention_arguments(problem, out, lse, False)
     check(library().fa_cpu_attention_start(arguments))
@@ -148,7 +147,7 @@ def start(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None
 def attention_arguments(
     problem: AttentionProblem, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
 ) -> tuple[AttentionArguments, torch.Tensor, torch.Tensor | None]:
-    """Checked and converted, with ``out`` and ``lse``, which are allocated where :func:`run` would."""
+    """The checked and converted arguments, with ``out`` and ``lse``, which are allocated as in :func:`run`."""
     query, key, value = problem.query, problem.key, problem.value
     query_start_loc, seq_lens = problem.query_start_loc, problem.seq_lens
     block_table, kv_start_loc = problem.block_table, problem.kv_start_loc
@@ -167,10 +166,10 @@ def attention_arguments(
     value_strides = row_strides(value, "value")
     if key_shape != value.shape or key.dtype != value.dtype:
         raise ValueError(
-            f"key and value must agree, but are {_shape(key)} {key.dtype} and {_shape(value)} {value.dtype}."
+            f"key and value must match, but are {_shape(key)} {key.dtype} and {_shape(value)} {value.dtype}."
         )
     if key_shape[-1] != head_size:
-        raise ValueError(f"key has head_size {key_shape[-1]}, query {head_size}.")
+        raise ValueError(f"key has head_size {key_shape[-1]}, but query has {head_size}; they must match.")
 
     check_index(query_start_loc, "query_start_loc", (num_seqs + 1,))
     check_index(seq_lens, "seq_lens", (num_seqs,))
@@ -189,7 +188,7 @@ def attention_arguments(
                 f"without a block_table, key must be [num_kv_tokens, num_kv_heads, head_size], not {_shape(key)}."
             )
         if kv_start_loc is None:
-            raise ValueError("without a block_table, kv_start_loc must say where sequences begin.")
+            raise ValueError("kv_start_loc is missing; pass it, or a block_table.")
         check_index(kv_start_loc, "kv_start_loc", (num_seqs,))
         key_strides, value_strides = (0, *key_strides), (0, *value_strides)
     slope_stride = 0
@@ -242,7 +241,7 @@ def attention_arguments(
         problem.value_scale,
         query_start_loc.data_ptr(),
         seq_lens.data_ptr(),
-        # An empty table has a null pointer, which would mean contiguous; it is never read, so any address will do.
+        # An empty table has a null pointer, which would mean "contiguous". It is never read, so any address works.
         None if block_table is None else block_table.data_ptr() or key.data_ptr(),
         None if kv_start_loc is None else kv_start_loc.data_ptr(),
         None if slopes is None else slopes.data_ptr(),
@@ -282,10 +281,11 @@ def write_kv(
     ``block * page_size + row`` for each token, negative to skip it. Last dimensions must be contiguous, other strides
     are free.
 
-    fp8 caches (float8_e4m3fn, float8_e5m2) get the row divided by ``key_scale`` or ``value_scale``, which are 1 for all
-    others. What then lies beyond the largest finite fp8 number, infinity included, becomes that number; NaN stays NaN.
+    fp8 caches (float8_e4m3fn, float8_e5m2) store the row divided by ``key_scale`` or ``value_scale``, which must be 1
+    for other dtypes. Values beyond the largest finite fp8 number, including infinity, become that number; NaN stays
+    NaN.
 
-    Raises ``ValueError`` for tensors or scales that do not fit, with one sentence that names the value.
+    Raises ``ValueError`` for tensors or scales that do not match, with one sentence that names the value.
     """
     arguments = write_arguments(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     check(library().fa_cpu_write_kv(arguments))
@@ -300,7 +300,7 @@ def write_arguments(
     key_scale: float,
     value_scale: float,
 ) -> WriteArguments:
-    """Those of :func:`write_kv`, checked and converted."""
+    """The checked and converted arguments of :func:`write_kv`."""
     for name, tensor, like in (("value", value, key), ("value_cache", value_cache, key_cache)):
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise ValueError(f"{name} must be {_shape(like)} {like.dtype}, not {_shape(tensor)} {tensor.dtype}.")
@@ -309,8 +309,8 @@ def write_arguments(
         raise ValueError(f"all tensors must be on cpu, but are on {[str(t.device) for t in tensors]}.")
     if key.dtype not in _DTYPES or key_cache.dtype not in _KV_DTYPES:
         raise ValueError(
-            "key must be float32, float16 or bfloat16, and the cache one of these, float8_e4m3fn or float8_e5m2, "
-            f"not {key.dtype} and {key_cache.dtype}."
+            "key must be float32, float16 or bfloat16, and the cache must be one of these, float8_e4m3fn or "
+            f"float8_e5m2; they are {key.dtype} and {key_cache.dtype}."
         )
     if key.dim() != 3 or key_cache.dim() != 4 or key_cache.shape[2:] != key.shape[1:]:
         raise ValueError(
@@ -323,7 +323,7 @@ def write_arguments(
         )
     num_tokens = slot_mapping.shape[0]
     if num_tokens > key.shape[0]:
-        raise ValueError(f"slot_mapping names {num_tokens} tokens, but key has {key.shape[0]}.")
+        raise ValueError(f"slot_mapping has {num_tokens} tokens, but key has only {key.shape[0]}.")
     return WriteArguments(
         num_tokens,
         key_cache.shape[0],

@@ -1,7 +1,7 @@
-"""A layer's calls of the CPU kernels, step after step: what stays the same is checked and converted once.
+"""A layer's repeated calls of the CPU kernels: what stays the same between steps is checked and converted only once.
 
-:func:`cpu.run` and :func:`cpu.write_kv` check every tensor, which takes 10 and 15 microseconds of Python, a model of 32
-layers makes 64 such calls for each token. The classes here keep a call's arguments and replace what a step brings.
+:func:`cpu.run` and :func:`cpu.write_kv` check every tensor, which takes 10 and 15 microseconds in Python. A model of 32
+layers makes 64 such calls per token. The classes here keep a call's arguments and replace only those that change.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fastattention_vllm.attention.problem import AttentionProblem
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's sequences over pages, checked once for all layers; tensors are as in :class:`AttentionProblem`.
+    """The sequences of a step, checked once for all layers. The tensors are those of :class:`AttentionProblem`.
 
-    Raises ``ValueError`` for one that does not fit.
+    Raises ``ValueError`` for a tensor that does not match.
     """
 
     query_start_loc: torch.Tensor
@@ -37,20 +37,22 @@ class Batch:
 class LayerAttention:
     """Attention of one layer over its paged cache. One call at a time.
 
-    ``problem`` and ``out`` are those of any step. Of ``problem`` stays what :meth:`run` does not take; its ALiBi slopes
-    must be ``[num_heads]``.
+    ``problem`` and ``out`` are those of any step. The layer keeps the parts of ``problem`` that :meth:`run` does not
+    take. ALiBi slopes must be ``[num_heads]``.
     """
 
     def __init__(self, problem: AttentionProblem, out: torch.Tensor) -> None:
         slopes = problem.alibi_slopes
         if not problem.is_paged or (slopes is not None and slopes.dim() != 1):
-            raise ValueError("what is not paged, or has ALiBi slopes for each sequence, is for cpu.run.")
+            raise ValueError(
+                "the problem has no block_table, or different alibi_slopes per sequence; use cpu.run for it."
+            )
         self._plan(problem, out)
 
     def _plan(self, problem: AttentionProblem, out: torch.Tensor) -> None:
         self._arguments, _, _ = cpu.attention_arguments(problem, out, None, return_lse=False)
         self._of_token, self._dtype = problem.query.shape[1:], problem.query.dtype
-        self._problem = replace(problem, query=problem.query.new_empty(0))  # keeps cache and slopes alive, no states
+        self._problem = replace(problem, query=problem.query.new_empty(0))  # keeps cache and slopes alive, but no query
 
     def run(
         self,
@@ -61,7 +63,7 @@ class LayerAttention:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        """``query``, ``out``: ``[num_tokens, num_heads, head_size]``; all is as in :func:`cpu.run`, errors too."""
+        """Like :func:`cpu.run`, with the same errors. ``query``, ``out``: ``[num_tokens, num_heads, head_size]``."""
         shape, strides, out_strides = query.shape, query.stride(), out.stride()
         if not (
             shape[1:] == self._of_token
@@ -112,7 +114,7 @@ class LayerWriter:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        """As :func:`cpu.write_kv`, errors too."""
+        """Like :func:`cpu.write_kv`, with the same errors."""
         shape, strides, value_strides = key.shape, key.stride(), value.stride()
         if not (
             shape[1:] == self._of_token

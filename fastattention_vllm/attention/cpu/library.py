@@ -1,4 +1,4 @@
-"""The kernel library of ``kernels/cpu``: loaded on first use, its structures and its errors.
+"""Loads the kernel library of ``kernels/cpu`` on first use, and defines its structures and errors.
 
 Environment: ``FASTATTENTION_CPU_LIBRARY`` names another library file, ``FASTATTENTION_CPU_ISA`` forces an instruction
 set (``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``neon`` or ``scalar``).
@@ -99,18 +99,18 @@ class WriteArguments(ctypes.Structure):
 
 
 def library_path() -> Path:
-    """Where the kernel library lies.
+    """The path of the kernel library.
 
-    ``FASTATTENTION_CPU_LIBRARY`` if set; else ``lib/`` inside this package; else the ``lib/`` that the installed
-    distribution ``fastattention-vllm`` holds. The last one serves processes that import the package from a source
-    checkout, such as Ray workers, while the built library was installed into site-packages.
+    It is ``FASTATTENTION_CPU_LIBRARY`` if set, otherwise ``lib/`` inside this package, otherwise ``lib/`` in the
+    installed distribution ``fastattention-vllm``. The last one is for processes that import the package from a source
+    checkout, such as Ray workers, while the library is installed in site-packages.
 
-    Raises ``RuntimeError`` naming the places if there is none.
+    Raises ``RuntimeError`` that names these places if there is no library.
     """
     forced = os.environ.get("FASTATTENTION_CPU_LIBRARY")
     if forced:
         if not Path(forced).is_file():
-            raise RuntimeError(f"FASTATTENTION_CPU_LIBRARY names {forced}, which does not exist.")
+            raise RuntimeError(f"FASTATTENTION_CPU_LIBRARY is {forced}, but there is no such file; unset it or fix it.")
         return Path(forced)
     tried = [Path(__file__).resolve().parents[2] / "lib" / _LIBRARY_NAME]
     for distribution in importlib.metadata.distributions(name="fastattention-vllm"):
@@ -121,21 +121,21 @@ def library_path() -> Path:
             return path
     places = ", ".join(str(path) for path in dict.fromkeys(tried))
     raise RuntimeError(
-        f"The CPU kernel library is not built: looked at {places}; build it with `make build` "
-        "or name it in FASTATTENTION_CPU_LIBRARY."
+        f"The CPU kernel library was not found at {places}; run `make build`, or set FASTATTENTION_CPU_LIBRARY to "
+        "its path."
     )
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library, loaded; ``RuntimeError`` if it is not built or does not fit."""
+    """The loaded kernel library. ``RuntimeError`` if it is not built or has the wrong version."""
     path = library_path()
     loaded = ctypes.CDLL(str(path))
     found = loaded.fa_cpu_abi_version()
     if found != ABI_VERSION:
         raise RuntimeError(
-            f"{path} speaks version {found} of the CPU kernel interface, this package version "
-            f"{ABI_VERSION}: rebuild it with `make build`."
+            f"{path} has version {found} of the CPU kernel interface, but this package needs version {ABI_VERSION}; "
+            "run `make build`."
         )
     for name in ("fa_cpu_last_error", "fa_cpu_usable_isas", "fa_cpu_isa"):
         getattr(loaded, name).restype = c_char_p
@@ -147,12 +147,12 @@ def library() -> ctypes.CDLL:
     forced = os.environ.get("FASTATTENTION_CPU_ISA")
     if forced and loaded.fa_cpu_set_isa(forced.encode()) != _OK:
         usable = loaded.fa_cpu_usable_isas().decode().replace(",", ", ")
-        raise RuntimeError(f"FASTATTENTION_CPU_ISA is {forced!r}, but this machine can use: {usable}.")
+        raise RuntimeError(f"FASTATTENTION_CPU_ISA is {forced!r}, but this machine supports: {usable}.")
     return loaded
 
 
 def check(status: int) -> None:
-    """Raise what a call of the library reports."""
+    """Raise the error that a call of the library reports."""
     if status != _OK:
         message = library().fa_cpu_last_error().decode()
         raise MemoryError(message) if status == _OUT_OF_MEMORY else ValueError(message)

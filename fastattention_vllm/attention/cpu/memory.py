@@ -1,8 +1,8 @@
-"""Where host memory lies: huge pages, NUMA nodes, first touch by the attention threads.
+"""Placement of host memory: huge pages, NUMA nodes, and first touch by the attention threads.
 
-Attention over a long context reads gigabytes once per step: with 4 KiB pages the address translation alone costs a good
-part of the memory's rate, and pages that all lie on one node leave the other nodes' memory controllers idle. Placement
-is best effort; what could not be had is reported, never raised.
+Attention over a long context reads gigabytes once per step. With 4 KiB pages, address translation alone costs a large
+part of the memory's rate, and if all pages are on one node, the other nodes' memory controllers are idle. Placement is
+best effort: requests that are not met are reported, but raise no error.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class _Placement(ctypes.Structure):
 
 @dataclass(frozen=True)
 class MemoryPlacement:
-    """What was achieved for a range of memory."""
+    """The placement of a range of memory."""
 
     huge_bytes: int | None
-    """Bytes in huge pages when it was placed; None where /proc does not say."""
+    """Bytes in huge pages at the time of placement; None if /proc does not report it."""
     num_nodes: int
-    """NUMA nodes that the policy names; 0 if none was asked for, or none could be set."""
+    """Number of NUMA nodes in the policy; 0 if none was requested or none could be set."""
     reason: str
-    """Sentences that say why something asked for was not had; empty if all was."""
+    """Sentences that explain which requests were not met; empty if all were."""
 
 
 def place_memory(address: int, size: int, nodes: Sequence[int] = (), *, discard: bool = False) -> MemoryPlacement:
-    """Ask for huge pages and NUMA nodes for ``size`` bytes at ``address``.
+    """Request huge pages and NUMA nodes for ``size`` bytes at ``address``.
 
-    Only whole huge pages (2 MiB) inside the range are placed. ``nodes``: several are used in turn (interleaved), one by
-    preference, none leaves the policy as it is. With ``discard`` the range is zero afterwards and its pages are new,
-    touched first by the attention threads; without, contents stay and pages move where the kernel can.
+    Only whole huge pages (2 MiB) inside the range are placed. ``nodes``: several nodes are interleaved, one node is
+    preferred, and none leaves the policy unchanged. With ``discard``, the range is zero afterwards, and its pages are
+    new and first touched by the attention threads. Without it, the content is kept, and Linux moves pages if it can.
 
     Raises ``ValueError`` for a null address or a negative size.
     """

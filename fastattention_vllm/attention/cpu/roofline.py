@@ -1,6 +1,6 @@
-"""What bounds attention on this machine, measured by loops of the CPU kernel library on its own threads.
+"""The limits of attention on this machine, measured by loops of the CPU kernel library on its own threads.
 
-:class:`PageReader` reads memory and does nothing else; :func:`peak` keeps the arithmetic units busy on registers alone.
+:class:`PageReader` only reads memory; :func:`peak` keeps the arithmetic units busy with registers only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fastattention_vllm.attention.cpu.library import check, library
 
 @dataclass(frozen=True, slots=True)
 class ReadMethod:
-    """How a thread reads: ``streams`` places at a time, asking for data ``prefetch_bytes`` ahead of itself."""
+    """How a thread reads: from ``streams`` places at a time, prefetching ``prefetch_bytes`` ahead."""
 
     prefetch_bytes: int = 0
-    """0 leaves it to the hardware."""
+    """0: only the hardware prefetches."""
     streams: int = 1
     """1, 2 or 4."""
 
@@ -28,11 +28,11 @@ class ReadMethod:
 
 
 class PageReader:
-    """Reads pages of memory once each. ``pages``: their addresses; ``sizes``: their bytes, multiples of 8."""
+    """Reads each page of memory once. ``pages``: their addresses; ``sizes``: their bytes, multiples of 8."""
 
     def __init__(self, pages: Sequence[int], sizes: Sequence[int]) -> None:
         if len(pages) != len(sizes):
-            raise ValueError(f"there are {len(pages)} pages, but {len(sizes)} sizes.")
+            raise ValueError(f"there are {len(pages)} pages but {len(sizes)} sizes; pass one size per page.")
         self.total_bytes = sum(sizes)
         self._pages = (c_void_p * len(pages))(*pages)
         self._sizes = (c_int64 * len(sizes))(*sizes)
@@ -47,7 +47,7 @@ class PageReader:
         ]
 
     def read(self, method: ReadMethod) -> int:
-        """Exclusive or of all 64-bit words; ``ValueError`` for a size or a method that cannot be."""
+        """The exclusive or of all 64-bit words. ``ValueError`` for an invalid size or method."""
         checksum = c_uint64()
         check(
             self._function(self._pages, self._sizes, len(self._pages), method.prefetch_bytes, method.streams, checksum)
@@ -56,7 +56,7 @@ class PageReader:
 
 
 def peak_kinds() -> list[str]:
-    """What this build can make this machine compute: some of ``bf16_amx``, ``bf16_dot``, and always ``fp32_fma``."""
+    """The kinds of arithmetic that can run here: ``fp32_fma``, and possibly ``bf16_dot`` and ``bf16_amx``."""
     function = library().fa_cpu_peak_kinds
     function.restype = c_char_p
     names: bytes = function()
@@ -64,9 +64,9 @@ def peak_kinds() -> list[str]:
 
 
 def peak(kind: str, iterations: int) -> float:
-    """Run ``iterations`` rounds of ``kind``, shared by the threads, and return the floating-point operations done.
+    """Run ``iterations`` rounds of ``kind``, divided among the threads, and return the number of operations.
 
-    Raises ``ValueError`` for a kind that is not among :func:`peak_kinds`.
+    Raises ``ValueError`` for a kind that is not in :func:`peak_kinds`.
     """
     function = library().fa_cpu_peak
     function.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_double)]

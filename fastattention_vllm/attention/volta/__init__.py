@@ -1,1 +1,1 @@
-"""Attention on V100 and Turing: our CUDA kernels, launched through the driver API."""
+"""Attention on V100 and Turing: this package's CUDA kernels, launched through the driver API."""

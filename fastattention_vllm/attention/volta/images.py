@@ -1,8 +1,8 @@
-"""The compiled Volta kernels on disk, and the manifest that says to which code they belong. Needs no GPU and no torch.
+"""The compiled Volta kernels on disk, and the manifest that ties them to this code. Needs no GPU and no torch.
 
-A launch hands over a block of bytes and a workspace whose layouts are compiled into the kernels: an image of other
-sources would read and write elsewhere. So an image is loaded only if the manifest beside it has this launcher's layouts
-and the image's checksum. Some of the images may be missing, as long as nobody asks for them.
+A launch passes a block of bytes and a workspace whose layouts are compiled into the kernels. An image from other
+sources would access wrong addresses. So an image is loaded only if the manifest in its folder has this launcher's
+layouts and the image's checksum. Images that are never requested may be missing.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from fastattention_vllm.attention.volta.launch import Variant, disagreement
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Of the manifest itself."""
+"""The version of the manifest's format."""
 SOURCES = Path(__file__).resolve().parents[3] / "kernels" / "volta" / "src"
-"""In a checkout; a wheel has none."""
-FIX = "run `make volta`, or install the wheel again."
+"""The sources in a checkout. A wheel has none."""
+FIX = "run `make volta`, or reinstall the wheel."
 
 
 class ImageError(RuntimeError):
-    """One sentence: which image is not there or does not belong to this code, and what to do."""
+    """One sentence: which image is missing or does not match this code, and what to do."""
 
 
 def variants(folder: Path) -> dict[tuple[str, int, bool, str, int], Variant]:
     """The compiled kernels in ``folder``, by kind, head size, adjusted, cache and architecture.
 
     Raises:
-        ImageError: the manifest is not there, or says that they do not belong to this launcher.
+        ImageError: the manifest is missing, or the kernels do not match this launcher.
     """
     found = {}
     for entry in manifest_of(folder)["variants"]:
         try:
             one = Variant(**entry)
         except TypeError as error:
-            raise ImageError(f"{folder / MANIFEST} does not describe kernels as expected ({error}); {FIX}") from error
+            raise ImageError(f"{folder / MANIFEST} does not have the expected form ({error}); {FIX}") from error
         found[one.kind, one.head_size, one.adjusted, one.cache, one.architecture] = one
     return found
 
 
 def read(folder: Path, variant: Variant, suffix: str) -> bytes:
-    """The image of ``variant``, as the manifest describes it.
+    """The image of ``variant``, checked against the manifest.
 
     Raises:
-        ImageError: it is not there, or does not belong to this code.
+        ImageError: it is missing, or does not match this code.
     """
     path = folder / variant.image(suffix)
     try:
@@ -57,22 +57,22 @@ def read(folder: Path, variant: Variant, suffix: str) -> bytes:
     changed = sorted(_changed(manifest["sources"]))
     if changed:
         raise ImageError(
-            f"The Volta kernels in {folder} were compiled from other sources than {SOURCES} has now "
+            f"The sources in {SOURCES} have changed since the Volta kernels in {folder} were compiled "
             f"({', '.join(changed)}); {FIX}"
         )
     known = manifest["images"].get(path.name)
     if not isinstance(known, dict) or known.get("sha256") != hashlib.sha256(image).hexdigest():
-        raise ImageError(f"{path} is not the file that {MANIFEST} beside it describes; {FIX}")
+        raise ImageError(f"{path} does not match its checksum in {MANIFEST}; {FIX}")
     return image
 
 
 def checksums(sources: Path) -> dict[str, str]:
-    """Of each file."""
+    """The checksum of each file."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources.iterdir())}
 
 
 def _changed(compiled: dict[str, str]) -> set[str]:
-    """Files that are not what they were when the images were compiled; a wheel has none to compare."""
+    """Source files that have changed since the images were compiled. Always empty in a wheel, which has no sources."""
     if not SOURCES.is_dir():
         return set()
     now = checksums(SOURCES)
@@ -80,10 +80,10 @@ def _changed(compiled: dict[str, str]) -> set[str]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """What ``kernels/volta/manifest.py`` has written.
+    """The manifest that ``kernels/volta/manifest.py`` has written.
 
     Raises:
-        ImageError: there is none, or the kernels that it describes do not belong to this launcher.
+        ImageError: it is missing, or its kernels do not match this launcher.
     """
     path = folder / MANIFEST
     try:
@@ -92,7 +92,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         if not any(folder.glob("*.ptx")):
             raise ImageError(f"The Volta kernels are not built: there is no {path}; {FIX}") from error
         raise ImageError(
-            f"The Volta kernels in {folder} have no {MANIFEST} that says to which code they belong; {FIX}"
+            f"The Volta kernels in {folder} have no {MANIFEST}, so their version is unknown; {FIX}"
         ) from error
     except ValueError as error:
         raise ImageError(f"{path} is not JSON ({error}); {FIX}") from error
@@ -103,8 +103,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     different = disagreement(manifest.get("constants"), manifest.get("structures"))
     if different:
         raise ImageError(
-            f"The Volta kernels in {folder} were compiled for a launcher with other arguments or another workspace "
-            f"({different}); {FIX}"
+            f"The Volta kernels in {folder} were compiled for another version of this package "
+            f"(difference: {different}); {FIX}"
         )
     checked: dict[str, Any] = manifest
     return checked

@@ -1,7 +1,7 @@
-"""Attention on NVIDIA V100 (sm_70) by kernels of our own, in fp16 with fp32 sums.
+"""Attention on NVIDIA V100 (sm_70) and Turing (sm_75) with this package's kernels, in fp16 with fp32 sums.
 
-Few packed rows (query tokens times query heads per KV head, up to 8 of each sequence) go to the decode kernel, more to
-the prefill kernel. On a newer GPU the same kernels run from their PTX, for tests: there they are correct, not fast.
+Up to 8 packed rows per sequence (query tokens times query heads per KV head) go to the decode kernel, more rows to the
+prefill kernel. On a newer GPU, the same kernels run from their PTX for tests: they are correct there, but slow.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fastattention_vllm.attention.volta.launch import (
 )
 
 IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
-"""``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx``, or ``sm_75``, of each variant, and their manifest."""
+"""Folder with the manifest and, for each variant, ``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx`` (or ``sm_75``)."""
 ANY_PAGE_SIZE = False
 DEVICE = "cuda"
 LOG2E = math.log2(math.e)
 MAX_OFFSET = 1 << 32
-"""Chunks of 16 bytes that the kernels can count in a cache."""
+"""Maximum number of 16-byte chunks in a cache that the kernels can address."""
 MAX_BLOCKS = 65535
-"""Of a grid in its second dimension, as the driver counts."""
+"""The driver's limit for the second dimension of a grid."""
 NUMBERS = {
     "query_start_loc": torch.int32,
     "seq_lens": torch.int32,
@@ -49,16 +49,16 @@ NUMBERS = {
     "sinks": torch.float32,
 }
 CACHES = {torch.float16: "", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
-"""Dtypes of keys and values; the kernels' names."""
+"""The dtypes of keys and values, and their names in the kernels."""
 UNITS = {torch.float8_e4m3fn: 256.0}
-"""What the kernels leave out when they make fp16 numbers of stored ones."""
+"""Factors that the kernels leave out when they convert stored numbers to fp16."""
 TENSORS = ("query", "key", "value", *NUMBERS)
-"""What the kernels read; those that a problem lacks have the address 0."""
+"""The tensors that the kernels read. A tensor that a problem lacks has the address 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which kernels run, and what they are loaded from."""
+    """The architecture of the kernels that run, and the kind of image."""
 
     architecture: int
     """``VOLTA`` or ``TURING``."""
@@ -71,7 +71,7 @@ class Target:
 
 
 CHOICES = {"ptx": Target(VOLTA, "ptx"), "ptx-sm_75": Target(TURING, "ptx")}
-"""What may be asked for instead of a GPU's own kernels: newer GPUs have Turing's products, the V100's only in name."""
+"""Alternatives to a GPU's own kernels. Newer GPUs have Turing's matrix instructions, but only emulate the V100's."""
 
 
 def target_of(capability: tuple[int, int], kernels: str = "auto") -> Target:
@@ -82,8 +82,8 @@ def target_of(capability: tuple[int, int], kernels: str = "auto") -> Target:
     target = CHOICES[kernels]
     if 10 * capability[0] + capability[1] < target.architecture:
         raise ValueError(
-            f"volta_kernels is {kernels}, but this GPU's compute capability is {capability[0]}.{capability[1]}; "
-            "leave it at auto."
+            f"volta_kernels is {kernels}, but this GPU has compute capability {capability[0]}.{capability[1]}; "
+            "set it to auto."
         )
     return target
 
@@ -92,7 +92,7 @@ _asked = "auto"
 
 
 def choose(kernels: str) -> Target:
-    """From now on, which kernels this process launches on its GPU: as :func:`target_of`."""
+    """Set the kernels that this process launches on its GPU from now on, as in :func:`target_of`."""
     global _asked
     _asked = kernels
     target.cache_clear()
@@ -101,7 +101,7 @@ def choose(kernels: str) -> Target:
 
 @functools.cache
 def target() -> Target:
-    """Of this process's GPU."""
+    """The target for this process's GPU."""
     return target_of(torch.cuda.get_device_capability(), _asked)
 
 
@@ -109,31 +109,34 @@ def can_run(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot compute ``problem``, in one sentence; ``None`` if they can."""
     query, key, value = problem.query, problem.key, problem.value
     if query.shape[-1] not in HEAD_SIZES:
-        return f"head_size is {query.shape[-1]}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}."
+        return f"head_size is {query.shape[-1]}, but the Volta kernels support {', '.join(map(str, HEAD_SIZES))}."
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.device.type != DEVICE:
-            return f"{name} is on {tensor.device}, the Volta kernels need it on a GPU."
+            return f"{name} is on {tensor.device}, but the Volta kernels need it on a GPU."
         if name == "query" and tensor.dtype != torch.float16:
-            return f"query has dtype {tensor.dtype}, the Volta kernels take float16; pass --dtype float16."
+            return f"query has dtype {tensor.dtype}, but the Volta kernels need float16; pass --dtype float16."
         if tensor.dtype not in CACHES:
             return (
-                f"{name} has dtype {tensor.dtype}, the Volta kernels take float16, float8_e5m2, float8_e4m3fn and int8."
+                f"{name} has dtype {tensor.dtype}, but the Volta kernels need float16, float8_e5m2, float8_e4m3fn or "
+                "int8."
             )
         if tensor.stride(-1) != 1 or any(stride % CHUNK for stride in tensor.stride()[:-1]):
-            return f"{name} has strides {tensor.stride()}, all but the last must be multiples of {CHUNK}, the last 1."
+            return (
+                f"{name} has strides {tensor.stride()}, but the last one must be 1 and the others multiples of {CHUNK}."
+            )
         aligned = CHUNK * tensor.element_size()
         if tensor.data_ptr() % aligned:
-            return f"{name} begins at an address that is no multiple of {aligned} bytes, which the Volta kernels need."
+            return f"{name} begins at an address that is not a multiple of {aligned} bytes, as the Volta kernels need."
     if key.dtype != value.dtype:
-        return f"key has dtype {key.dtype} and value {value.dtype}, they must be alike."
+        return f"key has dtype {key.dtype} and value {value.dtype}, but they must have the same dtype."
     if key.stride() != value.stride():
-        return f"key has strides {key.stride()} and value {value.stride()}, they must be alike."
+        return f"key has strides {key.stride()} and value {value.stride()}, but they must have the same strides."
     if key.shape[0] * key.stride(0) // CHUNK >= MAX_OFFSET:
-        return f"key has {key.shape[0]} blocks of {key.stride(0)} numbers, more than the Volta kernels can count."
+        return f"key has {key.shape[0]} blocks of {key.stride(0)} numbers, more than the Volta kernels can address."
     if problem.scale <= 0:
-        return f"scale is {problem.scale}, the Volta kernels need it above 0."
+        return f"scale is {problem.scale}, but the Volta kernels need a positive one."
     if problem.alibi_slopes is not None and problem.alibi_slopes.dim() != 1:
-        return "alibi_slopes differ from sequence to sequence, the Volta kernels take one per head."
+        return "alibi_slopes differ between sequences, but the Volta kernels need one slope per head."
     return None
 
 
@@ -147,10 +150,10 @@ def run(
     """Compute ``problem`` on its query's GPU, on torch's current stream.
 
     ``out``: ``[num_tokens, num_heads, head_size]`` fp16; ``lse``: ``[num_tokens, num_heads]`` fp32, natural logarithm.
-    ``query_start_loc`` and ``seq_lens`` on the host say how large the grids are; on the GPU, where a CUDA graph reads
-    them, their copies say what is computed.
+    The grids are computed from ``query_start_loc`` and ``seq_lens`` on the host. The kernels read copies of them on the
+    GPU, which a CUDA graph can also read.
 
-    Raises ``ValueError`` for what :func:`can_run` names, ``cuda_driver.DriverError`` where the GPU refuses.
+    Raises ``ValueError`` for problems that :func:`can_run` refuses, and ``cuda_driver.DriverError`` for GPU errors.
     """
     if problem.block_table is None:
         key, value = alike(problem.key, problem.value)
@@ -171,20 +174,20 @@ def run(
 
 
 def alike(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both with the same strides, which the kernels need: new keys that went through a rotation may be contiguous where
-    values are still a part of the projection's output."""
+    """Give both tensors the same strides, which the kernels need. After a rotation, new keys may be contiguous while
+    values are still part of the projection's output."""
     return (key, value) if key.stride() == value.stride() else (key.contiguous(), value.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How large grids are: bounds of what only the GPU knows exactly. A CUDA graph is captured with those of all its
-    replays."""
+    """The bounds that determine the grids. Only the GPU has the exact values. A CUDA graph is captured with bounds that
+    hold for all of its replays."""
 
     max_tokens: int
-    """Query tokens of any sequence."""
+    """Maximum number of query tokens of a sequence."""
     longest: int
-    """KV tokens of any sequence."""
+    """Maximum number of KV tokens of a sequence."""
 
 
 def attend(
@@ -194,17 +197,17 @@ def attend(
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> None:
-    """Compute ``problem``, all of whose tensors are on the GPU already, on torch's current stream. Waits for nothing.
+    """Compute ``problem``, whose tensors are all on the GPU, on torch's current stream, without synchronisation.
 
-    ``query_start_loc`` need not begin with 0: a part of a batch goes by the whole batch's query and ``out``.
+    ``query_start_loc`` need not begin with 0, so that a part of a batch can use the whole batch's query and ``out``.
 
     Args:
-        problem: one that :func:`can_run`; its numbers int32, its slopes and sinks fp32, all contiguous but for the rows
-            of the block table.
+        problem: a problem that :func:`can_run` accepts. Integers are int32, slopes and sinks fp32; all tensors are
+            contiguous, except for the rows of the block table.
         out: ``[num_tokens, num_heads, head_size]`` fp16, the last dimension contiguous.
         lse: ``[num_tokens, num_heads]`` fp32.
-        workspace: fp32, :func:`partial_floats` of them, for parts of sequences until they are summed;
-            by default one of its own. A captured graph goes on using it.
+        workspace: :func:`partial_floats` fp32 elements for parts of sequences until they are merged; allocated if
+            absent. A captured graph keeps using it.
     """
     kv_heads, seqs = problem.num_kv_heads, problem.num_seqs
     head_size, device = problem.head_size, problem.query.device
@@ -224,9 +227,9 @@ def attend(
         blocks = volta_kernels.prefill_grid(variant, max_rows, kv_heads, seqs)
         if blocks[1] > MAX_BLOCKS:
             raise ValueError(
-                f"a sequence has {extent.max_tokens} new tokens, the Volta kernels take "
-                f"{MAX_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time with "
-                f"{problem.num_heads // kv_heads} query heads per KV head; attend to them in chunks."
+                f"a sequence has {extent.max_tokens} new tokens, but with {problem.num_heads // kv_heads} query heads "
+                "per KV head the Volta kernels process at most "
+                f"{MAX_BLOCKS * variant.rows * kv_heads // problem.num_heads} at a time; split them into chunks."
             )
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (kv_heads * parts, blocks[1], seqs)
@@ -236,7 +239,7 @@ def attend(
         needed = volta_kernels.floats_of_parts(head_size, rows)
         partial = torch.empty(needed, device=device) if workspace is None else workspace
         if partial.numel() < needed:
-            raise ValueError(f"the workspace has {partial.numel()} numbers, but {parts} parts need {needed}.")
+            raise ValueError(f"the workspace has room for {partial.numel()} numbers, but {parts} parts need {needed}.")
         split.partial_out = partial.data_ptr()
         split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows)
     _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
@@ -264,8 +267,8 @@ def write_kv(
     """
     if key_cache.dtype not in CACHES or key.dtype != torch.float16:
         raise ValueError(
-            f"the Volta kernels write float16 into float16, float8_e5m2, float8_e4m3fn or int8, not {key.dtype} into "
-            f"{key_cache.dtype}."
+            "the Volta kernels write float16 keys into a float16, float8_e5m2, float8_e4m3fn or int8 cache, not "
+            f"{key.dtype} keys into a {key_cache.dtype} cache."
         )
     assert key_scale == value_scale == 1.0 or key_cache.dtype != torch.float16
     assert key_cache.stride() == value_cache.stride()
@@ -278,12 +281,12 @@ def write_kv(
 
 
 def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) -> None:
-    """Load what layers of ``head_size`` launch: not possible while a CUDA graph is captured. ``adjusted``: with soft
-    cap or ALiBi; ``cache``: dtype of keys and values.
+    """Load the kernels for layers of ``head_size``, which is impossible during the capture of a CUDA graph.
+    ``adjusted``: with soft cap or ALiBi; ``cache``: dtype of keys and values.
 
     Raises:
-        ImageError: the kernels are not built, or were built for other code.
-        DriverError: the GPU refuses.
+        ImageError: the kernels are not built, or do not match this code.
+        DriverError: the driver cannot load them.
     """
     name, architecture = CACHES[cache], target().architecture
     variants = (
@@ -297,10 +300,10 @@ def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) 
 
 
 def partial_floats(head_size: int, group: int, num_kv_heads: int, max_seqs: int, longest: int) -> int:
-    """fp32 numbers of a workspace that is enough for any launch: as :func:`~.launch.partial_floats`.
+    """Number of fp32 elements of a workspace for any launch, as in :func:`~.launch.partial_floats`.
 
     Raises:
-        ImageError: the kernels are not built, or were built for other code.
+        ImageError: the kernels are not built, or do not match this code.
     """
     return volta_kernels.partial_floats(_variant("prefill", head_size), group, num_kv_heads, max_seqs, longest)
 
@@ -319,7 +322,7 @@ def write_parameters(
     value_scale: float,
     address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
 ) -> WriteKv:
-    """The argument of :func:`write_kv`'s kernel; ``address_of`` as in :func:`parameters`."""
+    """The argument of :func:`write_kv`'s kernel. ``address_of``: see :func:`parameters`."""
     return WriteKv(
         key=address_of(key),
         value=address_of(value),
@@ -347,7 +350,7 @@ def parameters(
     lse: torch.Tensor | None,
     address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
 ) -> AttentionParams:
-    """The kernels' argument. ``address_of``: where they see a tensor; the simulated V100 has addresses of its own."""
+    """The kernels' argument. ``address_of``: returns a tensor's device address. The simulated V100 has its own ones."""
     query, key, table = problem.query, problem.key, problem.block_table
     assert key.stride() == problem.value.stride()
     unit = UNITS.get(key.dtype, 1.0)
@@ -378,7 +381,7 @@ def parameters(
 
 
 def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
-    """``problem`` with all that the kernels read on ``device``, in the dtypes that they read."""
+    """Move all tensors of ``problem`` that the kernels read to ``device``, in the dtypes that they read."""
     moved = {
         name: tensor.to(device=device, dtype=dtype).contiguous()
         for name, dtype in NUMBERS.items()
@@ -404,6 +407,6 @@ def _kernel(variant: Variant) -> cuda_driver.Kernel:
 
 @functools.cache
 def _loaded(variant: Variant, suffix: str) -> cuda_driver.Kernel:
-    # Turing runs the V100's machine code too: kernels without matrix products have no other.
+    # Turing also runs the V100's machine code, so kernels without matrix products exist only for the V100.
     image = volta_images.read(IMAGES, variant, suffix)
     return cuda_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)

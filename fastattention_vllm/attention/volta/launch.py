@@ -1,7 +1,7 @@
-"""What a launch of the Volta kernels takes: parameter blocks, grids, workspaces. Needs no GPU and no torch.
+"""The parameters of a launch of the Volta kernels: parameter blocks, grids, workspaces. Needs no GPU and no torch.
 
-The sources are ``kernels/volta/src``; ``problem.h`` there has the structures that are mirrored here. What is mirrored
-is compared with the manifest of the compiled images before any of them is loaded (:func:`disagreement`).
+The sources are in ``kernels/volta/src``; ``problem.h`` there defines the structures that are mirrored here. Before an
+image is loaded, the mirrored structures are compared with the manifest of the compiled images (:func:`disagreement`).
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from typing import Any
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
-"""Most packed rows (query tokens times query heads per KV head) of the decode kernel."""
+"""Maximum number of packed rows (query tokens times query heads per KV head) in the decode kernel."""
 VOLTA, TURING = 70, 75
-"""Architectures: 10 times the compute capability."""
+"""The architectures: 10 times the compute capability."""
 DECODE_PARTS = 64
-"""The most parts that a sequence is cut into to be decoded."""
+"""Maximum number of parts into which a decoding sequence is split."""
 LONGEST_PART = 1024
-"""Keys up to which parts grow for speed alone."""
+"""Number of keys up to which parts grow for speed alone."""
 FEW_CTAS = 64
-"""A sequence that is decoded alone has as many, if it is long enough for parts of more than 128 keys."""
+"""Number of CTAs of a single decoding sequence that is long enough for parts of more than 128 keys."""
 SMS = 80
-"""Of a V100. Taken on any GPU, so that results do not depend on it."""
+"""Number of SMs of a V100. This number is used on every GPU, so that results do not depend on the GPU."""
 PREFILL_WAVES = 4
-"""The most that a prompt's keys are cut for: bounds what its parts need of memory, to 21 MB."""
+"""Maximum number of waves for which a prompt's keys are split. This limits the memory of its parts to 21 MB."""
 PART_KEYS = 128
-"""What a prompt's part costs beside its keys, as a number of keys (benchmarks/NOTES.md)."""
+"""The fixed cost of a prompt's part, as a number of keys (benchmarks/NOTES.md)."""
 CHUNK = 8
-"""Numbers in 16 bytes: strides are multiples of it."""
+"""fp16 numbers in 16 bytes. Strides are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compiled kernel, as the manifest beside its image describes it (``kernels/volta/variants.py``)."""
+    """One compiled kernel, as described by the manifest (``kernels/volta/variants.py``)."""
 
     name: str
     kind: str
     """``prefill``, ``decode``, ``combine`` or ``write_kv``."""
     kernel: str
     head_size: int
-    """0: of every one."""
+    """0: all head sizes."""
     adjusted: bool
-    """Prefill with soft cap or ALiBi."""
+    """Whether it is a prefill kernel with soft cap or ALiBi."""
     cache: str
-    """How keys and values are stored: empty for fp16, else ``e5m2``, ``e4m3`` or ``int8``."""
+    """The format of stored keys and values: empty for fp16, otherwise ``e5m2``, ``e4m3`` or ``int8``."""
     architecture: int
     threads: int
-    """Of a CTA."""
+    """Threads per CTA."""
     rows: int
-    """Packed query rows of a CTA."""
+    """Packed query rows per CTA."""
     tile: int
-    """Keys that are in shared memory at a time: of a CTA, in the decode kernel of each warp."""
+    """Number of keys in shared memory at a time, per CTA; in the decode kernel, per warp."""
     ctas_per_sm: int
     shared_bytes: int
 
     def image(self, suffix: str) -> str:
-        """Its file: ``suffix`` is ``cubin`` or ``ptx``."""
+        """The file name of its image. ``suffix``: ``cubin`` or ``ptx``."""
         return f"{self.name}.{suffix}"
 
 
@@ -76,13 +76,13 @@ class Divisor(ctypes.Structure):
         return cls(divisor, -(-(1 << (31 + shift)) // divisor), shift)
 
     def __call__(self, number: int) -> int:
-        """As the kernels do it."""
+        """Divide like the kernels do."""
         quotient: int = (number * self.multiplier) >> (31 + self.shift)
         return quotient
 
 
 class AttentionParams(ctypes.Structure):
-    """``fastattention::AttentionParams``. Addresses are of the device; strides in elements."""
+    """``fastattention::AttentionParams``. Addresses are device addresses; strides are in elements."""
 
     _fields_ = [
         *((name, c_uint64) for name in ("query", "key", "value", "out", "lse", "query_start_loc", "seq_lens")),
@@ -129,12 +129,12 @@ class WriteKv(ctypes.Structure):
 
 
 def min_parts(num_kv_heads: int) -> int:
-    """``Split.min_parts`` to decode."""
+    """``Split.min_parts`` for decoding."""
     return -(-FEW_CTAS // num_kv_heads)
 
 
 def part_length(kv_len: int, minimum: int) -> int:
-    """Keys of one part of a sequence that is decoded; the kernels have it from ``problem.h``."""
+    """Number of keys per part of a decoding sequence. ``problem.h`` has the same function."""
     length = 128
     while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= minimum):
         length *= 2
@@ -142,7 +142,7 @@ def part_length(kv_len: int, minimum: int) -> int:
 
 
 def decode_parts(longest: int, minimum: int) -> int:
-    """The most of any sequence of at most ``longest`` keys: shorter ones may have more parts than the longest."""
+    """Maximum number of parts of any sequence with at most ``longest`` keys. Shorter ones may have more parts."""
     lengths, length = [max(longest, 1)], 128
     while length < longest:
         grows_at = DECODE_PARTS * length + 1
@@ -154,15 +154,15 @@ def decode_parts(longest: int, minimum: int) -> int:
 
 
 def prefill_grid(variant: Variant, max_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
-    """Where keys are not in parts. ``max_rows``: of any sequence, query tokens times query heads per KV head."""
+    """The grid without parts. ``max_rows``: maximum of query tokens times query heads per KV head of a sequence."""
     return num_kv_heads, -(-max_rows // variant.rows), num_seqs
 
 
 def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) -> int:
-    """Into how many parts the keys of each block of rows are cut, that a launch with few CTAs keeps the GPU busy.
+    """Number of parts into which the keys of each block of rows are split, so that few CTAs keep the GPU busy.
 
-    1 where ``grid`` fills the GPU one and a half times. The number that costs the least time otherwise, in waves of
-    CTAs times tiles; ``longest``: keys of any sequence. Where a part ends then depends on how many CTAs there are, so
+    It is 1 if ``grid`` fills the GPU one and a half times, otherwise the number with the lowest cost in waves of CTAs
+    times tiles. ``longest``: maximum number of keys of a sequence. The end of a part depends on the number of CTAs, so
     the last bits of a result may depend on which other sequences are computed with it.
     """
     at_once = SMS * variant.ctas_per_sm
@@ -181,18 +181,21 @@ def prefill_parts(variant: Variant, grid: tuple[int, int, int], longest: int) ->
 
 
 def floats_of_parts(head_size: int, rows: int) -> int:
-    """fp32 numbers that take so many rows' means, in fp16, and log-sum-exps."""
+    """Number of fp32 elements that hold the means (in fp16) and log-sum-exps of so many rows."""
     return rows * (head_size // 2 + 1)
 
 
 def bytes_of_means(head_size: int, rows: int) -> int:
-    """Where in a workspace the log-sum-exps of so many rows begin: behind their means."""
+    """Offset of the log-sum-exps in a workspace, after the means of so many rows."""
     return 2 * rows * head_size
 
 
 def partial_floats(prefill: Variant, group: int, num_kv_heads: int, max_seqs: int, longest: int) -> int:
-    """fp32 numbers that any launch needs at most for its parts. ``prefill``: the V100's, of this head size; ``group``:
-    query heads per KV head; ``longest``: keys of any of up to ``max_seqs`` sequences."""
+    """Maximum number of fp32 elements that any launch needs for its parts.
+
+    ``prefill``: the V100's variant for this head size; ``group``: query heads per KV head; ``longest``: maximum number
+    of keys of up to ``max_seqs`` sequences.
+    """
     tokens = max(1, DECODE_ROWS // group)
     parts = decode_parts(longest, min_parts(num_kv_heads))
     decoding = max_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
@@ -201,11 +204,11 @@ def partial_floats(prefill: Variant, group: int, num_kv_heads: int, max_seqs: in
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, AttentionParams, Split, WriteKv)
-"""Those of ``problem.h``."""
+"""The structures of ``problem.h``."""
 
 
 def layout(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
-    """Of each field, its offset and its size in bytes; under "" those of the whole."""
+    """Offset and size of each field in bytes. The key "" holds those of the whole structure."""
     fields = {name: getattr(structure, name) for name, *_ in structure._fields_}
     return {"": (0, ctypes.sizeof(structure))} | {name: (at.offset, at.size) for name, at in fields.items()}
 
@@ -219,13 +222,13 @@ CONSTANTS = {
     "bytes_of_mean": 2,
     "bytes_of_lse": 4,
 }
-"""What :func:`part_length`, :func:`floats_of_parts` and :func:`bytes_of_means` go by."""
+"""The constants that :func:`part_length`, :func:`floats_of_parts` and :func:`bytes_of_means` depend on."""
 
 
 def disagreement(constants: object, structures: object) -> str:
-    """What a manifest's ``constants`` and ``structures`` say otherwise than this launcher; empty if nothing.
+    """The name of a constant or structure in which a manifest differs from this launcher; empty if none differs.
 
-    Images that were compiled for other arguments or another workspace would read and write elsewhere.
+    Images that were compiled for other arguments or another workspace would access wrong addresses.
     """
     ours = {structure.__name__: {name: [*at] for name, at in layout(structure).items()} for structure in STRUCTURES}
     pairs: tuple[tuple[str, dict[str, Any], object], ...] = (

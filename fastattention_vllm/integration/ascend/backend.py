@@ -1,7 +1,7 @@
-"""The attention backend on Ascend NPUs, inside vllm-ascend 0.23: its metadata, its caches, our calls.
+"""The attention backend for Ascend NPUs, inside vllm-ascend 0.23, with its metadata and its caches.
 
-Not yet run on hardware. What vllm-ascend has classes of its own for (context parallelism, its int8 cache "C8") stays
-with them, and so do captured graphs, which its own code updates on replay.
+Not yet run on hardware. vllm-ascend's own classes still run context parallelism and its int8 cache ("C8"). They also
+run captured graphs, because vllm-ascend's code updates these on replay.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = init_logger("vllm.fastattention")
 
 
 class FastAttentionAscendBackend(DevicesOwn, AscendAttentionBackend):
-    """``--attention-backend fastattention`` on a 910. A subclass: vllm-ascend's runner asks whether it is one."""
+    """``--attention-backend fastattention`` on a 910. vllm-ascend's runner requires a subclass of its own backend."""
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
         upstream: type[Any] = AscendAttentionBackend.get_impl_cls()
         if upstream is not AscendAttentionBackendImpl:
-            logger.info_once("These layers stay with vllm-ascend: %s.", upstream.__name__)
+            logger.info_once("vllm-ascend's own backend runs these layers: %s.", upstream.__name__)
             return upstream
         return FastAttentionAscendImpl
 
@@ -54,20 +54,25 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        # vllm-ascend takes both and computes without them.
+        # vllm-ascend accepts both and ignores them.
         if alibi_slopes is not None or logits_soft_cap:
             asked = "ALiBi position bias" if alibi_slopes is not None else f"a soft cap of {logits_soft_cap}"
-            raise Refusal(f"this model has {asked}, which the NPU's fused attention does not compute; serve another.")
+            raise Refusal(
+                f"this model uses {asked}, which the NPU's fused attention does not support; serve another model."
+            )
         if sliding_window is not None and sliding_window < 2:
-            raise Refusal(f"this model has a sliding window of {sliding_window} tokens, at least 2 are supported.")
+            raise Refusal(
+                f"this model's sliding window is {sliding_window} token(s), but at least 2 are needed; serve another "
+                "model."
+            )
         super().__init__(
             num_heads,
             head_size,
             scale,
             num_kv_heads,
             alibi_slopes,
-            # vLLM counts the query's own token, the operator's pre_tokens does not. vllm-ascend 0.23 hands over the
-            # number as it is and so shows every query one key more; set here, captured graphs have it right too.
+            # vLLM's window includes the query's own token; the operator's pre_tokens does not. vllm-ascend 0.23 passes
+            # vLLM's number, so every query sees one key too many. Correcting it here also corrects captured graphs.
             None if sliding_window is None else sliding_window - 1,
             kv_cache_dtype,
             logits_soft_cap,
@@ -76,7 +81,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         )
         self.upstream_reason = self._why_upstream()
         if self.upstream_reason:
-            logger.info_once("These layers stay with vllm-ascend: %s.", self.upstream_reason)
+            logger.info_once("vllm-ascend's own backend runs these layers: %s.", self.upstream_reason)
             return
         reason = ascend.can_run(self._any_problem())
         if reason is not None:
@@ -95,7 +100,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         output: torch.Tensor,
         kv_cache: Any = None,
     ) -> torch.Tensor:
-        """Attention of one step into ``output`` ``[num_tokens, num_heads, head_size]``, whose padding is left alone."""
+        """Attention of one step into ``output`` ``[num_tokens, num_heads, head_size]``. Padding is not changed."""
         if self.upstream_reason or attention_v1._EXTRA_CTX.capturing:
             answer: torch.Tensor = super().forward_fused_infer_attention(
                 query, key, value, attn_metadata, output, kv_cache
@@ -109,10 +114,10 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
     def step(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: AscendMetadata, kv_cache: Any
     ) -> AttentionProblem:
-        """vllm-ascend's metadata in our words: of new sequences the tokens of this step, else the layer's cache."""
+        """vllm-ascend's metadata as a problem, over this step's tokens for new sequences, else over the cache."""
         causal = one_causality(attn_metadata.causal)
         key, value, page, table, _ = self._get_fia_params(key, value, attn_metadata, kv_cache)
-        # Padding for parallel layers is one more sequence at the end, which has more query tokens than keys.
+        # Padding for parallel layers is an additional sequence at the end, with more query tokens than keys.
         real = attn_metadata.num_actual_tokens
         ends = [min(end, real) for end in attn_metadata.actual_seq_lengths_q]
         starts = torch.tensor([0, *ends], dtype=torch.int32)
@@ -128,12 +133,12 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
 
     @property
     def host_window(self) -> int | None:
-        """Of the class, so that layers whose class vllm-ascend replaces do not have it."""
+        """A property of the class, so that layers whose class vllm-ascend replaces lack it."""
         window: int | None = self.sliding_window
         return window
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
-        """One with this layer's scale and window; ``parts`` are the tensors of the batch, or say otherwise."""
+        """A problem with this layer's scale and window. ``parts`` are the batch's tensors, or override fields."""
         window = (-1 if self.sliding_window is None else self.sliding_window, -1)
         return AttentionProblem(**({"scale": self.scale, "window": window} | parts))
 
@@ -147,7 +152,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         return kv_cache.dtype
 
     def why_not_on_host(self) -> str | None:
-        """What keeps such layers on the NPU, or None."""
+        """The feature that keeps this layer on the NPU, or None."""
         if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
             return f"--kv-cache-dtype {self.kv_cache_dtype}"
         return self.upstream_reason
@@ -160,7 +165,7 @@ class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
         return "sparse KV (enable_hamming_sparse)" if self.enable_hamming_sparse else None
 
     def _any_problem(self) -> AttentionProblem:
-        """One of this layer's shapes, to be refused at start and not at the first request."""
+        """A problem with this layer's shapes, to detect unsupported layers at start instead of at the first request."""
         dtype = self.vllm_config.model_config.dtype
         page = AscendAttentionBackend.get_supported_kernel_block_sizes()[0]
         cache = torch.empty(1, page, self.num_kv_heads, self.head_size, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""An Ascend NPU beside the host, under vllm-ascend 0.23: what host layers need of it. Not yet run on hardware."""
+"""The runtime that host layers use on an Ascend NPU with vllm-ascend 0.23. Not yet run on hardware."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fastattention_vllm.placement.step import Batch
 logger = init_logger("vllm.fastattention")
 
 PAGE = 128
-"""Tokens of a block in vllm-ascend's block tables, whatever the cache's own blocks are."""
+"""Tokens per block in vllm-ascend's block tables, independent of the cache's block size."""
 
 
 class AscendHostMetadataBuilder(HostMetadataBuilder):
     """vllm-ascend's metadata for host layers."""
 
     def starts(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Padding of parallel layers is one more request at the end, which has no length and no blocks."""
+        """Drop the padding of parallel layers: an additional request at the end without length and blocks."""
         starts = super().starts(common)
         return starts[: int((starts[:-1] < common.num_actual_tokens).sum()) + 1]
 
@@ -42,7 +42,7 @@ class AscendHostMetadataBuilder(HostMetadataBuilder):
 
 
 class AscendRuntime(AcceleratorRuntime):
-    """One NPU beside the host."""
+    """One NPU."""
 
     called = "NPU"
     pin = NpuPinning()
@@ -53,26 +53,29 @@ class AscendRuntime(AcceleratorRuntime):
         super().__init__(vllm_config, host_backend, npu, "torch_npu's fused operator", device)
 
     def settle_block_size(self) -> None:
-        """vllm-ascend has done that."""
+        """Does nothing: vllm-ascend has already set the block size."""
 
     def prepare(self) -> None:
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if mode.has_full_cudagraphs() and not mode.requires_piecewise_compilation():
             raise Refusal(
-                f"cudagraph_mode {mode.name} captures whole steps, and host layers in them wait for the CPU; pass "
-                '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager, or set host_kv_layers to '
-                "0."
+                f"cudagraph_mode {mode.name} captures whole steps, which is impossible with host layers because "
+                'they wait for the CPU; pass --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or '
+                "--enforce-eager, or set host_kv_layers to 0."
             )
         block = self.vllm_config.cache_config.block_size
         if block != PAGE:
             raise Refusal(f"host layers on an NPU need blocks of {PAGE} tokens, not {block}; pass --block-size {PAGE}.")
         if get_ascend_config().enable_cpu_binding:
             get_ascend_config().enable_cpu_binding = False
-            logger.info_once("vllm-ascend's enable_cpu_binding is off: it would gather the attention threads.")
+            logger.info_once(
+                "vllm-ascend's enable_cpu_binding was turned off, because it would move all attention threads to the "
+                "same CPUs."
+            )
         super().prepare()
 
     def extend_worker(self) -> None:
-        from vllm_ascend.worker.worker import NPUWorker  # there by now, and dear to import elsewhere
+        from vllm_ascend.worker.worker import NPUWorker  # already imported here, and expensive to import elsewhere
 
         compat.extend_worker(NPUWorker, host_layers.find)
 

@@ -1,8 +1,8 @@
-"""``--attention-backend fastattention`` on Ascend NPUs: our classes where vllm-ascend chooses its own.
+"""``--attention-backend fastattention`` on Ascend NPUs: replaces the class that vllm-ascend would choose.
 
-Why: vllm-ascend 0.23 chooses by the model alone and reads of the user's choice only FLASH_ATTN, so any other backend is
-replaced in silence. Its attention module also registers itself under CUSTOM whenever it is imported; this package has a
-member of its own and is not touched by that. Until vllm-ascend takes the class that a backend was registered with.
+Why: vllm-ascend 0.23 chooses by the model alone and honours only FLASH_ATTN, so it silently replaces any other backend.
+Its attention module also registers itself as CUSTOM when it is imported, which does not affect this package's own enum
+member. Remove this when vllm-ascend uses the class that a backend was registered with.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = init_logger("vllm.fastattention")
 SUPPORTED_VLLM_ASCEND = SpecifierSet(">=0.23,<0.24")
 BACKEND_PATH = "fastattention_vllm.integration.ascend.backend.FastAttentionAscendBackend"
 DENSE_PATH = "vllm_ascend.attention.attention_v1.AscendAttentionBackend"
-"""What vllm-ascend answers for dense attention on the 910; everything else it answers is left to it."""
+"""vllm-ascend's choice for dense attention on the 910. All of its other choices are left unchanged."""
 
 
 def install() -> None:
-    """Let vllm-ascend's platform honour the choice. Does nothing on other platforms; safe to call again and again."""
+    """Make vllm-ascend's platform honour the backend option. No effect on other platforms; repeated calls are safe."""
     if importlib.util.find_spec("vllm_ascend") is None:
         return
     from vllm.platforms import current_platform
@@ -42,12 +42,12 @@ def install() -> None:
     if getattr(original, "_fastattention", False):
         return
     NPUPlatform.get_attn_backend_cls = classmethod(_honouring(original.__func__))
-    # A choice made before this would be remembered.
+    # vLLM caches choices that were made before this.
     selector._cached_get_attn_backend.cache_clear()
 
 
 def _honouring(choose: Any) -> Any:
-    """vllm-ascend's choice, but for dense attention where this backend is asked for."""
+    """vllm-ascend's choice, except for dense attention if this backend is selected."""
 
     @functools.wraps(choose)
     def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
@@ -55,14 +55,14 @@ def _honouring(choose: Any) -> Any:
         if getattr(selected_backend, "name", None) != compat.BACKEND_NAME:
             return chosen
         check_version()
-        # The runner asks before it makes the model's layers, and after vllm-ascend's own changes to vLLM.
+        # The runner calls this before it creates the model's layers, and after vllm-ascend has patched vLLM.
         from fastattention_vllm.integration.ascend import row_parallel as ascend_row_parallel
 
         ascend_row_parallel.install()
         if chosen != DENSE_PATH:
-            logger.info_once("These layers stay with vllm-ascend: %s is not dense attention on a 910.", chosen)
+            logger.info_once("vllm-ascend's own backend runs these layers: %s is not dense attention on a 910.", chosen)
             return chosen
-        logger.info_once("Attention by torch_npu's fused operator, its 2048 x 2048 mask for every length.")
+        logger.info_once("Attention kernel: torch_npu's fused operator, with one 2048 x 2048 mask for all lengths.")
         return BACKEND_PATH
 
     get_attn_backend_cls._fastattention = True  # type: ignore[attr-defined]
@@ -70,14 +70,15 @@ def _honouring(choose: Any) -> Any:
 
 
 def check_version() -> None:
-    """Refuse a vllm-ascend that was not tested.
+    """Refuse an untested version of vllm-ascend.
 
     Raises:
-        Refusal: names the version found and the range.
+        Refusal: names the installed version and the range.
     """
     installed = Version(metadata.version("vllm-ascend"))
     if not SUPPORTED_VLLM_ASCEND.contains(Version(installed.base_version), prereleases=True):
         raise Refusal(
             f"vllm-ascend {installed} is installed, but fastattention supports vllm-ascend{SUPPORTED_VLLM_ASCEND}; "
-            "install a supported one with the vLLM of the same number, or remove --attention-backend fastattention."
+            "install a supported version together with the vLLM of the same version, or remove --attention-backend "
+            "fastattention."
         )

@@ -1,9 +1,9 @@
-"""Tiling-AllReduce on Ascend NPUs, through vllm-ascend's own chooser of row-parallel operations.
+"""Tiling-AllReduce on Ascend NPUs, through vllm-ascend's own choice of row-parallel operations.
 
-vllm-ascend 0.23 asks ``_get_row_parallel_op`` how each row-parallel layer is to run; None is vLLM's plain way. Where
-that is the answer and ``tiling_all_reduce`` is set, ours takes its place; layers for which vllm-ascend has a way of its
-own (tensor parallelism of MLP or o_proj alone, FlashComm, its fused matmul, sequence parallelism) keep it. Not yet run
-on hardware. To be removed when vllm-ascend takes operations from outside.
+vllm-ascend 0.23 calls ``_get_row_parallel_op`` to choose an operation for each row-parallel layer; None means vLLM's
+plain layer. If the result is None and ``tiling_all_reduce`` is set, the operation of this module is used. Layers for
+which vllm-ascend has its own operation (tensor parallelism of only MLP or o_proj, FlashComm, its fused matmul, sequence
+parallelism) keep it. Not yet run on hardware. Remove this when vllm-ascend accepts operations from plugins.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ COLLECTIVE = "hccl"
 
 
 class TiledRowParallelOp(CustomRowParallelOp):
-    """vLLM's plain row-parallel layer; one that is cut into blocks once :func:`enable_tiling` has found it fit."""
+    """vLLM's plain row-parallel layer, or a layer in blocks once :func:`enable_tiling` has selected it."""
 
     tiled_group: str | None = None
-    """The ranks' group by vLLM's name."""
+    """vLLM's name for the group of ranks."""
 
     def apply(self, input_: torch.Tensor) -> Any:
         layer = self.layer
@@ -64,9 +64,9 @@ class TiledRowParallelOp(CustomRowParallelOp):
 
 
 class TensorParallelSums(ProcessGroupCollective):
-    """HCCL's sums in vLLM's own group of ranks, on HCCL's own stream: another group would take its buffers again.
+    """HCCL's sums in vLLM's own group of ranks, on HCCL's own stream. A second group would allocate its buffers again.
 
-    All ranks order all of that group's sums in the order of the model, so that none can be mixed up.
+    All ranks start this group's sums in the order of the model, so sums cannot be confused.
     """
 
     def __init__(self, coordinator: Any) -> None:
@@ -76,12 +76,12 @@ class TensorParallelSums(ProcessGroupCollective):
 
     @property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
-        """vllm-ascend makes another one when it wakes from sleep."""
+        """The current group. vllm-ascend creates a new one when it wakes up from sleep mode."""
         group: dist.ProcessGroup = self._coordinator.device_group
         return group
 
     def totals(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Over gloo: HCCL does not sum float64, and by some of its algorithms ranks may differ in the last bit."""
+        """Uses gloo: HCCL does not sum float64, and with some of its algorithms ranks may differ in the last bit."""
         everyones = self.exchange(list(numbers))
         return [sum(column) for column in zip(*everyones, strict=True)]
 
@@ -92,7 +92,7 @@ class TensorParallelSums(ProcessGroupCollective):
 
 
 class AscendTiling(Tiling):
-    """Of vllm-ascend's group of tensor-parallel ranks. What an ACL graph captures is not cut."""
+    """Tiling for vllm-ascend's group of tensor-parallel ranks. Layers in captured ACL graphs are not split."""
 
     def __init__(self, collective: Collective, cuts: row_parallel.Cuts, fused_linears: Mapping[str, Linear]) -> None:
         super().__init__(collective)
@@ -108,14 +108,14 @@ class AscendTiling(Tiling):
 
 
 def install() -> None:
-    """Have vllm-ascend's chooser answer with ours. Safe to call again and again; says nothing if not asked for."""
+    """Wrap vllm-ascend's choice. Repeated calls are safe. Without ``tiling_all_reduce`` the choice is unchanged."""
     original = linear_op._get_row_parallel_op
     if not getattr(original, "_fastattention", False):
         linear_op._get_row_parallel_op = _tiling(original)
 
 
 def _tiling(choose: Any) -> Any:
-    """vllm-ascend's choice, but for plain layers where tiling is asked for."""
+    """vllm-ascend's choice, except for plain layers if tiling is enabled."""
 
     @functools.wraps(choose)
     def _get_row_parallel_op(prefix: str, layer: Any) -> Any:
@@ -131,15 +131,18 @@ def _tiling(choose: Any) -> Any:
 
 
 def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank.
+    """Enable tiling in all suitable layers and log their number. Every rank calls this.
 
-    After the weights are loaded, which may change how they lie; before the first graph is traced.
+    It must run after the weights are loaded, because loading may change their layout, and before the first graph is
+    traced.
 
     Raises:
         Refusal: ``tiling_full_form`` is set.
     """
     if options_of(vllm_config).tiling_full_form:
-        raise Refusal("tiling_full_form is not part of the NPU path; leave it out, tiling_all_reduce works without it.")
+        raise Refusal(
+            "tiling_full_form is not supported on NPUs; remove it and use tiling_all_reduce, which works without it."
+        )
     coordinator = get_tp_group()
     sums = TensorParallelSums(coordinator)
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RowParallelLinear)]
@@ -159,32 +162,32 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
 
 def why_not(layer: Any, name: str) -> str:
-    """Why a layer cannot be tiled; empty if it can. ``name`` is its path in the model."""
+    """Why a layer cannot be tiled; empty if it can. ``name`` is the layer's path in the model."""
     operation = getattr(layer, "custom_op", None)
     if operation is None:
-        return "vllm-ascend's chooser is not asked for them"
+        return "vllm-ascend does not choose an operation for them"
     if not isinstance(operation, TiledRowParallelOp):
-        return f"vllm-ascend's {type(operation).__name__}"
+        return f"they use vllm-ascend's {type(operation).__name__}"
     reason = row_parallel.why_not(layer, name, AscendUnquantizedLinearMethod)
     if not reason and _should_trans_nz(layer.weight):
-        return "their weights lie in an order of the NPU's own (NZ)"
+        return "their weights are in the NPU's NZ format"
     return reason
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What vllm-ascend does with these tensors itself."""
+    """The computation that vllm-ascend does itself: a matmul followed by an all-reduce."""
     multiplied = torch.ops.vllm.unquantized_gemm(x, weight, bias)
     summed: torch.Tensor = tensor_model_parallel_all_reduce(multiplied)
     return summed
 
 
 def _captures() -> bool:
-    """Whether an ACL graph is being captured, in which a sum beside the matmul and the one call have no place."""
+    """Whether an ACL graph is being captured, which must contain neither overlapped sums nor the fused call."""
     return is_forward_context_available() and bool(_EXTRA_CTX.capturing)
 
 
 def _fused_linears(coordinator: Any, sums: TensorParallelSums, weights: Sequence[torch.Tensor]) -> Mapping[str, Linear]:
-    """``npu_mm_all_reduce_base``, where all ranks can make it; else the log says why not."""
+    """``npu_mm_all_reduce_base`` if all ranks can call it; otherwise the log says why not."""
     one_machine = all(in_the_same_node_as(coordinator.cpu_group))
     problem = mm_all_reduce.why_not(weights[0].dtype, sums.size, one_machine)
     if not problem:
@@ -196,12 +199,12 @@ def _fused_linears(coordinator: Any, sums: TensorParallelSums, weights: Sequence
         problem = next(filter(None, sums.exchange(problem)), "")
         if not problem:
             return {mm_all_reduce.NAME: layer}
-    logger.info_once("Tiling-AllReduce: no %s: %s.", mm_all_reduce.NAME, problem)
+    logger.info_once("Tiling-AllReduce: %s is not available: %s.", mm_all_reduce.NAME, problem)
     return {}
 
 
 def communicator(group: dist.ProcessGroup) -> str:
-    """HCCL's name for a group."""
+    """HCCL's name of a group."""
     rank = dist.get_global_rank(group, dist.get_rank(group))
     backend: Any = group._get_backend(torch.device("npu"))
     name: str = backend.get_hccl_comm_name(rank)

@@ -38,7 +38,7 @@ logger = init_logger("vllm.fastattention")
 
 
 class FastAttentionBackend(Backend):
-    """``--attention-backend fastattention``: what vLLM asks before it builds any layer."""
+    """``--attention-backend fastattention``: answers vLLM's questions before it builds any layer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(support.KV_CACHE_DTYPES)
@@ -57,7 +57,7 @@ class FastAttentionBackend(Backend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return False  # asked on GPUs only, whose backends answer themselves
+        return False  # vLLM calls this on GPUs only, where other backends of this package run
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -76,7 +76,7 @@ class FastAttentionMetadata:
     """``[num_reqs, max_blocks]`` int32."""
     causal: bool
     slot_mapping: torch.Tensor | None = None
-    """``[num_tokens]`` int64. vLLM hands it to ``do_kv_cache_update`` itself; upstream's backend tests read it here."""
+    """``[num_tokens]`` int64. vLLM passes it to ``do_kv_cache_update``; only upstream's backend tests read it here."""
 
     @functools.cached_property
     def batch(self) -> cpu_layer.Batch:
@@ -113,11 +113,11 @@ class FastAttentionMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any])
 
 
 class HostLayerBackend(HostLayerMixin, FastAttentionBackend):
-    """The CPU's backend for host layers."""
+    """The backend for host layers on CPUs."""
 
 
 class CpuRuntime:
-    """The "device" beside the host is the host itself: two pools, the same steps."""
+    """A runtime whose "device" is the host itself. It has two pools and takes the same steps as a GPU."""
 
     pin = None
     host_backend = HostLayerBackend
@@ -129,10 +129,10 @@ class CpuRuntime:
         return binding.cpus_in_reach(local_rank())
 
     def settle_block_size(self) -> None:
-        """The platform has done that."""
+        """Does nothing: the platform has already set the block size."""
 
     def prepare(self) -> None:
-        """The threads are there for every layer, and the worker is our own."""
+        """Does nothing: all layers use the same threads, and the worker belongs to this package."""
 
     def kernels(self) -> Device:
         return cpu_kernels
@@ -145,7 +145,7 @@ class CpuRuntime:
 
 
 def start_cpu_threads(vllm_config: Any) -> None:
-    """Size the attention pool to this rank's CPUs and say (once) which kernel runs."""
+    """Size the attention thread pool for this rank's CPUs, and log (once) which kernel runs."""
     from vllm.distributed.parallel_state import get_world_group
 
     rank = get_world_group().local_rank
@@ -153,11 +153,11 @@ def start_cpu_threads(vllm_config: Any) -> None:
     share = len(cpus) or topology.share_of_rank(rank, vllm_config.parallel_config.local_world_size)
     threads = options_of(vllm_config).cpu_threads or share
     if topology.quota_is_smaller() and not cpus:
-        # vLLM does this where it binds; torch itself counts CPUs, and more threads than the quota pays for would stall.
+        # vLLM does this only if it binds threads. torch counts CPUs, and threads beyond the quota would be throttled.
         cpu_ops.set_num_threads(share)
     try:
         cpu_kernels.set_num_threads(threads, cpus)
-    except ValueError as error:  # a CPU of the user's list: the platform chooses from those it may use
+    except ValueError as error:  # the user's list is wrong; the platform's own list contains usable CPUs only
         raise Refusal(f"{error} Name other CPUs in {binding.THREADS_BIND}, or unset it.") from error
     logger.info_once(
         "Attention kernel: fastattention CPU, instruction set %s (usable here: %s), %s; "
@@ -189,7 +189,7 @@ class FastAttentionImpl(Layer):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Scatter this step's ``key``, ``value`` ``[>= num_tokens, num_kv_heads, head_size]`` into the cache."""
-        if self.is_encoder:  # has no cache: every request is whole in one step
+        if self.is_encoder:  # no cache, because every request is complete in one step
             return
         if kv_cache is not self._bound:
             self._bind(kv_cache)
@@ -213,11 +213,11 @@ class FastAttentionImpl(Layer):
     ) -> torch.Tensor:
         """Attend ``query [num_tokens, num_heads, head_size]`` into ``output`` (same shape).
 
-        Decoder layers attend over the cache; encoder-only ones over ``key`` and ``value``
-        ``[>= num_tokens, num_kv_heads, head_size]``, which decoder layers leave alone (a layer that shares another
-        one's cache has none).
+        Decoder layers attend over the cache. Encoder-only layers attend over ``key`` and ``value``
+        ``[>= num_tokens, num_kv_heads, head_size]``; decoder layers ignore these, which layers that share another
+        layer's cache do not have.
 
-        ``num_tokens`` may exceed the batch's real tokens (padding); those rows stay as they are.
+        ``num_tokens`` may include padding beyond the batch's real tokens; those rows are not changed.
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
@@ -236,7 +236,7 @@ class FastAttentionImpl(Layer):
         return output
 
     def _bind(self, kv_cache: torch.Tensor) -> None:
-        """vLLM binds a cache before the first step, and may bind another one later."""
+        """Use ``kv_cache`` from now on. vLLM binds a cache before the first step, and may bind another one later."""
         self._bound, self._attention, self._writer = kv_cache, None, LayerWriter(*self.split(kv_cache))
 
     def _problem_of(

@@ -1,4 +1,4 @@
-"""vLLM platform for machines without an accelerator: official vLLM as pure Python, our attention kernels."""
+"""vLLM platform for machines without an accelerator: pure-Python vLLM with this package's attention kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.fastattention")
 
-# The value of VLLM_CPU_OMP_THREADS_BIND that was set here, to tell it from a user's.
+# Holds the value of VLLM_CPU_OMP_THREADS_BIND that was set here, to distinguish it from a user's value.
 OWN_BIND = "FASTATTENTION_THREADS_BIND"
 PUNICA_WRAPPER = "fastattention_vllm.integration.cpu.stand_ins.lora.CpuPunicaWrapper"
 WORKER = "fastattention_vllm.integration.cpu.worker.FastAttentionCpuWorker"
@@ -39,8 +39,8 @@ RAY_EXECUTOR = "fastattention_vllm.integration.cpu.ray_executor.CpuRayExecutor"
 class FastAttentionCpuPlatform(CpuPlatform):
     """``CpuPlatform`` that honours ``--attention-backend`` and needs none of vLLM's compiled CPU ops."""
 
-    # vLLM leaves this empty for CPUs and then refuses Ray. On a CPU-only machine Ray's "GPU" slots are abstract
-    # worker slots, which CpuRayExecutor creates.
+    # vLLM leaves this empty for CPUs and then refuses Ray. On a CPU-only machine, Ray's "GPU" slots are abstract worker
+    # slots, which CpuRayExecutor creates.
     ray_device_key: str = "GPU"
     # vLLM compiles a few small functions even with --enforce-eager; on CPUs that would need a C++ compiler at run time.
     simple_compile_backend: str = "eager"
@@ -96,17 +96,17 @@ class FastAttentionCpuPlatform(CpuPlatform):
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         super().validate_request(processed_inputs, params)
         if cls._serves_adapters and getattr(params, "prompt_logprobs", None) is not None:
-            # vLLM's output layer then meets rows that its adapter indices do not cover, which ends the engine.
+            # vLLM's output layer would get rows that its adapter indices do not cover, which ends the engine.
             raise Refusal(
-                f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; ask "
-                "without prompt_logprobs, or start a server without --enable-lora."
+                f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; send the "
+                "request without prompt_logprobs, or start the server without --enable-lora."
             )
 
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        # In every version a worker asks this while it builds the model, before it lays out the weights.
+        # In every version, a worker calls this while it builds the model, before it arranges the weights.
         cpu_linear.keep_few_primitives()
         cpu_ops.keep_linears_off_compiled_kernels()
         cpu_linear.pack_weights_once_loaded()
@@ -117,10 +117,10 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _uses_fastattention(backend: Any) -> bool:
-        """Our backend when asked for, and when nothing is asked for and vLLM has no CPU kernels of its own.
+        """Whether this package's backend runs: if it is selected, or if none is and vLLM has no CPU kernels.
 
         Raises:
-            Refusal: another backend is asked for and this vLLM cannot run it.
+            Refusal: another backend is selected that this vLLM cannot run.
         """
         if backend is not None and backend.name == compat.BACKEND_NAME:
             return True
@@ -142,7 +142,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _check_compiler(vllm_config: VllmConfig) -> None:
-        """torch.compile writes C++ that includes Python.h; without either it fails deep inside a worker."""
+        """torch.compile generates C++ that includes Python.h. Without a compiler or headers, a worker would fail."""
         from vllm.config import CompilationMode
 
         if vllm_config.compilation_config.mode == CompilationMode.NONE:
@@ -150,25 +150,27 @@ class FastAttentionCpuPlatform(CpuPlatform):
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
             raise Refusal(
-                f"torch.compile needs a C++ compiler and {compiler} was not found; "
-                "`apt-get install g++`, set CXX, or pass --enforce-eager."
+                f"torch.compile needs a C++ compiler, but {compiler} was not found; "
+                "run `apt-get install g++`, set CXX, or pass --enforce-eager."
             )
         headers = Path(sysconfig.get_path("include"))
         if not (headers / "Python.h").exists():
             raise Refusal(
-                f"torch.compile needs Python's C headers and {headers} has no Python.h; "
-                "`apt-get install python3-dev`, or pass --enforce-eager."
+                f"torch.compile needs Python's C headers, but {headers} has no Python.h; "
+                "run `apt-get install python3-dev`, or pass --enforce-eager."
             )
 
     @staticmethod
     def _bind_cpus(vllm_config: VllmConfig) -> None:
-        """Give every local rank its own CPUs, or none where a quota pays for fewer. vLLM's "auto" demands one NUMA node
-        per rank."""
-        # Torch's OpenMP threads and the attention pool take turns on the same CPUs: a thread that spins for work
-        # after its turn steals the other's. To see the difference: `OMP_WAIT_POLICY=ACTIVE make serve`.
+        """Bind every local rank to separate CPUs, or leave it unbound if a quota allows fewer CPUs than there are.
+
+        vLLM's "auto" requires one NUMA node per rank.
+        """
+        # Torch's OpenMP threads and the attention threads alternate on the same CPUs. A thread that spins after its
+        # turn takes time from the others. `OMP_WAIT_POLICY=ACTIVE make serve` shows the difference.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         ranks = vllm_config.parallel_config.local_world_size
-        # What an earlier engine of this process, or of its parent, was given is ours to replace; the user's is not.
+        # Replace a value that was set for a previous engine of this process or its parent, but never the user's value.
         asked = os.environ.get(binding.THREADS_BIND, "auto") or "auto"
         if asked not in ("auto", os.environ.get(OWN_BIND)):
             binding.check_bind(asked, ranks)
@@ -193,8 +195,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
             vllm_config.parallel_config.local_world_size,
         )
         if automatic_length:
-            # vLLM fits it too, but up to 0.29 forgets the block that it holds back itself: the longest requests would
-            # wait for it forever.
+            # vLLM fits the length too, but up to 0.29 it ignores its reserved null block: the longest requests would
+            # wait for that block forever.
             longest = host_plan.longest_request(placement, vllm_config, kv_bytes, weight_bytes)
             model.max_model_len = min(model.max_model_len, longest or model.max_model_len)
         compat.set_kv_bytes(vllm_config, kv_bytes)

@@ -15,8 +15,8 @@ SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 class CpuRayExecutor(RayExecutorV2):
     """vLLM's Ray executor with worker slots on a CPU-only machine.
 
-    vLLM asks Ray for one "GPU" per worker; on a CPU-only machine Ray counts none, so a cluster started here is given
-    one slot per physical core. A cluster named by RAY_ADDRESS is joined as it is: start its nodes with
+    vLLM requests one "GPU" per worker from Ray. Ray finds none on a CPU-only machine, so a cluster that is started here
+    gets one slot per physical core. A cluster that RAY_ADDRESS names is used unchanged; start its nodes with
     ``ray start --num-gpus <worker slots>``.
     """
 
@@ -27,7 +27,7 @@ class CpuRayExecutor(RayExecutorV2):
                 ray.init(runtime_env=runtime_env)
             else:
                 _keep_to_this_machine()
-                # "local", never "auto": auto would join whatever cluster runs on this machine.
+                # "auto" would join any cluster that runs on this machine.
                 ray.init(
                     address="local",
                     runtime_env=runtime_env,
@@ -38,11 +38,11 @@ class CpuRayExecutor(RayExecutorV2):
 
 
 def _keep_to_this_machine() -> None:
-    """Have a cluster that is started here listen on 127.0.0.1, where Ray would on all addresses.
+    """Make a cluster that is started here listen on 127.0.0.1 instead of all addresses.
 
-    Ray has no option for it: 2.60 turns ``_node_ip_address="127.0.0.1"`` into the machine's own address. It does this
-    everywhere but on Windows and macOS, where clusters of several machines are not supported, and this variable says
-    whether they are. Its processes read it as they start; this one has read it when it imported Ray.
+    Ray has no option for this: 2.60 replaces ``_node_ip_address="127.0.0.1"`` by the machine's own address, except on
+    Windows and macOS, where it does not support clusters of several machines. The variable below controls that support.
+    Ray's processes read it when they start; this process read it when it imported Ray, so the constant is set, too.
     """
     if os.environ.setdefault(SEVERAL_MACHINES, "0") == "0":
         constants: Any = ray._private.ray_constants

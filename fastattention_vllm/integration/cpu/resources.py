@@ -1,4 +1,4 @@
-"""How many bytes of KV cache this machine can afford."""
+"""Chooses the size of the KV cache for this machine's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def checkpoint_bytes(model: str) -> int:
-    """Size of the weights in a local model directory, which will be in memory beside the KV cache; 0 if not local."""
+    """Size of the weights in a local model directory, which share memory with the KV cache; 0 if it is not local."""
     files = (path for suffix in ("safetensors", "bin") for path in Path(model).glob(f"*.{suffix}"))
     return sum(path.stat().st_size for path in files)
 
@@ -26,31 +26,31 @@ def kv_bytes_per_rank(
     weight_bytes: int,
     ranks: int,
 ) -> int:
-    """KV cache bytes of each rank: what the user asked for, else a default this machine can hold.
+    """KV cache bytes per rank: the user's value, or a default that fits this machine.
 
-    The default is 4 GiB over all ranks, bounded by a quarter of the memory that the weights leave; more, up to half of
-    it, where one request of ``max_model_len`` tokens needs more. vLLM's own default (92 % of all RAM) aborts on a busy
-    machine.
+    The default is 4 GiB over all ranks, but at most a quarter of the memory that the weights leave. If one request of
+    ``max_model_len`` tokens needs more, it is up to half of that memory. vLLM's own default (92 % of all RAM) aborts on
+    a busy machine.
 
     Args:
         requested: ``--kv-cache-memory-bytes``, or None.
-        size: what a request takes on one rank.
-        max_model_len: tokens one request may hold; None if vLLM is to fit it to the cache.
-        weight_bytes: the checkpoint's, over all ranks.
-        ranks: processes that share this machine's memory.
+        size: the size of a request on one rank.
+        max_model_len: maximum tokens of one request; None if vLLM fits it to the cache.
+        weight_bytes: bytes of the checkpoint, over all ranks.
+        ranks: number of processes that share this machine's memory.
 
     Raises:
         Refusal: one request of ``max_model_len`` does not fit; names the largest length that does.
     """
     one_request = 0 if max_model_len is None else size.of_request(max_model_len)
     available = max(0, available_bytes() - weight_bytes) // ranks
-    space = os.environ.get(KV_SPACE)  # vLLM heeds this variable before its option
+    space = os.environ.get(KV_SPACE)  # in vLLM, this variable has priority over the option
     option = KV_SPACE if space else "--kv-cache-memory-bytes"
     if requested is not None:
         budget, source = requested, f"{option} {space or requested} is"
     else:
         budget = max(min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2))
-        source = f"half of the {_size(available)} that are free beside the weights are"
+        source = f"half of the {_size(available)} that remain free after the weights is"
     if one_request > budget:
         fits = size.longest_request(budget)
         shorter = f"pass --max-model-len {fits} or less, or " if fits > 0 else ""

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, with weights and KV cache in huge pages and on the NUMA nodes that read them."""
+"""vLLM's CPU worker, with weights and KV cache in huge pages on the NUMA nodes that read them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HUGE_PAGE = 2 << 20
 
 
 class FastAttentionCpuWorker(CPUWorker):
-    """Places the weights once they are loaded, and the KV cache once it is allocated.
+    """Places the weights after they are loaded, and the KV cache after it is allocated.
 
-    vLLM takes the class from ``parallel_config.worker_cls``: all versions.
+    All vLLM versions take the class from ``parallel_config.worker_cls``.
 
-    vLLM fills the cache with zeros as it allocates it, from whatever threads torch has, in small pages. Nothing else is
-    in it yet, so its pages are given back and touched anew where they are wanted. (torch's own THP_MEM_ALLOC_ENABLE
-    would have to be set before the process first allocates, concerns every tensor, and knows no NUMA nodes.)
+    vLLM fills the cache with zeros when it allocates it, with torch's threads and in small pages. It contains nothing
+    else yet, so its pages can be released and touched again on the right NUMA nodes. (torch's THP_MEM_ALLOC_ENABLE
+    would have to be set before the process first allocates memory, affects every tensor, and ignores NUMA nodes.)
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -56,10 +56,10 @@ class FastAttentionCpuWorker(CPUWorker):
 
 
 def place_tensors(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool) -> None:
-    """Place the buffers of ``tensors`` (lists of them nested at will) for threads on ``cpus``; log what was had.
+    """Place the buffers of ``tensors`` (which may be nested lists) for threads on ``cpus``, and log the result.
 
-    With ``discard`` they are zero afterwards, without they keep their contents and those smaller than a huge page are
-    left where they are.
+    With ``discard``, the buffers are zero afterwards. Without it, they keep their contents, and buffers smaller than
+    two huge pages are not moved.
     """
     buffers = {address: size for address, size in _buffers(tensors) if size >= _least(discard)}
     if not buffers:
@@ -74,7 +74,7 @@ def _least(discard: bool) -> int:
 
 
 def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.MemoryPlacement]) -> str:
-    """One line for the log: ``size`` bytes of ``what``, the NUMA ``nodes`` asked for, and what each buffer got."""
+    """One line for the log: ``size`` bytes of ``what``, the requested NUMA ``nodes``, and the result per buffer."""
     known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
     huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"
     parts = [f"{what}: {size / GIB:.2f} GiB, {huge} in huge pages"]
@@ -82,15 +82,16 @@ def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cp
         how = "interleaved over NUMA nodes" if len(nodes) > 1 else "on NUMA node"
         parts.append(f"{how} {', '.join(map(str, nodes))}")
     elif nodes:
-        parts.append(f"NUMA nodes {', '.join(map(str, nodes))} asked for")
+        parts.append(f"requested NUMA nodes {', '.join(map(str, nodes))}")
     reasons = dict.fromkeys(placement.reason for placement in placements if placement.reason)
     return " ".join([", ".join(parts) + ".", *reasons])
 
 
 def _buffers(tensors: Any) -> Iterable[tuple[int, int]]:
-    """Address and size of every CPU tensor's buffer.
+    """Address and size of the buffer of every CPU tensor.
 
-    A layer's KV cache: up to 0.28 a buffer of its own, from 0.29 on one for all; a Mamba layer has a list of tensors.
+    Up to 0.28, each layer's KV cache has a separate buffer; from 0.29 on, all layers share one. A Mamba layer has a
+    list of tensors.
     """
     if isinstance(tensors, torch.Tensor):
         if tensors.is_mkldnn:

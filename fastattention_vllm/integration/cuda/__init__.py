@@ -1,1 +1,1 @@
-"""vLLM on NVIDIA GPUs: which attention backend runs on which, and these backends."""
+"""vLLM on NVIDIA GPUs: the choice of the attention backend, and the backends."""

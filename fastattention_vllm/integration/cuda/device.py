@@ -1,4 +1,4 @@
-"""An NVIDIA GPU beside the host: what host layers need of it, whichever kernels it runs."""
+"""The runtime that host layers use on an NVIDIA GPU, for all of its kernels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastattention_vllm.placement.link import CudaLink, Link
 from fastattention_vllm.placement.pinning import CudaPinning
 
 HOST_BLOCK = 128
-"""Tokens. 16 of them give the CPU 0.9 of that rate (benchmarks/NOTES.md)."""
+"""Tokens per block. With blocks of 16 tokens, the CPU reaches 0.9 of the rate (benchmarks/NOTES.md)."""
 
 
 def preferred_block_size(otherwise: int) -> int:
-    """Tokens of a block, where --block-size does not say: host memory is read faster in larger pieces."""
+    """Tokens per block if --block-size is not set. Host memory is read faster in larger blocks."""
     none = options_of(get_current_vllm_config()).host_kv_layers in (0, [])
     return otherwise if none else max(otherwise, HOST_BLOCK)
 
 
 class CudaRuntime(AcceleratorRuntime):
-    """One GPU beside the host."""
+    """One NVIDIA GPU."""
 
     pin = CudaPinning()
 
@@ -36,7 +36,7 @@ class CudaRuntime(AcceleratorRuntime):
 
     def settle_block_size(self) -> None:
         cache = self.vllm_config.cache_config
-        if not getattr(cache, "user_specified_block_size", True):  # versions without it have asked already
+        if not getattr(cache, "user_specified_block_size", True):  # versions without it asked the backend earlier
             cache.block_size = preferred_block_size(cache.block_size)
 
     def extend_worker(self) -> None:

@@ -1,6 +1,6 @@
-"""The attention backend on NVIDIA GPUs of compute capability 8.0 and newer: vLLM's FLASH_ATTN, with host layers.
+"""The attention backend for NVIDIA GPUs of compute capability 8.0 and newer: vLLM's FLASH_ATTN plus host layers.
 
-Device layers run exactly vLLM's code, so without host layers nothing is added to a step.
+Device layers run vLLM's code unchanged, so a step without host layers has no additional work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastattention_vllm.integration.tiling.attention_rows import can_be_cut, row
 
 
 class FastAttentionFlashBackend(DevicesOwn, FlashAttentionBackend):
-    """``--attention-backend fastattention`` on such a GPU."""
+    """``--attention-backend fastattention`` on these GPUs."""
 
     @staticmethod
     def get_name() -> str:
@@ -45,7 +45,7 @@ class FastAttentionFlashBackend(DevicesOwn, FlashAttentionBackend):
 
 
 class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
-    """One attention layer; becomes a host layer where the plan says so."""
+    """One attention layer. It becomes a host layer if the plan says so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,7 +86,7 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
         return output
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
-        """One with this layer's scale, mask and so on; ``parts`` are the tensors of the batch, or say otherwise."""
+        """A problem with this layer's scale, mask and so on. ``parts`` are the batch's tensors, or override fields."""
         sinks = self.sinks
         on_host = parts["query"].device.type == "cpu"
         own = {
@@ -107,7 +107,7 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
         return kv_cache.dtype
 
     def why_not_on_host(self) -> str | None:
-        """What keeps such layers on the device, or None."""
+        """The feature that keeps this layer on the device, or None."""
         if self.alibi_slopes is not None:
             return "ALiBi position bias"
         if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
@@ -116,7 +116,7 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
 
 
 class BlockedMetadataBuilder(DeviceBuildersOwn, FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]
-    """vLLM's, and where ``tiling_full_form`` asks for it the blocks of a step, made once for all layers."""
+    """vLLM's builder. With ``tiling_full_form``, it also creates the blocks of a step, once for all layers."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -133,11 +133,11 @@ class BlockedMetadataBuilder(DeviceBuildersOwn, FlashAttentionBackend.get_builde
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Without blocks: a replay reads vLLM's own buffers, and a block's lengths are not among them."""
+        """Build without blocks, because a replay reads vLLM's own buffers, which do not contain a block's lengths."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
         metadata.row_blocks = None
         return metadata
 
 
 class HostLayerFlashBackend(HostLayerMixin, FastAttentionFlashBackend):
-    """The backend for host layers on such a GPU."""
+    """The backend for host layers on these GPUs."""

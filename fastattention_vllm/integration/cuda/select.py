@@ -1,4 +1,4 @@
-"""Which backend it is on an NVIDIA GPU: known only when vLLM asks for the class, and the options with it."""
+"""Selects the backend for an NVIDIA GPU. The choice needs the options, so it is made when vLLM requests the class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 NAME = "FastAttentionCudaBackend"
 FLASH = (8, 0)
-"""The least compute capability of vLLM's FlashAttention."""
+"""The minimum compute capability for vLLM's FlashAttention."""
 
 
 def __getattr__(name: str) -> Any:

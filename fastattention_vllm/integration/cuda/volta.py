@@ -1,6 +1,6 @@
-"""The attention backend on NVIDIA GPUs older than compute capability 8.0, by the kernels for the V100.
+"""The attention backend for NVIDIA GPUs below compute capability 8.0, with the V100 and Turing kernels.
 
-``volta_kernels: ptx`` or ``ptx-sm_75`` runs it on a newer GPU, for tests.
+``volta_kernels: ptx`` or ``ptx-sm_75`` runs it on newer GPUs, for tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = init_logger("vllm.fastattention")
 
 
 class FastAttentionVoltaBackend(Backend):
-    """``--attention-backend fastattention`` on such a GPU."""
+    """``--attention-backend fastattention`` on these GPUs."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", *support.FP8_CACHES]
@@ -72,11 +72,11 @@ class FastAttentionVoltaBackend(Backend):
 
 @dataclass(frozen=True)
 class RequestGroup:
-    """Some requests of a step or block, one behind the other. All tensors are on the GPU; see ``AttentionProblem``."""
+    """Consecutive requests of a step or block. All tensors are on the GPU; see ``AttentionProblem``."""
 
     extent: volta.Extent
     query_start_loc: torch.Tensor
-    """int32 ``[requests + 1]``, places in the query of the whole step or block."""
+    """int32 ``[requests + 1]``, positions in the query of the whole step or block."""
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     workspace: torch.Tensor
@@ -84,7 +84,7 @@ class RequestGroup:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a step which are computed before the next ones."""
+    """Rows of a step that are computed before the following rows."""
 
     rows: slice
     request_groups: tuple[RequestGroup, ...]
@@ -99,23 +99,23 @@ class VoltaMetadata:
     causal: bool
     slot_mapping: torch.Tensor
     blocks: tuple[Block, ...] = ()
-    """The same once more, where o_proj begins with the first rows while the next ones are computed."""
+    """The same requests in blocks of rows, if o_proj starts with the first rows while the next ones are computed."""
 
 
 _workspaces: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
 
 
 def heads_of(vllm_config: Any) -> tuple[int, int]:
-    """KV heads of this rank, and query heads for each of them."""
+    """KV heads of this rank, and query heads per KV head."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     kv_heads = model.get_num_kv_heads(parallel)
     return kv_heads, model.get_num_attention_heads(parallel) // kv_heads
 
 
 def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.Tensor:
-    """What any launch needs for parts of keys, fp32: one on ``device`` for all layers, which run one after the other.
+    """The fp32 workspace for the key parts of any launch. All layers on ``device`` share it, as they run one by one.
 
-    Layers ask for it when they are loaded, before vLLM measures what is left for the cache; builders then get the same.
+    Layers allocate it when they are loaded, before vLLM measures the memory for the cache. Builders get the same one.
     """
     kv_heads, group = heads_of(vllm_config)
     seqs, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
@@ -127,7 +127,7 @@ def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.T
 
 
 class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
-    """Copies what the kernels read into buffers that stay where they are: a captured graph knows their addresses."""
+    """Copies the kernels' inputs into buffers with fixed addresses, because a captured graph contains the addresses."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -135,14 +135,14 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         support.check_kv_cache(vllm_config)
         chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
-        if chunk is not None:  # vLLM makes several requests of one then, more than there is room for here
+        if chunk is not None:  # vLLM then splits one request into several, which do not fit into these buffers
             raise Refusal(
-                f"this model attends within chunks of {chunk} tokens, which the Volta kernels do not do; serve another "
-                "model."
+                f"this model attends within chunks of {chunk} tokens, which the Volta kernels do not support; serve "
+                "another model."
             )
         group = heads_of(vllm_config)[1]
-        # Query tokens of a request that the decode kernel takes. One at least, that vLLM puts such requests first:
-        # with more query heads per KV head than it has rows they go to the prefill kernel all the same.
+        # The maximum number of query tokens per request for the decode kernel. It is at least one, so that vLLM puts
+        # these requests first; with more query heads per KV head than its rows, the prefill kernel still runs them.
         self._init_reorder_batch_threshold(max(1, DECODE_ROWS // group))
         self.max_model_len = vllm_config.model_config.max_model_len
         seqs = vllm_config.scheduler_config.max_num_seqs
@@ -193,7 +193,7 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         return VoltaMetadata(request_groups, causal, common.slot_mapping)
 
     def _blocks(self, sizes: Sequence[int], starts: Sequence[int], metadata: VoltaMetadata) -> tuple[Block, ...]:
-        """Those of attention whose rows are cut. Graphs are captured without."""
+        """The blocks of a step whose rows are split. Graphs are captured without blocks."""
         seqs, decodes = len(starts) - 1, len(metadata.request_groups[0].seq_lens)
         longest = metadata.request_groups[0].extent.longest
         assert self.block_table is not None
@@ -218,18 +218,18 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         return tuple(found)
 
     def _table(self, given: torch.Tensor) -> torch.Tensor:
-        """Made with the first one that is given: its width is the most blocks that a request can have."""
+        """The buffer for block tables, created with the first table, whose width is the maximum for a request."""
         if self.block_table is None:
             self.block_table = torch.zeros(len(self.seq_lens), given.shape[1], dtype=torch.int32, device=given.device)
         return self.block_table
 
 
 class HostLayerVoltaBackend(HostLayerMixin, FastAttentionVoltaBackend):
-    """The V100's backend for host layers."""
+    """The backend for host layers on these GPUs."""
 
 
 class FastAttentionVoltaImpl(Layer):
-    """One attention layer; becomes a host layer where the plan says so."""
+    """One attention layer. It becomes a host layer if the plan says so."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         adjusted = self.softcap > 0 or self.alibi_slopes is not None
@@ -272,7 +272,7 @@ class FastAttentionVoltaImpl(Layer):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As on CPUs."""
+        """Attend ``query`` into ``output``, as on CPUs."""
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
         metadata: VoltaMetadata = attn_metadata
@@ -311,7 +311,7 @@ class FastAttentionVoltaImpl(Layer):
         return output
 
     def why_not_on_host(self) -> str | None:
-        """What keeps such layers on the GPU, or None."""
+        """The feature that keeps this layer on the GPU, or None."""
         if self.fp8 is not None:
             return f"--kv-cache-dtype {self.kv_cache_dtype}"
         return None if self.alibi_slopes is None else "ALiBi position bias"

@@ -1,6 +1,6 @@
-"""``volta_fallback: xformers``: the backend of models that our Volta kernels refuse, if the user asks for it.
+"""``volta_fallback: xformers``: an optional backend for models that the Volta kernels refuse.
 
-Not run on a V100 yet. It gathers keys and values out of their pages in every step, and is not captured in CUDA graphs.
+Not yet run on a V100. It gathers keys and values from their pages in every step, and does not support CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ ASK = """--additional-config '{"fastattention": {"volta_fallback": "xformers"}}'
 
 
 def why_volta_refuses(vllm_config: Any) -> str | None:
-    """What about the model our Volta kernels refuse and xformers may take; None if there is nothing."""
+    """The property of the model that the Volta kernels refuse and xformers may support, or None."""
     model = getattr(vllm_config, "model_config", None)
     if model is None or getattr(model, "use_mla", False):
         return None
     if model.dtype == torch.float32:
-        return "the model's dtype is float32, the Volta kernels take float16"
+        return "the model's dtype is float32, but the Volta kernels need float16"
     head_size = model.get_head_size()
     if head_size not in HEAD_SIZES:
-        return f"the model's head size is {head_size}, the Volta kernels take {', '.join(map(str, HEAD_SIZES))}"
+        return f"the model's head size is {head_size}, but the Volta kernels support {', '.join(map(str, HEAD_SIZES))}"
     return None
 
 
 def check_asked(vllm_config: Any, reason: str) -> None:
-    """Nothing where xformers may run what our kernels refuse for ``reason``.
+    """Check that xformers may run the model, which the Volta kernels refuse for ``reason``.
 
     Raises:
-        Refusal: nobody asked for it, or it is not there, or the option of another feature does not go with it.
+        Refusal: xformers is not selected or not installed, or conflicts with another option.
     """
     options = options_of(vllm_config)
-    half = " Pass --dtype float16, or" if "dtype" in reason else " Serve another model, or"
+    half = "pass --dtype float16, or" if "dtype" in reason else "serve another model, or"
     if options.volta_fallback is None:
-        raise Refusal(f"{reason}.{half} install xformers and pass {ASK} to run it by xformers, slower.")
+        raise Refusal(f"{reason}; {half} install xformers and pass {ASK} to run the model with it, more slowly.")
     if xformers.version() is None:
         raise Refusal(
-            f'volta_fallback is "xformers", but xformers is not installed; install the release that belongs to '
-            f"torch {torch.__version__}, or leave the option out."
+            f'volta_fallback is "xformers", but xformers is not installed; install the release for torch '
+            f"{torch.__version__}, or remove the option."
         )
     if options.host_kv_layers not in ("auto", 0, []):
         raise Refusal(
-            f"host_kv_layers is {options.host_kv_layers}, but with volta_fallback all KV stays on the GPU, because "
-            f"{reason}; leave host_kv_layers out."
+            f"host_kv_layers is {options.host_kv_layers}, but volta_fallback keeps all KV on the GPU, and it is in use "
+            f"because {reason}; remove host_kv_layers."
         )
 
 
 class FastAttentionXformersBackend(Backend):
-    """``--attention-backend fastattention`` on such a GPU, of such a model, with ``volta_fallback: xformers``."""
+    """``--attention-backend fastattention`` for such models with ``volta_fallback: xformers``."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(xformers.DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16"]
@@ -105,7 +105,7 @@ class XformersMetadata:
     masks: dict[int, Any] = field(default_factory=dict)
 
     def mask(self, window: int, of_cache: bool) -> Any:
-        """Of all layers with this window; without ``of_cache`` keys are this step's tokens."""
+        """The mask for all layers with this window. Without ``of_cache``, the keys are this step's tokens."""
         if window not in self.masks:
             kv_lens = self.kv_lens if of_cache else self.q_lens
             self.masks[window] = xformers.bias(self.q_lens, kv_lens, causal=self.causal, window=window)
@@ -135,7 +135,7 @@ class XformersMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
 
 
 class FastAttentionXformersImpl(Layer):
-    """One attention layer by xformers."""
+    """One attention layer that runs with xformers."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -151,13 +151,13 @@ class FastAttentionXformersImpl(Layer):
         ]
         if asked:
             raise Refusal(
-                f"this model's attention layers use {', '.join(asked)}, which xformers does not do in the way that "
-                "volta_fallback calls it; serve another model."
+                f"this model's attention layers use {', '.join(asked)}, which volta_fallback: xformers does not "
+                "support; serve another model."
             )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         logger.info_once(
-            "Attention kernels: xformers %s, as volta_fallback asks for, because %s.",
+            "Attention kernels: xformers %s, selected by volta_fallback because %s.",
             xformers.version(),
             why_volta_refuses(get_current_vllm_config()),
         )
@@ -190,7 +190,7 @@ class FastAttentionXformersImpl(Layer):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As on CPUs."""
+        """Attend ``query`` into ``output``, as on CPUs."""
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
         metadata: XformersMetadata = attn_metadata

@@ -1,1 +1,1 @@
-"""Layers whose KV cache lies in host memory."""
+"""Host layers: layers whose KV cache is in host memory."""

@@ -1,4 +1,4 @@
-"""A GPU or NPU of torch's beside the host: what host layers need of any."""
+"""The part of the runtime that is the same for all GPUs and NPUs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fastattention_vllm.placement.prefetch import NUM_BUFFERS, STAGING_BYTES
 logger = init_logger("vllm.fastattention")
 
 WORKSPACE = 1 << 30
-"""For libraries' workspaces and captured graphs, beside the activations, where "auto" reckons with device memory."""
+"""Device memory that "auto" reserves, in addition to activations, for libraries' workspaces and captured graphs."""
 SPIN_SECONDS = 0.003
-"""From one host layer to the next the attention threads stay awake: meanwhile the device computes, and nobody wants
-their CPUs."""
+"""How long attention threads spin. They stay awake between host layers, because their CPUs are idle while the device
+computes."""
 
 
 class AcceleratorRuntime:
-    """One device beside the host."""
+    """One GPU or NPU."""
 
     called = "GPU"
 
     def __init__(
         self, vllm_config: Any, host_backend: type[Any], kernels: Device, named: str, device: torch.device
     ) -> None:
-        """``host_backend``: of its host layers. ``kernels``: which compute the device's part of them."""
+        """``host_backend``: the backend of host layers. ``kernels``: compute the device's part of host layers."""
         self.vllm_config = vllm_config
         self.host_backend = host_backend
         self._kernels = kernels
@@ -45,7 +45,7 @@ class AcceleratorRuntime:
         return topology.split_cpus(topology.physical_cpus(), ranks)[local_rank()]
 
     def prepare(self) -> None:
-        """Start the CPU's threads, leaving one core to the engine and the API server; hook into vLLM's worker."""
+        """Start the CPU threads, leave one core to the engine and the API server, and hook into vLLM's worker."""
         cpus = self.cpus()
         own = cpus[1:] if len(cpus) > 1 else cpus
         threads = options_of(self.vllm_config).cpu_threads or len(own)
@@ -57,7 +57,7 @@ class AcceleratorRuntime:
         except (RuntimeError, ValueError) as error:
             raise Refusal(f"host layers need the CPU kernels: {error}") from error
         logger.info_once(
-            "Host layers: instruction set %s, %s; the %s's part by %s.",
+            "Host layers: CPU instruction set %s, %s; the %s uses %s.",
             cpu_kernels.isa(),
             topology.describe_pinning(threads, own, cpus),
             self.called,
@@ -66,14 +66,14 @@ class AcceleratorRuntime:
         self.extend_worker()
 
     def extend_worker(self) -> None:
-        """Have the host layers' pool bound and allocated as the worker does that with its own cache."""
+        """Make the worker limit and allocate the host layers' pool together with its own cache."""
         raise NotImplementedError
 
     def kernels(self) -> Device:
         return self._kernels
 
     def kv_bytes(self) -> int:
-        """Roughly what vLLM's own profiling will find later; should it find less, its own check says so."""
+        """An estimate of what vLLM's profiling will find. If it finds less memory, vLLM's own check reports that."""
         config = self.vllm_config
         asked = config.cache_config.kv_cache_memory_bytes
         if asked:

@@ -1,4 +1,4 @@
-"""What host layers ask of the device beside the host, and of the attention layers that they were."""
+"""The interfaces that host layers use: of the device, and of the attention layers that they replace."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from fastattention_vllm.placement.pinning import Pinning
 
 
 class DeviceLayer(Protocol):
-    """What a host layer asks of the attention layer that it was: our ``AttentionImpl`` of the device."""
+    """The interface of the attention layer that a host layer replaces: the device's ``AttentionImpl``."""
 
     num_heads: int
     head_size: int
     scale: float
     num_kv_heads: int
     host_window: int | None
-    """Keys that a token sees before itself; None if all."""
+    """Number of keys before itself that a token sees; None for all."""
 
     def problem(self, layer: Any, **parts: Any) -> AttentionProblem:
-        """One with this layer's scale, window and so on, unless ``parts`` say otherwise."""
+        """A problem with this layer's scale, window and so on. ``parts`` are the batch's tensors or override fields."""
 
     def scales(self, layer: Any) -> tuple[float, float]:
-        """What an fp8 cache's keys and values were divided by."""
+        """The scales by which the keys and values of an fp8 cache were divided."""
 
     def merges(self) -> bool:
-        """Whether attention over parts of the keys can be merged to attention over all."""
+        """Whether attention over parts of the keys can be merged into the exact result."""
 
     def cache_dtype(self, kv_cache: torch.Tensor) -> torch.dtype: ...
 
     def why_not_on_host(self) -> str | None:
-        """What such a layer asks for that host layers cannot do here, or None."""
+        """The feature of this layer that host layers do not support here, or None."""
 
 
 class DeviceRuntime(Protocol):
-    """One kind of device beside the host."""
+    """One kind of device."""
 
     host_backend: type[Any]
-    """The ``AttentionBackend`` of host layers, whose builder makes :class:`HostMetadata`."""
+    """The ``AttentionBackend`` for host layers. Its builder creates :class:`HostMetadata`."""
 
     @property
     def pin(self) -> Pinning | None:
-        """None if the "device" is the host itself."""
+        """How host memory is pinned for the device. None if the "device" is the host itself."""
 
     def cpus(self) -> list[int]:
-        """Of this rank."""
+        """The CPUs of this rank."""
 
     def settle_block_size(self) -> None:
-        """Let vLLM's configuration say how many tokens a block will have, where so far it only says the default."""
+        """Set the final block size in vLLM's configuration, if it still contains the default."""
 
     def prepare(self) -> None:
-        """Called once it is sure that there will be host layers."""
+        """Called once, when it is certain that there will be host layers."""
 
     def kernels(self) -> Device: ...
 
     def link(self) -> Link: ...
 
     def kv_bytes(self) -> int:
-        """Device memory that the KV cache may take, weights loaded and nothing else."""
+        """Device memory available for the KV cache, with only the weights loaded."""
 
 
 def local_rank() -> int:

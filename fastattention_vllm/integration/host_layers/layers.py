@@ -1,11 +1,12 @@
-"""Host layers: attention layers whose KV cache lies in host memory, in vLLM's own block space.
+"""Host layers: attention layers whose KV cache is in host memory, under vLLM's own block ids.
 
-vLLM knows layers that share the cache of another layer. A host layer is made to look like one: it then takes no memory
-on the device, and the block count and the largest request are computed without it; but it has block tables, slots,
-prefix caching and preemption, for those belong to the layer that it points to. Its keys and values are in a pool in
-host memory, under the same block ids.
+vLLM supports layers that share the cache of another layer. A host layer looks like one of these to vLLM: it takes no
+memory on the device and is left out when vLLM computes the block count and the longest request. It still has block
+tables, slots, prefix caching and preemption, because these belong to the layer that it points to. Its keys and values
+are in a host pool, under the same block ids.
 
-This happens once per worker: after the weights are loaded, before vLLM asks for the layers' caches or traces a graph.
+Host layers are set up once per worker: after the weights are loaded, and before vLLM creates the layers' caches or
+traces a graph.
 """
 
 from __future__ import annotations
@@ -52,25 +53,25 @@ class HostLayers:
     group: HostLayerGroup
     placement: LayerPlacement
     targets: dict[str, str]
-    """By host layer's name, in the model's order: the device layer to which it points."""
+    """For each host layer, in the model's order, the name of the device layer that it points to."""
     budget: int
     max_model_len: int
     nodes: Sequence[int]
     stream_fraction: float | str
     dtype: torch.dtype
     length_is_fitted: bool = False
-    """To the memory that :meth:`clamp` leaves, by vLLM."""
+    """Whether vLLM fits the maximum length to the memory that :meth:`clamp` leaves."""
     pool: HostPool | None = None
     rates: calibrate.Rates | None = None
-    """Where they were measured."""
+    """None if they were not measured."""
     rehearsed: int = 0
-    """Tokens of the longest step whose device memory vLLM has seen."""
+    """Tokens of the longest step that vLLM's profiling has measured so far."""
 
     def clamp(self, available: int) -> int:
-        """The device memory for vLLM's KV cache, no more than the host pool has blocks for.
+        """Device memory for vLLM's KV cache, limited to the number of blocks that the host pool can hold.
 
         Raises:
-            Refusal: then no request of the greatest length fits any more, and vLLM does not choose that length itself.
+            Refusal: with this limit no request of the maximum length fits, and vLLM does not choose that length itself.
         """
         size = self.placement.device_size
         page = self.placement.bytes_per_block * size.layers_per_group()
@@ -81,12 +82,12 @@ class HostLayers:
             wanted = self.placement.host_bytes(-(-need // page)) / GIB
             raise Refusal(
                 f"one request of max_model_len {self.max_model_len} needs {wanted:.2f} GiB of host memory for the "
-                f"{len(self.placement.host)} host layers, and {self.budget / GIB:.2f} GiB may be used; pass "
+                f"{len(self.placement.host)} host layers, but the limit is {self.budget / GIB:.2f} GiB; pass "
                 f"--max-model-len {size.longest_request(clamped)} or less, or raise host_kv_gib."
             )
         if clamped < available:
             logger.info(
-                "KV cache: %d blocks instead of %d, so that the host layers' part of it stays within %.2f GiB.",
+                "KV cache: %d blocks instead of %d, to keep the host layers' share within %.2f GiB.",
                 blocks,
                 available // page,
                 self.budget / GIB,
@@ -94,10 +95,10 @@ class HostLayers:
         return clamped
 
     def allocate(self, forward_context: dict[str, Any], kv_cache_config: Any) -> None:
-        """Make the pool, once vLLM has allocated its own cache.
+        """Create the pool. Called when vLLM has allocated its own cache.
 
         Raises:
-            Refusal: the memory is not there.
+            Refusal: there is not enough memory.
         """
         tables = [
             [name for name, target in self.targets.items() if target in group.layer_names]
@@ -119,7 +120,7 @@ class HostLayers:
             logger.info("%s", line)
 
     def _divide_reading(self, forward_context: dict[str, Any]) -> None:
-        """Decide what part of a decoding request's host KV the device reads itself."""
+        """Decide which fraction of a decoding request's host KV the device reads itself."""
         if self.stream_fraction != "auto":
             self.set_stream_split(StreamSplit(float(self.stream_fraction)))
         elif self.runtime.pin:
@@ -127,9 +128,9 @@ class HostLayers:
             self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
             split = calibrate.stream_split(rates)
             logger.info(
-                "Host memory is read at %.1f GB/s, attended to by the CPU at %.1f GB/s and brought to the device "
-                "at %.1f GB/s (at once: %.1f and %.1f): the device reads %.0f %% of it when decoding, and the first %d "
-                "MiB of a layer.",
+                "Host memory: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
+                "copies at the same time: %.1f and %.1f GB/s). When decoding, the device reads %.0f %% of the host KV "
+                "and the first %d MiB of each layer.",
                 *(rate / 1e9 for rate in dataclasses.astuple(rates)),
                 100 * split.fraction,
                 split.head_start >> 20,
@@ -137,13 +138,13 @@ class HostLayers:
             self.set_stream_split(split)
 
     def set_stream_split(self, split: StreamSplit) -> None:
-        """How much of decoding requests' host KV the device reads over the link."""
+        """Set how much of the decoding requests' host KV the device reads over the link."""
         self.group.stream_split = split
 
     def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
-        """The host layers' turns in this forward pass from ``first`` on, each with the step that vLLM has for it.
+        """The visits of the host layers in this forward pass, from ``first`` on, each with its step from vLLM.
 
-        Layers of other block tables, or with another number of query heads, have metadata of their own.
+        Layers with another block table, or another number of query heads, have separate metadata.
         """
         metadata = get_forward_context().attn_metadata
         for attention in self.group.layers[self.group.layers.index(first) :]:
@@ -153,12 +154,12 @@ class HostLayers:
             layer: Any = attention.layer
             found = metadata.get(layer.layer.layer_name) if isinstance(metadata, dict) else None
             if not isinstance(found, HostMetadata):
-                return  # vLLM does not say; that layer's turn will
+                return  # vLLM does not provide it yet; it will when that layer runs
             yield Visit(attention, layer.step(found, attention))
 
 
 class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
-    """Takes the place of a layer's impl; what the layer computes is still asked of that one."""
+    """Replaces a layer's impl, which still defines what the layer computes."""
 
     def __init__(self, layer: Any, inner: DeviceLayer, host_layers: HostLayers) -> None:
         self.layer = layer
@@ -173,7 +174,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         process.process_weights_after_loading(act_dtype)
 
     def open(self, cache: torch.Tensor) -> None:
-        """From now on keys and values go to ``cache``."""
+        """Store keys and values in ``cache`` from now on."""
         self.attention = HostAttention(self.host_layers.group, self, cache, self.inner.host_window)
 
     def problem(self, **parts: Any) -> AttentionProblem:
@@ -197,10 +198,10 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As any attention layer's; ``kv_cache`` is that of the layer it points to, and left alone.
+        """The forward pass of an attention layer. ``kv_cache`` belongs to the layer that this one points to; unused.
 
         Raises:
-            RuntimeError: a batch is to be computed, and the worker has not made the host layers' pool.
+            RuntimeError: there is a batch to compute, but the worker has not created the host layers' pool.
         """
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             if len(query) > self.host_layers.rehearsed and self.host_layers.runtime.pin:
@@ -224,7 +225,7 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
 def rehearse(
     layer: HostLayerImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
 ) -> None:
-    """Have vLLM's profiling see the device memory that a step of so many tokens takes. There is no pool yet."""
+    """Let vLLM's profiling measure the device memory of a step of this length. There is no pool yet."""
     host_layers = layer.host_layers
     block_size = host_layers.placement.device_size.block_size
     page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
@@ -234,10 +235,10 @@ def rehearse(
 
 
 def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
-    """Decide which layers are host layers and make them so. Called by every attention layer; the first one does it.
+    """Choose the host layers and set them up. Every attention layer calls this; only the first call has an effect.
 
     Raises:
-        Refusal: what was asked for cannot be had.
+        Refusal: the options cannot be met.
     """
     context = vllm_config.compilation_config.static_forward_context
     if getattr(vllm_config.compilation_config, DONE, False):
@@ -272,7 +273,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
             raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
     runtime.prepare()
     group = HostLayerGroup(runtime.link(), runtime.kernels())
-    # Now, so that vLLM counts it before it gives the rest of the device's memory to its own cache.
+    # Allocate now, so that vLLM counts it before it uses the rest of the device's memory for its own cache.
     group.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
     host_layers = HostLayers(
         runtime,
@@ -297,7 +298,7 @@ DONE = "fastattention_host_layers_set_up"
 
 
 def find(vllm_config: VllmConfig) -> HostLayers | None:
-    """Those that :func:`set_up` made in this process, or None if there are none."""
+    """The host layers that :func:`set_up` created in this process, or None."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         if isinstance(getattr(layer, "impl", None), HostLayerImpl):
             host_layers: HostLayers = layer.impl.host_layers
@@ -306,7 +307,7 @@ def find(vllm_config: VllmConfig) -> HostLayers | None:
 
 
 def page_shape(host: Any, target: Any) -> PageShape:
-    """A host layer's pages are like those of the layer it points to."""
+    """The shape of a host layer's pages, which equals that of the layer it points to."""
     caches = compat.kv_caches_of(target)
     blocks = compat.num_blocks_of(caches[0])
     elements = sum(cache.numel() for cache in caches)
@@ -327,7 +328,7 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     device_bytes = blocks * placement.bytes_per_block * placement.device_size.layers_per_group()
     huge = sum(part.huge_bytes or 0 for part in host_layers.pool.placements)
     longest = placement.device_size.longest_request(device_bytes)
-    lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB a layer':>11} {'GiB in all':>10}"]
+    lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB/layer':>11} {'GiB total':>10}"]
     rows = ((placement.device, "device", device_bytes), (placement.host, "host", host_layers.pool.memory.nbytes))
     lines += [
         f"  {indices_text(layers):<40} {where:<12} {per_layer / GIB:>11.3f} {total / GIB:>10.3f}"
@@ -336,15 +337,15 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     pinned = "pinned, " if host_layers.pool.pinned else ""
     tokens = min(longest, host_layers.max_model_len)
     lines.append(
-        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the largest request has {tokens} tokens; "
-        f"host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
+        f"  {blocks} blocks of {placement.device_size.block_size} tokens; the longest request may have {tokens} "
+        f"tokens; host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
     )
     if host_layers.rates:
         rate = decode_rate(host_layers.rates)
         milliseconds = 1e3 * placement.host_seconds(tokens, rate)
         lines.append(
-            f"  Behind {tokens} tokens the host layers are predicted to add {milliseconds:.3g} ms to a token: "
-            f"their KV is read once, at {rate / 1e9:.3g} GB/s."
+            f"  Prediction: after {tokens} tokens the host layers add {milliseconds:.3g} ms to each token "
+            f"(one read of their KV at {rate / 1e9:.3g} GB/s)."
         )
     return lines
 
@@ -358,10 +359,11 @@ def decode_rate(rates: calibrate.Rates) -> float:
 def attention_layers(
     context: dict[str, Any], host_backend: type[Any], vllm_config: VllmConfig
 ) -> tuple[dict[int, str], Layers, str]:
-    """Names by index, and kinds, of the layers with a KV cache of their own.
+    """The layers with a separate KV cache: names by index, and kinds.
 
-    The last part is empty if all of them can become host layers, else it names one that cannot, and why: a layer whose
-    class or metadata does more than plain attention would lose that, and the plan does not know how large its cache is.
+    The last element is empty if all of them can become host layers. Otherwise it names one that cannot, with the
+    reason: its class or metadata does more than plain attention, which a host layer does not, and the plan does not
+    know the size of its cache.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -370,7 +372,9 @@ def attention_layers(
     full: list[int] = []
     windowed: list[int] = []
     fixed: set[int] = set()
-    pages: set[tuple[int, int]] = set()
+    pages: set[tuple[int, int, str]] = set()
+    if reason := _why_special_model(vllm_config):
+        return {}, Layers(()), reason
     for name, layer in context.items():
         if not hasattr(layer, "get_kv_cache_spec") or getattr(layer, "kv_sharing_target_layer_name", None):
             continue
@@ -382,46 +386,61 @@ def attention_layers(
         if reason:
             return {}, Layers(()), f"layer {name} {reason}"
         index = extract_layer_index(name)
+        if index in names:
+            return {}, Layers(()), f"{names[index]} and {name} are in one decoder layer"
         names[index] = name
-        pages.add((layer.impl.num_kv_heads, layer.impl.head_size))
+        pages.add((layer.impl.num_kv_heads, layer.impl.head_size, getattr(layer.impl, "kv_cache_dtype", "auto")))
         (full if layer.sliding_window is None else windowed).append(index)
         if name in shared:
             fixed.add(index)
     if len(pages) > 1:
-        return {}, Layers(()), "its layers have different numbers of KV heads or head sizes"
+        return {}, Layers(()), "its layers have different numbers of KV heads, head sizes or KV cache dtypes"
     kinds = as_grouped(tuple(sorted(full)), tuple(sorted(windowed)), vllm_config)
     return names, Layers(*kinds, frozenset(fixed)), ""
 
 
+def _why_special_model(vllm_config: VllmConfig) -> str | None:
+    """What of a model's attention comes with a step's metadata, in layers that look plain, or None."""
+    model: Any = vllm_config.model_config
+    if getattr(model, "is_mm_prefix_lm", False):
+        return "the tokens of an image attend to each other in both directions"
+    if getattr(model, "rswa_window", None) is not None:
+        return "its layers attend to the prompt and to a window behind it (R-SWA)"
+    return None
+
+
 def _why_special(layer: Any, host_backend: type[Any]) -> str | None:
-    """Why this layer is not plain attention over a KV cache of its own, or None."""
+    """Why this layer is not plain attention over a separate KV cache, or None."""
     from vllm.model_executor.layers.attention import Attention
 
     if type(layer) is not Attention:
-        return f"is of class {type(layer).__name__}"
-    # A host layer's backend is made from the device's own. What vLLM wraps around that is a class below it.
+        return f"is an instance of {type(layer).__name__}"
+    # A host layer's backend derives from the device's backend. A backend that vLLM wraps is a subclass of it.
     if not issubclass(host_backend, layer.attn_backend):
-        return f"runs on {layer.attn_backend.__name__}"
+        return f"uses the backend {layer.attn_backend.__name__}"
     if not hasattr(layer.impl, "host_window"):
-        return f"runs by {type(layer.impl).__name__}"
+        return f"uses the implementation {type(layer.impl).__name__}"
     return None
 
 
 def _without_host_layers(vllm_config: VllmConfig, why: str) -> None:
-    """Raises:
-    Refusal: host layers were asked for.
+    """Continue without host layers.
+
+    Raises:
+        Refusal: the user requested host layers.
     """
     asked = options_of(vllm_config).host_kv_layers
     if asked != "auto":
         raise Refusal(f"host_kv_layers {asked} is not supported with this model: {why}; set host_kv_layers to 0.")
-    logger.warning("No layer's KV cache is kept in host memory: %s.", why)
+    logger.warning("All KV caches stay on the device, because host layers do not support this model: %s.", why)
     decide_host_layers(vllm_config, [])
 
 
 def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
-    """The device layer of its kind for each host layer, so that every block table gets its part of them.
+    """For each host layer, the device layer of the same kind that it points to.
 
-    vLLM deals a kind's device layers to its block tables in turn; so are the host layers.
+    vLLM distributes the device layers of a kind over its block tables in turn. Host layers are distributed likewise, so
+    that every block table gets its share.
     """
     targets = {}
     per_table = placement.device_size.layers_per_group()
@@ -435,7 +454,7 @@ def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
 
 
 def _smallest_of_all_ranks(limits: Limits) -> Limits:
-    """Every rank must come to the same decision."""
+    """The smallest limits of all ranks, because every rank must make the same decision."""
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()

@@ -1,4 +1,4 @@
-"""One step's batch for host layers. vLLM builds one metadata object per backend class, so they have their own class."""
+"""One step's batch for host layers. vLLM builds one metadata object per backend class, so they need their own class."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 from fastattention_vllm.integration.claims import BuilderClaims, HostLayerClaims
+from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
 from fastattention_vllm.placement.step import Batch, Step, divide
 
 NO_LIMIT = 1 << 30
-"""New tokens up to which the CPU attends, where partial results of a device could not be merged exactly."""
+"""Limit of new tokens per CPU request if partial results cannot be merged exactly: the CPU then attends to all."""
+
+
+NOT_COMPUTED = ("mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens")
+"""Of vLLM's CommonAttentionMetadata, what changes who attends to whom, and host layers do not do. Models and options
+that ask for it get no host layers; this is for one that the start-up check does not know."""
 
 
 @dataclass
 class HostMetadata:
-    """One step's batch for the host layers of a block table; it may still be on its way to the host."""
+    """One step's batch for the host layers of a block table. It may still be in transit to the host."""
 
     batch: Batch | None
     arrive: Any = None
-    """Called once, where ``batch`` is None: waits for it."""
+    """If ``batch`` is None: waits for the batch and returns it. Called once."""
     _step: Step | None = None
 
     def divided(self, block_size: int, max_cpu_tokens: int) -> Step:
@@ -34,10 +40,10 @@ class HostMetadata:
 
 
 class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
-    """Brings a step's lengths, block tables and slots to the host; host layers wait for them.
+    """Copies a step's lengths, block tables and slots to the host, where host layers wait for them.
 
-    From a GPU or NPU they come once per step, beside the computation. They are read from the device because only there
-    they are exact: with asynchronous scheduling the host knows bounds. On a machine with neither, they are there.
+    They are copied from the GPU or NPU once per step, in parallel with the computation. Only the device has the exact
+    values: with asynchronous scheduling, the host knows only bounds. On a CPU-only machine nothing is copied.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -53,6 +59,10 @@ class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
     ) -> HostMetadata:
         common = common_attn_metadata
         causal = one_causality(common.causal)
+        for name in NOT_COMPUTED:
+            asked = getattr(common, name, None)
+            if asked is not None and (not isinstance(asked, dict) or any(asked.values())):
+                raise Refusal(f"a batch asks for {name}, which host layers do not compute; set host_kv_layers to 0.")
         starts = self.starts(common)
         requests = len(starts) - 1
         slots = common.slot_mapping[: int(starts[-1])]
@@ -73,22 +83,22 @@ class HostMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         return HostMetadata(None, arrive)
 
     def starts(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """int32 ``[requests + 1]``, on the host: where each request's tokens begin."""
+        """The first token of each request, and the end: int32 ``[requests + 1]`` on the host."""
         starts: torch.Tensor = common.query_start_loc_cpu[: common.num_reqs + 1].clone()
         return starts
 
     def page(self) -> int:
-        """Tokens of a block of the block tables."""
+        """Tokens per block of the block tables."""
         size: int = self.kv_cache_spec.block_size
         return size
 
     def batch(self, *parts: Any) -> Batch:
-        """Of what :class:`Batch` has, all of it there."""
+        """A :class:`Batch` of these tensors, which are all on the host by now."""
         return Batch(*parts)
 
 
 class HostLayerMixin(HostLayerClaims):
-    """Mixin placed ahead of a device's backend: the backend of its host layers."""
+    """Mixin placed ahead of a device's backend in the MRO, which makes it the backend of host layers."""
 
     builder: ClassVar[type[HostMetadataBuilder]] = HostMetadataBuilder
 

@@ -1,4 +1,4 @@
-"""Which layers become host layers: the options, the model and the memory, put to ``placement.plan``."""
+"""Chooses the host layers: passes the options, the model and the memory to ``placement.plan``."""
 
 from __future__ import annotations
 
@@ -16,37 +16,50 @@ if TYPE_CHECKING:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Refuse what does not see, or would lose, a cache outside vLLM's own.
+    """Refuse features that ignore, or would lose, a KV cache outside vLLM's own cache.
 
     Raises:
         Refusal: names the flag to change.
     """
+    # Not at the top: this module is imported while vLLM resolves its platform.
+    from vllm import envs
+
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     refused = {
         "a KV connector": (
             vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None) is not None,
-            "it would transfer the device layers' part of the cache only",
+            "it would transfer only the device layers' part of the cache",
             "remove --kv-transfer-config and --kv-offloading-size",
         ),
         "sleep mode": (
             vllm_config.model_config.enable_sleep_mode,
-            "it would keep the host layers' memory",
+            "it would not release the host layers' memory",
             "remove --enable-sleep-mode",
         ),
         "--kv-sharing-fast-prefill": (
             cache.kv_sharing_fast_prefill,
-            "it would skip the host layers' prompts",
+            "it would skip the prompts of host layers",
             "remove it",
         ),
         "data parallelism": (
             parallel.data_parallel_size > 1,
-            "the host's memory and CPUs are divided among the ranks of one engine only",
+            "fastattention divides the host's memory and CPUs among the ranks of a single engine",
             "start one server per replica",
         ),
         "--enable-dbo": (
-            getattr(parallel, "enable_dbo", False),
+            getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1,
             "host layers compute a whole batch at a time",
-            "remove it",
+            "remove it and --ubatch-size",
+        ),
+        "VLLM_BATCH_INVARIANT": (
+            envs.VLLM_BATCH_INVARIANT,
+            "what the CPU computes of a request depends on the others of its batch",
+            "unset it",
+        ),
+        "adaptive verification": (
+            getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
+            "a step is divided by the lengths that the host has, which differ from the device's",
+            "turn it off in --speculative-config",
         ),
         "context parallelism": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -60,13 +73,13 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def plan_without_gpu(vllm_config: VllmConfig) -> LayerPlacement:
-    """Decide in the API server already, where all numbers are known and a wrong one ends in one sentence.
+    """Choose the host layers in the API server, where all numbers are known and an error is one sentence.
 
     Raises:
-        Refusal: there are no such layers.
+        Refusal: the model has no such layers.
     """
     wanted, layers = options_of(vllm_config).host_kv_layers, layers_of(vllm_config)
-    # All memory is the host's: a second pool would hold nothing that vLLM's own cache could not.
+    # All memory is host memory, so "auto" uses no host layers: a second pool would add no capacity.
     placement = plan_layers(layers, vllm_config, 0 if wanted == "auto" else wanted, Limits(0, 0, 0))
     decide_host_layers(vllm_config, list(placement.host))
     if placement.host:
@@ -81,15 +94,15 @@ def length_is_automatic(vllm_config: VllmConfig) -> bool:
 
 
 def longest_request(placement: LayerPlacement, vllm_config: VllmConfig, kv_bytes: int, weight_bytes: int) -> int:
-    """The most tokens of one request in ``kv_bytes`` on the device and in what the host layers may take beside them.
+    """The longest request, in tokens, for ``kv_bytes`` on the device and the host layers' limit of host memory.
 
     Args:
-        placement: of all ranks.
-        kv_bytes: of each rank, not taken yet.
-        weight_bytes: of all ranks together, not in memory yet.
+        placement: the same on all ranks.
+        kv_bytes: bytes per rank that are not allocated yet.
+        weight_bytes: bytes of all ranks together that are not in memory yet.
 
     Raises:
-        Refusal: host_kv_gib is too little for any.
+        Refusal: host_kv_gib is too small for any request.
     """
     if not placement.host:
         return placement.device_size.longest_request(kv_bytes)
@@ -98,8 +111,8 @@ def longest_request(placement: LayerPlacement, vllm_config: VllmConfig, kv_bytes
     longest = placement.device_size.longest_request(placement.usable(kv_bytes, budget))
     if not longest:
         raise Refusal(
-            f"{budget / GIB:.2f} GiB of host memory may be used, in which the {len(placement.host)} host layers cannot "
-            f"hold one block of {placement.device_size.block_size} tokens; raise host_kv_gib."
+            f"the limit for host memory is {budget / GIB:.2f} GiB, in which the {len(placement.host)} host layers "
+            f"cannot hold one block of {placement.device_size.block_size} tokens; raise host_kv_gib."
         )
     return longest
 
@@ -113,9 +126,9 @@ def plan_layers(layers: Layers, vllm_config: VllmConfig, wanted: Any, limits: Li
 
 
 def host_budget(asked_gib: float | None, local_ranks: int, spoken_for: int) -> int:
-    """Bytes of host memory that one rank may take: what was asked for, else a part that leaves the machine alive.
+    """Limit of one rank's host memory in bytes: the user's value, or half of what remains free.
 
-    ``spoken_for``: bytes that this rank is still going to take for something else.
+    ``spoken_for``: bytes that this rank will still allocate for other purposes.
     """
     if asked_gib is not None:
         return int(asked_gib * GIB)

@@ -1,1 +1,1 @@
-"""What concerns the API server, whatever the device."""
+"""Changes to the API server, for all devices."""

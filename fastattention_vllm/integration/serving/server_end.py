@@ -1,15 +1,15 @@
-"""A server that is told to end tells its clients, and ends.
+"""Makes a server that is stopped inform its clients and end.
 
-Two gaps of vLLM are closed here. Neither has to do with the device or with this package's kernels.
+This closes two gaps in vLLM. Neither depends on the device or on this package's kernels.
 
-``AsyncLLM.shutdown``, vLLM 0.19.1 to 0.33: it stops the engine, and two tasks are cancelled in the API server's event
-loop: first the one that reads from the engine, which answers by passing on that the engine is dead, and then the one
-that would take this message to the requests. Where the loop is late (a busy machine, a large step) it cancels both in
-the same turn. Nobody is told then, the handlers of the requests in flight wait for ever, and so does the server, for
-their connections to close. Remove when vLLM's ``shutdown`` itself calls ``OutputProcessor.propagate_error``.
+``AsyncLLM.shutdown``, vLLM 0.19.1 to 0.33, stops the engine and cancels two tasks in the API server's event loop: first
+the task that reads from the engine, which then reports that the engine is dead, and then the task that would pass this
+report on to the requests. If the loop is late (a busy machine, a large step), it cancels both in the same iteration.
+Then nothing is reported, the handlers of the requests in flight wait forever, and the server waits for their
+connections. Remove this when vLLM's ``shutdown`` itself calls ``OutputProcessor.propagate_error``.
 
-``uvicorn.Server.shutdown``: without ``timeout_graceful_shutdown``, which vLLM 0.19.1 to 0.33 does not set, it waits for
-ever for a client that has stopped reading its stream. Remove when vLLM sets it.
+``uvicorn.Server.shutdown`` waits forever for a client that has stopped reading its stream, unless
+``timeout_graceful_shutdown`` is set, which vLLM 0.19.1 to 0.33 does not do. Remove this when vLLM sets it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from types import ModuleType
 from typing import Any
 
 GRACE_S = 3
-"""Seconds that connections have to close once the engine is gone; what was left to send is an error message."""
+"""Seconds for connections to close after the engine has ended. All that remains to be sent is an error message."""
 
 
 def install() -> None:
-    """Close both gaps in this process, as soon as it imports the modules. Safe to call again and again."""
+    """Close both gaps in this process as soon as it imports the modules. Repeated calls are safe."""
     once_imported("vllm.v1.engine.async_llm", tell_requests)
     once_imported("uvicorn.server", limit_waiting)
 
 
 def tell_requests(module: Any) -> None:
-    """End the requests that still wait when ``AsyncLLM`` has been shut down."""
+    """End all waiting requests with an error after ``AsyncLLM`` has shut down."""
     original = module.AsyncLLM.shutdown
     if hasattr(original, "_fastattention"):
         return
@@ -44,7 +44,7 @@ def tell_requests(module: Any) -> None:
         try:
             original(self, *args, **kwargs)
         finally:
-            # There is no such task before the first request.
+            # The task does not exist before the first request.
             handler = getattr(self, "output_handler", None)
             if handler is not None and not handler.get_loop().is_closed():
                 error = module.EngineDeadError()
@@ -55,7 +55,7 @@ def tell_requests(module: Any) -> None:
 
 
 def limit_waiting(module: Any) -> None:
-    """Give vLLM's servers a limit for open connections, where nobody has set one. Others' servers are left alone."""
+    """Limit the time that vLLM's servers wait for connections, if no limit is set. Other servers are not changed."""
     original = module.Server.shutdown
     if hasattr(original, "_fastattention"):
         return
@@ -72,9 +72,9 @@ def limit_waiting(module: Any) -> None:
 
 
 def once_imported(name: str, change: Callable[[Any], None]) -> None:
-    """Call ``change`` with the module: now if it is there, else when it is first imported.
+    """Call ``change`` with the module: now if it is imported, otherwise when it is first imported.
 
-    Importing it here would cost every worker process a second and a half for what only the API server needs.
+    Importing it here would cost every worker process 1.5 seconds, although only the API server needs it.
     """
     if name in sys.modules:
         change(sys.modules[name])
@@ -83,7 +83,7 @@ def once_imported(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds one module as everyone else would, once, and has it changed as soon as it has been executed."""
+    """Finds one module in the usual way, once, and changes it right after it has been executed."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self.name = name

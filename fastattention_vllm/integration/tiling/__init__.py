@@ -1,1 +1,1 @@
-"""The tiling-AllReduce in vLLM's row-parallel layers."""
+"""Tiling-AllReduce in vLLM's row-parallel layers."""

@@ -1,4 +1,4 @@
-"""A step of requests cut into blocks of rows, each of which is a step of its own to an attention kernel."""
+"""Splits a step into blocks of rows. For an attention kernel, each block is a separate step."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ CUT = (
     "scheduler_metadata",
     "max_num_splits",
 )
-"""Of vLLM's FlashAttentionMetadata, what a block has of its own."""
+"""Fields of vLLM's FlashAttentionMetadata that differ for each block."""
 ALIKE = ("max_seq_len", "slot_mapping", "causal")
-"""What holds for a block as for the step: a bound, what attention itself does not read, and the mask."""
+"""Fields that a block shares with its step: an upper bound, slots (which attention does not read), and the mask."""
 
 
 def one_causality(causal: Any) -> bool:
     """Whether a step is causal.
 
     Raises:
-        Refusal: vLLM says so of each request.
+        Refusal: vLLM specifies causality per request.
     """
     if isinstance(causal, torch.Tensor):
-        raise Refusal("this model asks for causality per request, which fastattention does not support.")
+        raise Refusal(
+            "this model uses a causal mask in some requests and none in others, which fastattention does not support; "
+            "serve another model."
+        )
     return bool(causal)
 
 
 def can_be_cut(metadata: Any) -> bool:
-    """Whether a step can be computed in blocks of rows: it is causal as a whole, and has only what is known here.
+    """Whether a step can be computed in blocks of rows: it is causal, and sets only the fields listed above.
 
-    What else vLLM's versions have describes requests or tokens too (cascades, prefixes of images, reference windows,
-    decode context parallelism), so a step that has any of it stays whole.
+    The other fields of vLLM's versions also describe requests or tokens (cascades, image prefixes, reference windows,
+    decode context parallelism), so a step that sets one of them is not split.
     """
     if not isinstance(metadata.causal, bool) or not metadata.causal:
         return False
@@ -55,21 +58,21 @@ def _is_set(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Tokens ``begin`` to ``end`` of a step, as a step of their own: the ends of some requests' prompts, or parts."""
+    """Tokens ``begin`` to ``end`` of a step, as a separate step. It may begin and end within requests."""
 
     begin: int
     end: int
     first: int
     last: int
-    """Requests with tokens in it, from the first to before the last."""
+    """The block contains tokens of the requests from ``first`` up to, but not including, ``last``."""
     starts: torch.Tensor
-    """[requests + 1], of their tokens in the block."""
+    """[requests + 1], the first token of each request in the block, and the end."""
     lengths: torch.Tensor
-    """[requests], of what the last of these tokens attends to."""
+    """[requests], the number of tokens that the request's last token in the block attends to."""
     longest: int
 
     def of(self, metadata: Any) -> Any:
-        """vLLM's metadata of the whole step, a FlashAttentionMetadata that :func:`can_be_cut`, for the block alone."""
+        """The block's version of the step's FlashAttentionMetadata, which must satisfy :func:`can_be_cut`."""
         own = (
             self.end - self.begin,
             self.longest,
@@ -85,12 +88,12 @@ class RowBlock:
 def row_blocks(
     sizes: Sequence[int], starts_cpu: Sequence[int], starts: torch.Tensor, lengths: torch.Tensor
 ) -> list[RowBlock]:
-    """Cut a step of requests into blocks of rows.
+    """Split a step into blocks of rows.
 
     Args:
-        sizes: rows of each block, all of the step's tokens together or more (a padded step).
-        starts_cpu, starts: [requests + 1] where each request's tokens begin, on the host and on the device.
-        lengths: [requests] tokens that each one's last query attends to, on the device.
+        sizes: rows of each block; together all of the step's tokens, or more if the step is padded.
+        starts_cpu, starts: [requests + 1], the first token of each request, on the host and on the device.
+        lengths: [requests], the number of tokens that each request's last query attends to, on the device.
     """
     tokens, found, begin = starts_cpu[-1], [], 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Which cuts of a layer's rows are fastest on this machine: from vLLM's cache folder, or measured and put there."""
+"""The fastest way to split a layer's rows on this machine, from vLLM's cache folder or measured and saved there."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def of(
     max_rows: int,
     fused_linears: Mapping[str, Linear],
 ) -> Choice:
-    """The same on every rank, which all call this alike: measured anew unless every one of them has it on disk.
+    """The choice for a layer, the same on every rank. It is measured unless all ranks have it on disk.
+
+    All ranks must call this with the same arguments.
 
     Args:
         weight: [outputs, inputs of this rank].
         collectives: those to choose from, by name.
-        plain: the layer without a cut.
+        plain: the layer without blocks.
         max_rows: tokens of the longest step.
         fused_linears: what does the whole layer in one call, by name.
     """
@@ -44,13 +46,16 @@ def of(
     path, key = file(), key_of(weight, collectives, min_rows, max_rows, fused_linears)
     try:
         known = calibration_file.read(path, key)
+        unknown = {trial.collective for trial in known.trials if trial.collective} if known else set()
+        if unknown := unknown.difference(collectives, fused_linears):
+            raise ValueError(f"{path} names {', '.join(sorted(unknown))}, which is not open here")
     except ValueError as error:
-        logger.warning_once("Tiling-AllReduce: %s; the layer is measured anew.", error)
+        logger.warning_once("Tiling-AllReduce: %s; measuring the layer again.", error)
         known = None
     if _all_alike(known, weight.device, first) and known is not None:
         return known
     outputs, inputs = weight.shape
-    logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs of a rank and %d outputs.", inputs, outputs)
+    logger.info_once("Tiling-AllReduce: measuring a layer of %d inputs per rank and %d outputs.", inputs, outputs)
     began = time.perf_counter()
 
     def say(line: str) -> None:
@@ -60,12 +65,12 @@ def of(
     for name, layer in fused_linears.items() if measured.trials else []:
         timer = LayerTimer(collectives, plain, weight, measured.trials[-1].rows, calibrate.BUDGET)
         measured = fused_linear.contest(measured, timer, name, layer)
-        say(f"{name} is timed beside them")
-    logger.info_once("Tiling-AllReduce: measured it in %.1f s.", time.perf_counter() - began)
+        say(f"{name} is timed too")
+    logger.info_once("Tiling-AllReduce: finished measuring the layer after %.1f s.", time.perf_counter() - began)
     try:
         calibration_file.write(path, key, measured)
     except OSError as error:
-        logger.warning_once("Tiling-AllReduce: what was measured is not kept for the next start: %s.", error)
+        logger.warning_once("Tiling-AllReduce: the measurements could not be saved for the next start: %s.", error)
     return measured
 
 
@@ -80,7 +85,7 @@ def key_of(
     max_rows: int,
     fused_linears: Mapping[str, Linear],
 ) -> str:
-    """All that times and what is timed depend on, in words."""
+    """A text with everything that the measured times and candidates depend on."""
     if weight.device.type == "cpu":
         device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
         device += f", {torch.get_num_threads()} threads"
@@ -103,7 +108,7 @@ def key_of(
 
 
 def _all_alike(choice: Choice | None, device: torch.device, collective: Collective) -> bool:
-    """Whether all ranks have the same one: those on other machines have files of their own, and files get lost."""
+    """Whether all ranks have the same choice. Other machines have separate files, and files may be missing."""
     digest = hashlib.sha256(repr(choice).encode()).digest()
     own = int.from_bytes(digest[:6], "big")  # 48 bits, which float64 holds exactly
     digests = collective.totals([own if rank == collective.rank else 0 for rank in range(collective.size)], device)

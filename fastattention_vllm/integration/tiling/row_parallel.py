@@ -1,8 +1,8 @@
-"""vLLM's RowParallelLinear with the all-reduce hidden behind the matmul, where ``tiling_all_reduce`` asks for it.
+"""vLLM's RowParallelLinear with ``tiling_all_reduce``: the all-reduce overlaps with the matmul.
 
-vLLM makes its layers through a registry in which a class of one's own takes the place of one of its own, in every
-version. Ours does what the registered one does, but for layers that :func:`enable_tiling` has found fit. On a GPU this
-plugin's code first runs when layers are there already: those become ours when tiling is enabled.
+In every version, vLLM creates its layers through a registry in which a plugin can replace a class. The class registered
+here behaves like the one that it replaces, except for layers that :func:`enable_tiling` has selected. On a GPU, layers
+already exist when this plugin's code first runs; their class is changed when tiling is enabled.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ logger = init_logger("vllm.fastattention")
 
 NAME = "RowParallelLinear"
 MLPS = ("LlamaMLP", "Qwen2MLP")
-"""vLLM's classes that are gate_up_proj, act_fn and down_proj, one after the other, and nothing else."""
+"""vLLM's classes that consist of gate_up_proj, act_fn and down_proj in this order, and nothing else."""
 TIMEOUT = 300.0
-"""Seconds that a rank waits for the others' part of a sum; vLLM itself gives up a step after as many."""
+"""Seconds that a rank waits for the other ranks' part of a sum. vLLM also gives up a step after this time."""
 
 
 class Cuts(Protocol):
-    """How the layers of a model are cut. ``str`` of it is what the log says."""
+    """How the layers of a model are split into blocks. The log shows its ``str``."""
 
     def of(self, rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
-        """A collective's name, and the rows of each block."""
+        """The name of a collective, and the rows of each block."""
 
 
 @dataclass(frozen=True)
 class EvenCuts:
-    """As many blocks as the user says."""
+    """A fixed number of blocks, set by the user."""
 
     collective: str
     count: int
@@ -62,17 +62,17 @@ class EvenCuts:
         return self.collective, even(rows, self.count) if rows >= self.min_rows else (rows,)
 
     def __str__(self) -> str:
-        return f"{self.count} blocks from {self.min_rows} tokens on"
+        return f"{self.count} blocks for steps of {self.min_rows} or more tokens"
 
 
 @dataclass(frozen=True)
 class MeasuredCuts:
-    """What a calibration found fastest."""
+    """The fastest choices of a calibration."""
 
     choices: Mapping[torch.Size, Choice]
-    """By the shape of a layer's weight; empty: nothing is cut."""
+    """By the shape of a layer's weight. Empty: nothing is split."""
     collective: str
-    """Named where nothing is cut."""
+    """The collective for layers that are not split."""
     min_rows: int
 
     def of(self, rows: int, weight: torch.Tensor) -> tuple[str, Sequence[int]]:
@@ -81,11 +81,11 @@ class MeasuredCuts:
         return self.choices[weight.shape].of(rows)
 
     def __str__(self) -> str:
-        return f"as many blocks as are fastest from {self.min_rows} tokens on"
+        return f"the fastest number of blocks for steps of {self.min_rows} or more tokens"
 
 
 class VllmTiling(Tiling):
-    """Of vLLM's group of tensor-parallel ranks."""
+    """Tiling for vLLM's group of tensor-parallel ranks."""
 
     def __init__(
         self,
@@ -109,16 +109,16 @@ class VllmTiling(Tiling):
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What vLLM does with these tensors itself."""
+    """The computation that vLLM does itself: a matmul followed by an all-reduce."""
     summed: torch.Tensor = get_tp_group()._all_reduce_out_place(torch.nn.functional.linear(x, weight, bias))
     return summed
 
 
 class TiledRowParallel:
-    """Goes before a RowParallelLinear in a class of both."""
+    """Mixin placed ahead of ``RowParallelLinear`` in the MRO."""
 
     tiled_group: str | None = None
-    """The ranks' group by vLLM's name; None: this layer is left to vLLM."""
+    """vLLM's name for the group of ranks. None: vLLM's own code runs this layer."""
 
     def forward(self: Any, input_: torch.Tensor) -> Any:
         if self.tiled_group is None or input_.dim() != 2:
@@ -131,7 +131,7 @@ class TiledRowParallel:
 
 
 class TiledMlp:
-    """Goes before one of ``MLPS`` in a class of both."""
+    """Mixin placed ahead of one of ``MLPS`` in the MRO."""
 
     tiled_group: str
 
@@ -143,7 +143,7 @@ class TiledMlp:
 
 
 def install(vllm_config: VllmConfig) -> None:
-    """Have the model's row-parallel layers made as ours. Before it is built; does nothing where it is not asked for."""
+    """Register the class for row-parallel layers, if tiling is enabled. Call this before the model is built."""
     if not asked_for(vllm_config) or issubclass(op_registry_oot.get(NAME, RowParallelLinear), TiledRowParallel):
         return
     registered = op_registry_oot.pop(NAME, RowParallelLinear)
@@ -151,9 +151,10 @@ def install(vllm_config: VllmConfig) -> None:
 
 
 def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """Turn on tiling in all layers that are fit for it, and say in the log how many. Called on every rank of the world.
+    """Enable tiling in all suitable layers and log their number. Every rank of the world calls this.
 
-    After the weights are loaded, which may change how they lie; before the first graph is traced.
+    It must run after the weights are loaded, because loading may change their layout, and before the first graph is
+    traced.
     """
     if not asked_for(vllm_config):
         return
@@ -170,7 +171,7 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     device = group.device.type
     fixed = isinstance(options_of(vllm_config).tiling_all_reduce, int)
     names = DEFAULT_COLLECTIVES[device][: 1 if fixed else None]
-    logger.info_once("Tiling-AllReduce: %d layers fit; opening %s.", len(tiled), ", ".join(names))
+    logger.info_once("Tiling-AllReduce: %d layers can be tiled; opening %s.", len(tiled), ", ".join(names))
     collectives = open_named_collectives(
         names,
         _all_tensor_parallel_groups(),
@@ -196,7 +197,7 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """How attention cuts its rows for the o_proj behind it."""
+    """How attention splits its rows for the o_proj that follows it."""
 
     ready: RowsReady
     of: Callable[[int], Sequence[int]]
@@ -206,21 +207,25 @@ _attention_blocks: AttentionBlocks | None = None
 
 
 def attention_blocks() -> AttentionBlocks | None:
-    """None where attention is computed as a whole."""
+    """None if attention is not split."""
     return _attention_blocks
 
 
 def _follow_attention(tiled: list[Any], reasons: Counter[str], cuts: Cuts) -> RowsReady:
-    """
+    """Split attention into the blocks of the o_proj that follows it.
+
     Raises:
-        Refusal: not every row-parallel layer is tiled. What attention has marked for one that is not would be taken by
-            the next that is.
+        Refusal: not every row-parallel layer is tiled. Rows that attention marks for an untiled layer would be used by
+            the next tiled one.
     """
     global _attention_blocks
     weights = {layer.weight.shape: layer.weight for layer in tiled if layer.prefix.endswith(".o_proj")}
     if reasons or len(weights) != 1:
         what = ", ".join(sorted(reasons)) or f"{len(weights)} shapes of layers called o_proj"
-        raise Refusal(f"tiling_full_form is for models all of whose row-parallel layers are tiled; here: {what}.")
+        raise Refusal(
+            f"tiling_full_form needs a model whose row-parallel layers can all be tiled, but this one has: {what}; "
+            "remove tiling_full_form."
+        )
     (weight,) = weights.values()
     ready = RowsReady(weight.shape[0])
     _attention_blocks = AttentionBlocks(ready, lambda rows: cuts.of(rows, weight)[1])
@@ -228,24 +233,24 @@ def _follow_attention(tiled: list[Any], reasons: Counter[str], cuts: Cuts) -> Ro
 
 
 def _enable_mlp_tiling(model: torch.nn.Module, group: str) -> Activation | None:
-    """Turn on tiling in all MLPs that are fit for it; returns their activation."""
+    """Enable tiling in all suitable MLPs, and return their activation."""
     fit: list[Any] = [module for module in model.modules() if type(module).__name__ in MLPS and _fits(module)]
     activations = {type(module.act_fn) for module in fit}
     if len(activations) != 1:
-        logger.info_once("Tiling-AllReduce: no MLP of %s is tiled as a whole.", " or ".join(MLPS))
+        logger.info_once("Tiling-AllReduce: no MLP (of class %s) is tiled as a whole.", " or ".join(MLPS))
         return None
     for module in fit:
         module.__class__ = type(type(module).__name__, (TiledMlp, type(module)), {})
         module.tiled_group = group
     logger.info_once("Tiling-AllReduce: %d MLPs are tiled as a whole.", len(fit))
     act_fn: Any = fit[0].act_fn
-    # What torch.compile would fuse is inside an opaque op here, so on a GPU it is to be vLLM's kernel in any case.
+    # torch.compile cannot fuse the activation, because it is inside an opaque op. So on a GPU, use vLLM's kernel.
     activation: Activation = act_fn.forward_cuda if fit[0].down_proj.weight.is_cuda else act_fn
     return activation
 
 
 def _fits(mlp: Any) -> bool:
-    """Whether its two layers are plain matrices of this rank. That down_proj is tiled has been seen to before."""
+    """Whether both layers are plain matrices of this rank. The caller has checked that down_proj is tiled."""
     first, second = mlp.gate_up_proj, mlp.down_proj
     shape = (sum(first.output_partition_sizes), first.input_size)
     plain = type(first.quant_method) is UnquantizedLinearMethod and tuple(first.weight.shape) == shape
@@ -259,10 +264,10 @@ def decide_cuts(
     plain: Linear,
     fused_linears: Mapping[str, Linear],
 ) -> Cuts:
-    """How the layers of ``weights`` are cut.
+    """How the layers of ``weights`` are split.
 
     Args:
-        fused_linears: what does a whole layer in one call, by name, for "auto" to choose as well.
+        fused_linears: functions that compute a whole layer in one call, by name, as further candidates for "auto".
     """
     options = options_of(vllm_config)
     count, min_tokens = options.tiling_all_reduce, options.tiling_min_tokens
@@ -283,20 +288,20 @@ def decide_cuts(
 
 def describe(shape: torch.Size, trial: Trial) -> str:
     """One line for the log."""
-    layer = f"{shape[1]} inputs of a rank, {shape[0]} outputs"
+    layer = f"{shape[1]} inputs per rank, {shape[0]} outputs"
     if not trial.collective:
-        return f"{layer}: {trial.rows} tokens stay in one block, no cut that was timed is enough faster"
-    how = f"blocks of {', '.join(map(str, trial.blocks))} by" if len(trial.blocks) > 1 else "one call of"
+        return f"{layer}: {trial.rows} tokens stay in one block, because no split was clearly faster"
+    how = f"blocks of {', '.join(map(str, trial.blocks))} with" if len(trial.blocks) > 1 else "one call of"
     return (
-        f"{layer}: {trial.rows} tokens in {how} {trial.collective}, timed "
-        f"{trial.plain_seconds / trial.seconds:.2f}x as fast, {100 * trial.hidden:.0f} % of the shorter one of "
-        "matmul and all-reduce hidden"
+        f"{layer}: {trial.rows} tokens in {how} {trial.collective}, measured "
+        f"{trial.plain_seconds / trial.seconds:.2f}x as fast; this hides {100 * trial.hidden:.0f} % of the shorter of "
+        "matmul and all-reduce"
     )
 
 
 def log_layers(tiled: int, cuts: Cuts, reasons: Mapping[str, int]) -> None:
-    """``reasons``: of how many layers each is why they are not tiled."""
-    rest = "".join(f"; {number} without: {reason}" for reason, number in sorted(reasons.items()))
+    """``reasons``: for each reason why layers are not tiled, the number of layers."""
+    rest = "".join(f"; {number} not tiled: {reason}" for reason, number in sorted(reasons.items()))
     logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, cuts, rest)
 
 
@@ -304,17 +309,17 @@ def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMet
     """Why a layer cannot be tiled; empty if it can.
 
     Args:
-        name: its path in the model.
-        unquantised: the class by which this platform multiplies plain weights.
+        name: the layer's path in the model.
+        unquantised: this platform's quant method for unquantised weights.
     """
     if layer.tp_size == 1 or not layer.reduce_results:
         return "they have no all-reduce"
     if name.endswith(".base_layer"):
-        return "LoRA"
+        return "they use LoRA"
     if not layer.input_is_parallel:
         return "they split their input themselves"
     if type(layer.quant_method) is not unquantised:
-        return f"quantised ({type(layer.quant_method).__name__})"
+        return f"they are quantised ({type(layer.quant_method).__name__})"
     packed = layer.weight.device.type == "cpu" and compat.has_compiled_cpu_ops()
     if packed or tuple(layer.weight.shape) != (layer.output_size, layer.input_size_per_partition):
         return "their weights are packed for this processor"
@@ -322,12 +327,12 @@ def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMet
 
 
 def asked_for(vllm_config: VllmConfig) -> bool:
-    """Whether there is anything to tile: an option, and several ranks."""
+    """Whether tiling is enabled and there are several ranks."""
     return options_of(vllm_config).tiling_all_reduce != "off" and vllm_config.parallel_config.tensor_parallel_size > 1
 
 
 def _all_tensor_parallel_groups() -> list[list[int]]:
-    """Those of the whole world: all of its processes open all of them."""
+    """All tensor-parallel groups of the world, because every process must open every group."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(get_tp_group().ranks))
     return sorted({tuple(ranks): ranks for ranks in found}.values())

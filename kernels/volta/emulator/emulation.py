@@ -42,7 +42,7 @@ class Emulation:
         if not array.flags.c_contiguous:
             raise ValueError("an array must be contiguous to be mapped.")
         if address not in (None, array.ctypes.data):
-            raise ValueError(f"an array lies at {array.ctypes.data:#x} and cannot be mapped to {address:#x}.")
+            raise ValueError(f"the array at {array.ctypes.data:#x} cannot be mapped to {address:#x}.")
         self._arrays.append(array)
         return array.ctypes.data
 
@@ -55,7 +55,7 @@ class Emulation:
     def execute(self, x: int, y: int = 0, z: int = 0) -> None:
         """Run one block; the order of its warps is drawn from the seed. Raises :class:`EmulationError`."""
         if self._launch is None:
-            raise EmulationError("there is nothing to execute; call launch() first.")
+            raise EmulationError("nothing has been launched; call launch() first.")
         parameters, grid, block, shared_bytes, ranges = self._launch
         index = (c_uint32 * 3)(x, y, z)
         seed = hash((self._seed, x, y, z)) & 0xFFFFFFFF

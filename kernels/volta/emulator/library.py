@@ -78,7 +78,7 @@ def _built(stem: str, arguments: Sequence[str], content: str = "", suffix: str =
     """What the compiler makes of ``arguments``, named after all that goes into it; safe beside other processes."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
-        raise EmulationError(f"there is no C++ compiler {compiler[0]!r} to build the emulator with; install g++.")
+        raise EmulationError(f"the emulator needs a C++ compiler, but {compiler[0]!r} was not found; install g++.")
     key = repr((compiler, arguments, content, _digest(SOURCE), _digest(HALF)))
     path = BUILD / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
     if not path.exists():
@@ -87,7 +87,8 @@ def _built(stem: str, arguments: Sequence[str], content: str = "", suffix: str =
             made = Path(folder) / path.name
             done = subprocess.run([*compiler, *arguments, "-o", str(made)], capture_output=True, text=True)
             if done.returncode:
-                raise EmulationError(f"{stem} does not compile for the emulator:\n{done.stderr}")
+                why = done.stderr or f"{compiler[0]} ended with status {done.returncode} and said nothing."
+                raise EmulationError(f"{stem} does not compile for the emulator:\n{why}")
             made.replace(path)
     return path
 

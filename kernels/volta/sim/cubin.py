@@ -77,7 +77,7 @@ class Cubin:
         name = matches[0]
         for relocations in (f".rel.text.{name}", f".rela.text.{name}"):
             if relocations in self.sections:
-                raise SimulationError(f"the code of {name} needs a linker, which is not implemented.")
+                raise SimulationError(f"the code of {name} needs linking, which is not implemented.")
         text = self.sections[f".text.{name}"]
         shared = self.sections.get(f".nv.shared.{name}")
         # Not bank 4: it holds addresses of global variables, which only a loader knows.

@@ -40,8 +40,8 @@ def _program() -> Path:
     try:
         files = importlib.metadata.distribution(PACKAGE).files or []
     except importlib.metadata.PackageNotFoundError:
-        raise SimulationError(f"there is no {PACKAGE}; run `make setup-dev`, or set NVDISASM.") from None
+        raise SimulationError(f"{PACKAGE} is not installed; run `make setup-dev`, or set NVDISASM.") from None
     for file in files:
         if file.name == "nvdisasm":
             return Path(str(file.locate()))
-    raise SimulationError(f"the package {PACKAGE} has no nvdisasm; install it again.")
+    raise SimulationError(f"the package {PACKAGE} has no nvdisasm; reinstall it.")

@@ -113,7 +113,7 @@ def _build() -> Path:
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:
-        raise SimulationError("there is no cmake to build the simulator with; run `make setup-dev`.")
+        raise SimulationError("the simulator needs cmake, which was not found; run `make setup-dev`.")
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -155,7 +155,7 @@ class Simulation:
         resident CTAs' shared memory leaves.
         """
         if not traces:
-            raise ValueError("there is no trace to time.")
+            raise ValueError("no trace was recorded; run a launch with a trace first.")
         resident = min(resident or self.occupancy.ctas, len(traces))
         if resident < 1:
             raise SimulationError(f"a CTA of {self.image.name} does not fit on an SM: {self.occupancy}.")

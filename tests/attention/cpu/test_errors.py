@@ -37,14 +37,18 @@ def i32(*values: int) -> torch.Tensor:
     [
         (PAGED, {"query": torch.zeros(5, 4, 64).double()}, "query has dtype torch.float64"),
         (PAGED, {"key": torch.zeros(4, 16, 2, 64, device="meta")}, "key is on meta"),
-        (PAGED, {"query": torch.zeros(5, 4, 60)}, "head_size is 60, the CPU kernels take multiples of 8 up to 256"),
+        (
+            PAGED,
+            {"query": torch.zeros(5, 4, 60)},
+            "head_size is 60, but the CPU kernels support multiples of 8 up to 256",
+        ),
         (PAGED, {"query": torch.zeros(5, 4, 264)}, "head_size is 264"),
         (
             PAGED,
             {"query": torch.zeros(5, 4 * 64)},
             r"query must be \[num_tokens, num_heads, head_size\], not \[5, 256\]",
         ),
-        (PAGED, {"query": torch.zeros(5, 4, 72)}, "key has head_size 64, query 72"),
+        (PAGED, {"query": torch.zeros(5, 4, 72)}, "key has head_size 64, but query has 72"),
         (
             PAGED,
             {"query": torch.zeros(5, 3, 64)},
@@ -52,10 +56,10 @@ def i32(*values: int) -> torch.Tensor:
         ),
         (PAGED, {"query": torch.zeros(5, 64, 4).transpose(1, 2)}, "query must be contiguous in its last dimension"),
         (PAGED, {"query": torch.zeros(4, 4, 64)}, "query_start_loc ends at 5, but there are 4 query tokens"),
-        (PAGED, {"value": CONTIGUOUS.value}, "key and value must agree"),
+        (PAGED, {"value": CONTIGUOUS.value}, "key and value must match"),
         (PAGED, {"key": CONTIGUOUS.key, "value": CONTIGUOUS.value}, "with a block_table, key must be"),
         (PAGED, {"block_table": None}, "without a block_table, key must be"),
-        (CONTIGUOUS, {"kv_start_loc": None}, "kv_start_loc must say where sequences begin"),
+        (CONTIGUOUS, {"kv_start_loc": None}, "kv_start_loc is missing; pass it, or a block_table"),
         (CONTIGUOUS, {"kv_start_loc": i32(0, 40)}, "sequence 1 spans key rows 40 to 70, but there are 59"),
         (CONTIGUOUS, {"kv_start_loc": i32(-1, 40)}, "sequence 0 spans key rows -1 to 19"),
         (PAGED, {"query_start_loc": i32(0, 2)}, r"query_start_loc must be \[3\] int32 on cpu"),
@@ -78,10 +82,10 @@ def i32(*values: int) -> torch.Tensor:
         (PAGED, {"block_table": i32(0, 1)}, r"block_table must be \[2, 2\] int32"),
         (PAGED, {"window": (-2, 0)}, "window_left must be -1 or more, not -2"),
         (PAGED, {"window": (0, -3)}, "window_right must be -1 or more, not -3"),
-        (PAGED, {"query": torch.zeros(5, 4, 64).to(E4M3)}, "float8_e4m3fn, the CPU kernels take .* or bfloat16\\."),
+        (PAGED, {"query": torch.zeros(5, 4, 64).to(E4M3)}, "float8_e4m3fn, but the CPU kernels need .* or bfloat16\\."),
         (PAGED, {"query": torch.zeros(5, 4, 64).to(E5M2)}, "query has dtype torch.float8_e5m2, .* or bfloat16\\."),
-        (PAGED, {"key": PAGED.key.double()}, "key has .* take .* bfloat16, or float8_e4m3fn or float8_e5m2"),
-        (FP8, {"value": FP8.value.view(E5M2)}, "key and value must agree, .* torch.float8_e4m3fn and .*_e5m2"),
+        (PAGED, {"key": PAGED.key.double()}, "key has .* need .* bfloat16, float8_e4m3fn or float8_e5m2"),
+        (FP8, {"value": FP8.value.view(E5M2)}, "key and value must match, .* torch.float8_e4m3fn and .*_e5m2"),
         (FP8, {"key_scale": 0.0}, "key_scale must be positive and finite, not 0"),
         (FP8, {"key_scale": -2.0}, "key_scale must be positive and finite, not -2"),
         (FP8, {"value_scale": math.nan}, "value_scale must be positive and finite, not nan"),
@@ -254,7 +258,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
 
@@ -269,12 +273,12 @@ class TestLibrary:
 
     def test_an_unusable_instruction_set_stops_with_the_usable_ones(self) -> None:
         done = python("cpu.isa()", FASTATTENTION_CPU_ISA="avx1024")
-        assert "RuntimeError: FASTATTENTION_CPU_ISA is 'avx1024', but this machine can use: " in done.stderr
+        assert "RuntimeError: FASTATTENTION_CPU_ISA is 'avx1024', but this machine supports: " in done.stderr
         assert "scalar." in done.stderr
 
     def test_a_named_library_that_is_missing(self) -> None:
         done = python("cpu.isa()", FASTATTENTION_CPU_LIBRARY="/no/such/lib.so")
-        assert "RuntimeError: FASTATTENTION_CPU_LIBRARY names /no/such/lib.so, which does not exist." in done.stderr
+        assert "RuntimeError: FASTATTENTION_CPU_LIBRARY is /no/such/lib.so, but there is no such file;" in done.stderr
 
     def test_a_library_that_is_not_built(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv("FASTATTENTION_CPU_LIBRARY", raising=False)
@@ -282,7 +286,7 @@ class TestLibrary:
             cpu_library, "__file__", str(tmp_path / "fastattention_vllm" / "attention" / "cpu" / "library.py")
         )
         monkeypatch.setattr(cpu_library.importlib.metadata, "distributions", lambda name: [])
-        expected = "not built: looked at .*/lib/libfastattention_cpu.so; build it with `make build`"
+        expected = "was not found at .*/lib/libfastattention_cpu.so; run `make build`"
         with pytest.raises(RuntimeError, match=expected):
             cpu_library.library_path()
 
@@ -310,7 +314,7 @@ class TestLibrary:
         subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
         done = python("cpu.isa()", FASTATTENTION_CPU_LIBRARY=str(other))
         assert (
-            f"speaks version 99 of the CPU kernel interface, this package version {cpu_library.ABI_VERSION}"
+            f"has version 99 of the CPU kernel interface, but this package needs version {cpu_library.ABI_VERSION}"
             in done.stderr
         )
 

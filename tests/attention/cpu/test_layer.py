@@ -109,7 +109,7 @@ def test_steps_that_do_not_fit(change: dict[str, Any], out: torch.Tensor | None,
     "problem", [Case((2,), (9,), page_size=0).build(), Case((2, 1), (9, 3), alibi="per sequence").build()]
 )
 def test_what_only_run_takes(problem: AttentionProblem) -> None:
-    with pytest.raises(ValueError, match=r"is for cpu\.run"):
+    with pytest.raises(ValueError, match=r"use cpu\.run for it"):
         LayerAttention(problem, torch.empty_like(problem.query))
 
 
@@ -151,7 +151,7 @@ ROWS, SLOTS = torch.zeros(3, 2, 64), torch.arange(3)
         ({"slot_mapping": SLOTS.int()}, "slot_mapping must be a contiguous int64 vector"),
         ({"slot_mapping": torch.arange(6)[::2]}, "slot_mapping must be a contiguous int64 vector"),
         ({"slot_mapping": SLOTS.view(1, 3)}, "slot_mapping must be a contiguous int64 vector"),
-        ({"slot_mapping": torch.arange(4)}, "slot_mapping names 4 tokens, but key has 3"),
+        ({"slot_mapping": torch.arange(4)}, "slot_mapping has 4 tokens, but key has only 3"),
         ({"slot_mapping": SLOTS + 63}, "slot"),
         ({"key_scale": 2.0}, "key_scale must be 1"),
     ],

@@ -124,7 +124,7 @@ def test_no_tokens() -> None:
     [
         ({"slot_mapping": torch.tensor([0, 32])}, r"slot_mapping\[1\] is 32, but the cache has 32 slots"),
         ({"slot_mapping": torch.tensor([0, 1], dtype=torch.int32)}, "slot_mapping must be a contiguous int64 vector"),
-        ({"slot_mapping": torch.arange(4)}, "slot_mapping names 4 tokens, but key has 3"),
+        ({"slot_mapping": torch.arange(4)}, "slot_mapping has 4 tokens, but key has only 3"),
         ({"value": torch.zeros(3, 2, 32)}, r"value must be \[3, 2, 64\]"),
         (
             {"key": torch.zeros(3, 64), "value": torch.zeros(3, 64)},
@@ -136,11 +136,11 @@ def test_no_tokens() -> None:
         ),
         (
             {"key": torch.zeros(3, 2, 64).to(FP8[0]), "value": torch.zeros(3, 2, 64).to(FP8[0])},
-            "key must be float32, float16 or bfloat16, .* not torch.float8_e4m3fn and torch.float32",
+            "key must be float32, float16 or bfloat16, .* they are torch.float8_e4m3fn and torch.float32",
         ),
         (
             {"key_cache": torch.zeros(2, 16, 2, 64).byte(), "value_cache": torch.zeros(2, 16, 2, 64).byte()},
-            "the cache one of these, float8_e4m3fn or float8_e5m2, not torch.float32 and torch.uint8",
+            "the cache must be one of these, float8_e4m3fn or float8_e5m2; they are torch.float32 and torch.uint8",
         ),
         ({"key_scale": 2.0}, "key_scale must be 1 unless K and V are fp8, not 2"),
         ({"value_scale": 0.0}, "value_scale must be positive and finite, not 0"),

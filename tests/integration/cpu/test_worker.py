@@ -62,7 +62,7 @@ def test_weights_keep_their_contents() -> None:
         (
             [0, 1],
             [MemoryPlacement(0, 0, "Why. Why not."), MemoryPlacement(0, 2, "Why. Why not.")],
-            "KV cache: 4.00 GiB, 0 % of it in huge pages, NUMA nodes 0, 1 asked for. Why. Why not.",
+            "KV cache: 4.00 GiB, 0 % of it in huge pages, requested NUMA nodes 0, 1. Why. Why not.",
         ),
         ([], [MemoryPlacement(None, 0, "Why.")], "KV cache: 4.00 GiB, an unknown part of it in huge pages. Why."),
     ],

@@ -294,13 +294,13 @@ def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list
     """From the rates at which their KV will be read, by the CPU alone or by both; nothing where none were measured."""
     with small_blocks(model, **host(3)) as llm:
         layers = host_layers_of(llm)
-        assert not [line for line in log if "predicted" in line]
+        assert not [line for line in log if "Prediction" in line]
         for cpu, rate in ((95e9, 95), (60e9, 40 + 30)):
             layers.rates = Rates(memory=100e9, cpu=cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9)
-            (line,) = [line for line in describe(layers, num_blocks(llm)) if "predicted" in line]
+            (line,) = [line for line in describe(layers, num_blocks(llm)) if "Prediction" in line]
             milliseconds = 3 * (1024 // 16) * PAGE / (rate * 1e9) * 1e3
-            assert f"Behind 1024 tokens the host layers are predicted to add {milliseconds:.3g} ms" in line
-            assert line.endswith(f"at {rate} GB/s.")
+            assert f"Prediction: after 1024 tokens the host layers add {milliseconds:.3g} ms" in line
+            assert line.endswith(f"at {rate} GB/s).")
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -449,7 +449,7 @@ class TestRefusals:
         config = reference.gemma3n()
         config.architectures = ["Gemma3nForCausalLM"]
         config.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="layer 2, whose KV cache other layers share") as caught:
+        with pytest.raises(ValueError, match="layer 2, but other layers share its KV cache") as caught:
             self.config(tmp_path, [2])
         assert is_one_sentence(caught.value)
 

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
-from fastattention_vllm.integration.tiling import row_parallel
+from fastattention_vllm import __version__
+from fastattention_vllm.integration.tiling import calibration, row_parallel
 from fastattention_vllm.integration.tiling.row_parallel import NAME, TiledRowParallel, why_not
+from fastattention_vllm.parallel import calibrate, calibration_file
+from fastattention_vllm.parallel.choice import Choice, Trial
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.reference_models import hugging_face_answers, llama, opt, random_prompts, save_random
 
@@ -62,7 +65,9 @@ def compare(
         check(generate(llm, prompts), expected)
         asked = llm.collective_rpc(seen)
     log = capfd.readouterr().out
-    assert f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks from {MIN_TOKENS} tokens on." in log
+    assert (
+        f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks for steps of {MIN_TOKENS} or more tokens." in log
+    )
     assert (f"Tiling-AllReduce: {layers // 2} MLPs are tiled as a whole." in log) == full
     assert asked[0] == asked[1], "the ranks cut alike"
     for rows, blocks in asked[0]:
@@ -169,7 +174,24 @@ def test_other_layers_are_left_to_vllm(changes: dict[str, Any], reason: str) -> 
 
 
 def test_layers_with_adapters_are_left_to_vllm() -> None:
-    assert why_not(layer(), "model.layers.0.mlp.down_proj.base_layer") == "LoRA"
+    assert why_not(layer(), "model.layers.0.mlp.down_proj.base_layer") == "they use LoRA"
+
+
+@pytest.mark.parametrize(("collective", "again"), [("gloo", False), ("", False), ("nccl", True)])
+def test_a_choice_for_what_is_not_open_is_measured_anew(
+    collective: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go by another collective than was timed. And what another version has measured is not looked at."""
+    lanes: Any = {"gloo": SimpleNamespace(size=2, rank=0, totals=lambda numbers, device: [max(numbers)] * 2)}
+    weight, fresh = torch.zeros(8, 4), Choice((Trial(256, "", (256,), 1.0, 1.0, 1.0),))
+    key = calibration.key_of(weight, lanes, 1, 8, {})
+    assert key.endswith(f"fastattention {__version__}")
+    kept = Choice((Trial(256, collective, (128, 128) if collective else (256,), 1.0, 2.0, 1.0),))
+    calibration_file.write(tmp_path / "tiling.json", key, kept)
+    monkeypatch.setattr(calibration, "file", lambda: tmp_path / "tiling.json")
+    monkeypatch.setattr(calibrate, "measure", lambda *given, **named: fresh)
+    found = calibration.of(weight, lanes, lambda *given: given[0], 1, 8, {})
+    assert found == (fresh if again else kept)
 
 
 def tiling_seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:

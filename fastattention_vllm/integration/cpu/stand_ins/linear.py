@@ -1,8 +1,8 @@
 """bf16 linear layers on weights that torch's own oneDNN has packed once.
 
-Why: ``torch.nn.functional.linear`` has oneDNN read a weight as it lies, row by row; laid out for its kernels, the same
-oneDNN needs 10 to 25 % less time for the few tokens of a decoding step (benchmarks/NOTES.md). vLLM's compiled CPU ops,
-which a pure-Python vLLM lacks, do this too.
+Why: in ``torch.nn.functional.linear``, oneDNN reads the weight row by row in its original layout. With a weight that is
+packed for its kernels, oneDNN needs 10 to 25 % less time for the few tokens of a decoding step (benchmarks/NOTES.md).
+vLLM's compiled CPU ops, which a pure-Python vLLM lacks, do the same.
 Remove when: vLLM publishes CPU wheels.
 """
 
@@ -19,11 +19,11 @@ import torch
 from fastattention_vllm.integration import compat
 
 ROWS = 512
-"""The number of tokens that oneDNN is told to lay weights out for. For few tokens that is as fast as the layout for 1
-token or faster; the other way round, a prefill takes half as long again."""
+"""The number of tokens for which oneDNN packs weights. For few tokens, this layout is at least as fast as the layout
+for 1 token. With the layout for 1 token, a prefill takes 1.5 times as long."""
 
 PRIMITIVE_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-"""Entries that torch's oneDNN keeps, and that oneDNN keeps itself."""
+"""The variables for the size of torch's cache of oneDNN primitives, and of oneDNN's own cache."""
 PRIMITIVES = 128
 
 _library: Any = None  # a torch.library.Library; its methods are untyped
@@ -32,9 +32,9 @@ _handles: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.Wea
 
 
 def pack_weights_once_loaded() -> None:
-    """Let vLLM's linear layers give their weights to ``_pack`` where it takes them. Idempotent.
+    """Make vLLM's linear layers pass suitable weights to ``_pack``. Idempotent.
 
-    A replaced function, for want of a hook. Serves all versions: each looks the function up when a layer is loaded.
+    This replaces a function, because there is no hook. All versions look the function up when a layer is loaded.
     """
     if compat.has_compiled_cpu_ops():
         return
@@ -45,49 +45,49 @@ def pack_weights_once_loaded() -> None:
 
 
 def keep_few_primitives() -> None:
-    """Bound what oneDNN remembers, unless the user set it. To be called before the first linear layer runs.
+    """Limit oneDNN's caches, unless the user has set them. Call this before the first linear layer runs.
 
-    bf16 and fp16 layers need compiled code for every number of tokens, and two caches keep 1024 pieces of it each:
-    under mixed load a server's heap grew by 1 to 2 GB. A piece is compiled so fast that fewer cost nothing measurable.
+    bf16 and fp16 layers need compiled code for every number of tokens. Two caches keep 1024 entries each, so a server's
+    heap grew by 1 to 2 GB under mixed load. Compilation is so fast that smaller caches have no measurable cost.
     """
     for name in PRIMITIVE_CACHES:
         os.environ.setdefault(name, str(PRIMITIVES))
 
 
 def packed_weights() -> list[torch.Tensor]:
-    """All that are in use, in layouts that only oneDNN knows."""
+    """All packed weights in use, in oneDNN's internal layouts."""
     return list(_packed.values())
 
 
 def buffer(packed: torch.Tensor) -> tuple[int, int]:
-    """Address and size in bytes of a packed weight, which has no storage to ask."""
+    """Address and size in bytes of a packed weight, which has no torch storage."""
     return torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
 
 
 class _Dispatch:
-    """Decides what ``layer.cpu_linear`` is, as vLLM's ``dispatch_cpu_unquantized_gemm`` does, which it asks last."""
+    """Sets ``layer.cpu_linear``. Falls back to vLLM's ``dispatch_cpu_unquantized_gemm``, which it replaces."""
 
     def __init__(self, original: Callable[[torch.nn.Module, bool], None]) -> None:
         self.original = original
 
     def __call__(self, layer: torch.nn.Module, remove_weight: bool) -> None:
-        # What keeps its weight (embeddings, and the output layer, which may share it with one) would have it twice.
+        # Layers that keep their weight (embeddings, and the output layer, which may share it) would store it twice.
         if not (remove_weight and _pack(layer)):
             self.original(layer, remove_weight)
 
 
 def _pack(layer: Any) -> bool:
-    """Pack the layer's weight and drop the original; False where torch's own linear keeps it."""
+    """Pack the layer's weight and drop the original. False if the weight is not suitable."""
     weight = layer.weight
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.ndim != 2 or not can_pack():
         return False
     handle = _handles.get(layer)
-    if handle is None:  # a layer loaded again keeps the one that compiled code may hold
+    if handle is None:  # a reloaded layer keeps its handle, which compiled code may contain
         handle = _handles[layer] = torch.tensor(id(layer))
         weakref.finalize(layer, _packed.pop, id(layer), None)
     _packed[int(handle)] = _laid_out(weight.data)
     features = weight.shape[0]
-    # A tensor, because a number would become part of the compiled code, which is then found by no later process.
+    # A tensor, because a number would become part of the compiled code, which later processes would then not find.
     layer.cpu_linear = lambda x, weight, bias: torch.ops.fastattention.packed_linear(x, handle, features, bias)
     layer.weight = torch.nn.Parameter(weight.data.new_empty(0), requires_grad=False)
     return True
@@ -95,9 +95,9 @@ def _pack(layer: Any) -> bool:
 
 @functools.cache
 def can_pack() -> bool:
-    """Whether this CPU gains by it, and this torch, whose private ops these are, computes what its linear does."""
+    """Whether packing helps on this CPU, and torch's private ops for it give the same results as its linear."""
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", bool)():
-        return False  # from AVX2 oneDNN packs no bf16, with plain AVX-512 nothing is gained, and Arm was not tried
+        return False  # oneDNN does not pack bf16 on AVX2, gains nothing on plain AVX-512, and was not tried on Arm
     weight = torch.linspace(-1, 1, 64 * 96, dtype=torch.bfloat16).reshape(64, 96)
     x, bias = weight[:3].flip(0), weight[0, :64]
     try:
@@ -117,13 +117,13 @@ def _laid_out(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    bias = None if bias is None else bias.contiguous()  # its strides are not looked at
+    bias = None if bias is None else bias.contiguous()  # the op ignores its strides
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return y
 
 
 def _define() -> None:
-    """The op that torch.compile sees: it cannot trace tensors in oneDNN's layouts."""
+    """Define the op for torch.compile, which cannot trace tensors in oneDNN's layouts."""
     global _library
     _library = torch.library.Library("fastattention", "FRAGMENT")
     _library.define("packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor")

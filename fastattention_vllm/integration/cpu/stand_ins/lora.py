@@ -1,9 +1,9 @@
 """LoRA on CPUs: requests without an adapter get none.
 
 Why: vLLM marks such tokens with adapter index -1, and its torch implementation (``vllm/lora/ops/torch_ops``) indexes
-the stacked adapters with it, which in torch means the last one. Once ``--max-loras`` adapters are loaded, the base
-model's requests are answered with the last adapter. Seen in 0.32.0.
-Remove when: vLLM's ``bgmv_*`` torch ops heed -1.
+the stacked adapters with it, which selects the last one. As soon as ``--max-loras`` adapters are loaded, requests for
+the base model use the last adapter. Seen in 0.32.0.
+Remove when: vLLM's ``bgmv_*`` torch ops handle -1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 class CpuPunicaWrapper(PunicaWrapperCPU):
-    """Gives zeros to the second half of every adapter whose token has none: whatever it adds is then zero."""
+    """Sets the input of an adapter's second half to zero for tokens without an adapter, so that it adds zero."""
 
     def add_shrink(
         self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any

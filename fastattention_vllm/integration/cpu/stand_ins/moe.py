@@ -1,7 +1,7 @@
 """Torch stand-ins for vLLM's compiled mixture-of-experts kernels, for unquantised experts.
 
-Why and until when: as ``ops.py``, which defines them. Written for exactness and clarity; a model whose experts matter
-for speed wants a vLLM with compiled CPU kernels.
+Why, and when to remove: see ``ops.py``, which defines them. They are written for exactness and clarity. If the speed of
+experts matters, use a vLLM with compiled CPU kernels.
 Reference: ``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``.
 """
 
@@ -17,7 +17,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 def prepack_moe_weight(weight: torch.Tensor, packed: torch.Tensor, isa: str) -> None:
-    """The compiled kernels reorder weights for their tiles; torch's matmul wants them as they are."""
+    """Copy the weights unchanged. The compiled kernels reorder them for their tiles, but torch's matmul does not."""
     packed.copy_(weight)
 
 
@@ -41,7 +41,7 @@ def cpu_fused_moe(
         w13: ``[num_experts, 2 * intermediate_size, hidden_size]``; ``w2``: ``[num_experts, hidden_size,
             intermediate_size]``; the biases without the last dimension.
         topk_weights, topk_ids: ``[num_tokens, experts_per_token]``.
-        skip_weighted: the weights are in ``hidden`` already.
+        skip_weighted: ``hidden`` already includes the weights.
         activation: a key of ``ACTIVATIONS``.
     """
     activate = ACTIVATIONS[activation]
@@ -59,7 +59,7 @@ def cpu_fused_moe(
 
 
 def _packed(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """All gates, then all ups."""
+    """For inputs with all gates first, then all ups."""
 
     def activate(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -69,7 +69,7 @@ def _packed(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
 
 
 def _swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS: gate and up take turns."""
+    """GPT-OSS: gates and ups alternate."""
     gate, up = gate_up[..., ::2], gate_up[..., 1::2]
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (up + 1) * gate * torch.sigmoid(gate * SWIGLU_ALPHA)

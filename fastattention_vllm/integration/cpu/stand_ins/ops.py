@@ -1,7 +1,7 @@
 """Torch stand-ins for the compiled CPU ops that vLLM calls for the models supported here.
 
 Why: the official vLLM installs as pure Python on a CPU-only machine (its CPU extension needs a newer compiler than
-Debian 12 has), so ``torch.ops._C`` is empty there. Where a vLLM brings the compiled ops, nothing is replaced.
+Debian 12 has), so ``torch.ops._C`` is empty there. If a vLLM includes the compiled ops, nothing is replaced.
 Remove when: vLLM publishes CPU wheels.
 
 The reference for each op's meaning is vLLM's ``csrc/cpu`` and its Python callers, named below; the versions after each
@@ -69,10 +69,10 @@ def define_missing_ops() -> None:
 
 
 def register_kernel_overrides() -> None:
-    """Keep a worker off Triton's kernels, of which there are none for CPUs here. Idempotent.
+    """Replace Triton kernels, which do not run on CPUs here. Idempotent.
 
-    Serves vLLM >= 0.32, which asks for it through ``Platform.register_triton_kernel_overrides``; for older ones
-    ``define_missing_ops`` does this too.
+    This is for vLLM >= 0.32, which calls ``Platform.register_triton_kernel_overrides``. For older versions,
+    ``define_missing_ops`` does the same.
     """
     global _kernels_replaced
     if compat.has_compiled_cpu_ops() or _kernels_replaced:
@@ -84,9 +84,10 @@ def register_kernel_overrides() -> None:
 
 
 def keep_linears_off_compiled_kernels() -> None:
-    """On a CPU with AMX, vLLM would send small weights to its compiled sgl-kernel; False leads to torch's own linear.
+    """Make vLLM use torch's linear instead of its compiled sgl-kernel, which it uses for small weights on AMX CPUs.
 
-    A replaced function, for want of a hook. Serves all versions (up to 0.26 only VLLM_CPU_SGL_KERNEL=1 gets there).
+    This replaces a function, because there is no hook. It is for all versions (up to 0.26, only VLLM_CPU_SGL_KERNEL=1
+    selects that kernel).
     """
     if compat.has_compiled_cpu_ops():
         return
@@ -101,7 +102,7 @@ def _define(schema: str, function: Callable[..., object]) -> None:
         return
     _library.define(schema)
     if "!)" in schema:
-        # Writes in place. torch.compile traces with tensors that have no data: nothing to compute or to branch on.
+        # These ops write in place. torch.compile traces them with tensors without data, so there is nothing to compute.
         _library.impl(name, function, "CPU")
         _library.impl(name, lambda *arguments, **named: None, "Meta")
     else:
@@ -209,7 +210,7 @@ def _compute_slot_mapping(
     slot_mapping: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Each token's slot = block id * block size + offset; -1 behind the last token.
+    """Each token's slot is block id * block size + offset; -1 after the last token.
 
     Caller up to vLLM 0.31: utils/cpu_triton_utils.py.
     """

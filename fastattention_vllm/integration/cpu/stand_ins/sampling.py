@@ -1,9 +1,9 @@
 """Seeded sampling of prompts that take several steps.
 
-Why: while a prompt is computed in chunks, vLLM samples a token after each chunk and throws it away, then winds the
-request's random generator back (``_bookkeeping_sync``: ``set_offset``). Torch's CPU generator cannot be wound back and
-raises, which ends the engine and every request with it. Seen in 0.32.0, and the code is the same since 0.19.1.
-Remove when: vLLM asks before it winds.
+Why: while a prompt is computed in chunks, vLLM samples a token after each chunk, discards it, and rewinds the request's
+random generator (``_bookkeeping_sync``: ``set_offset``). Torch's CPU generator cannot be rewound and raises an error,
+which ends the engine and all requests. Seen in 0.32.0; the code has been the same since 0.19.1.
+Remove when: vLLM checks whether a generator can be rewound.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy
 
 
 def spare_generators_of_unfinished_prompts() -> None:
-    """Hide the generators of requests whose token will be thrown away from the step that samples it. Idempotent."""
+    """Hide the generators of requests whose token will be discarded from the sampling step. Idempotent."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     original = CPUModelRunner.sample_tokens

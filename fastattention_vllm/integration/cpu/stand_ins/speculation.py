@@ -3,7 +3,7 @@
 Why: Triton has no CPU target here, and vLLM's own replacements are compiled C++ that a pure-Python vLLM lacks.
 Remove when: vLLM publishes CPU wheels. Reference for each kernel's meaning: ``vllm/v1/sample/rejection_sampler.py``.
 
-``cu_num_draft_tokens [num_reqs]`` counts draft tokens up to and including each request.
+``cu_num_draft_tokens [num_reqs]`` is the cumulative number of draft tokens, including each request's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rejection_greedy_sample(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Accept draft tokens while they equal the target's choice; then the target's, or the bonus token at the end."""
+    """Accept draft tokens while they equal the target's choice, then add the target's choice, or the bonus token."""
     draft, target, bonus = draft_token_ids.tolist(), target_argmax.tolist(), bonus_token_ids.flatten().tolist()
     for request, (first, last) in enumerate(_draft_ranges(cu_num_draft_tokens)):
         if is_greedy is not None and not is_greedy[request]:
@@ -48,12 +48,12 @@ def rejection_random_sample(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Accept a draft token with probability ``target / draft``; a recovered one replaces the first one refused."""
+    """Accept draft tokens with probability ``target / draft``. A recovered token replaces the first rejected one."""
     rows = torch.arange(draft_token_ids.numel())
     proposed = draft_token_ids.long()
-    known = proposed.clamp(min=0)  # -1 pads, and is refused below
+    known = proposed.clamp(min=0)  # -1 is padding, which is rejected below
     target = target_probs[rows, known].double()
-    # Without draft probabilities (n-gram) the draft was certain.
+    # Without draft probabilities (n-gram), the draft's probability is 1.
     draft = torch.ones_like(target) if draft_probs is None else draft_probs[rows, known].double()
     accept = ((proposed >= 0) & (draft > 0) & (target >= uniform_probs * draft)).tolist()
     drafted, recovered = proposed.tolist(), recovered_token_ids.tolist()

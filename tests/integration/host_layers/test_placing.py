@@ -1,0 +1,343 @@
+"""Which layers become host layers, what is taken before vLLM sizes its cache, and what is refused. No engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.chunked_local_attention import (
+    ChunkedLocalAttention,
+    create_chunked_local_attention_backend,
+)
+
+from fastattention_vllm.attention.cpu import kernels as cpu_kernels
+from fastattention_vllm.integration.cuda.flash import (
+    FastAttentionFlashBackend,
+    FastAttentionFlashImpl,
+    HostLayerFlashBackend,
+)
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers import plan as host_plan
+from fastattention_vllm.integration.host_layers.layers import HostLayerImpl, attention_layers, page_shape
+from fastattention_vllm.integration.host_layers.metadata import NOT_COMPUTED, HostMetadata, HostMetadataBuilder
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal, sentence
+from fastattention_vllm.placement import prefetch
+from fastattention_vllm.placement.link import LocalLink
+from tests import reference_models as reference
+
+LAYERS, HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 4, 2, 64, 16
+BLOCK_BYTES = 2 * BLOCK * KV_HEADS * HEAD_SIZE * 4
+STAGING_BLOCKS = 5
+WRAPPED = create_chunked_local_attention_backend(FastAttentionFlashBackend, 8192)
+
+
+def layer(
+    cls: type[Any] = Attention,
+    backend: type[Any] = FastAttentionFlashBackend,
+    *,
+    kv_heads: int = KV_HEADS,
+    kv_cache_dtype: str = "auto",
+    window: int | None = None,
+) -> Any:
+    """One of vLLM's, as far as host layers look at it."""
+    impl = FastAttentionFlashImpl.__new__(FastAttentionFlashImpl)
+    impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = HEADS, kv_heads, HEAD_SIZE, 0.125
+    impl.sliding_window = (-1 if window is None else window - 1, -1)
+    impl.host_window = None if window is None else window - 1
+    impl.alibi_slopes, impl.sinks, impl.logits_soft_cap = None, None, 0
+    impl.kv_cache_dtype, impl.attn_type = kv_cache_dtype, "decoder"
+    made = cls.__new__(cls)
+    torch.nn.Module.__init__(made)
+    made.impl, made.attn_backend, made.sliding_window, made.attn_type = impl, backend, window, "decoder"
+    made.kv_sharing_target_layer_name = None
+    return made
+
+
+def name(index: int) -> str:
+    return f"model.layers.{index}.self_attn.attn"
+
+
+def model_of(layers: list[Any]) -> dict[str, Any]:
+    for index, one in enumerate(layers):
+        one.layer_name = name(index)
+    return {name(index): one for index, one in enumerate(layers)}
+
+
+def config_of(**model: Any) -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), model_config=SimpleNamespace(**model)
+    )
+
+
+def why_not(layers: list[Any], config: Any = None) -> str:
+    return attention_layers(model_of(layers), HostLayerFlashBackend, config or config_of())[2]
+
+
+def test_plain_layers_are_taken() -> None:
+    plain = [layer(), layer(window=100), layer()]
+    names, kinds, why = attention_layers(model_of(plain), HostLayerFlashBackend, config_of())
+    assert (kinds.full, kinds.windowed, why) == ((0, 2), (1,), "")
+    assert names == {index: name(index) for index in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("special", "why"),
+    [
+        (lambda: layer(ChunkedLocalAttention, WRAPPED), "is of class ChunkedLocalAttention"),
+        (lambda: layer(Attention, WRAPPED), f"runs on {WRAPPED.__name__}"),
+        (lambda: layer(type("StaticSinkAttention", (Attention,), {})), "is of class StaticSinkAttention"),
+    ],
+    ids=["its class", "what is wrapped around its backend", "a class below Attention"],
+)
+def test_a_layer_that_does_more_than_attention_is_named(special: Callable[[], Any], why: str) -> None:
+    """What it does besides lies in its class or its builder, which a host layer does not have."""
+    found = why_not([layer(), special()])
+    assert found.startswith(f"layer {name(1)} ")
+    assert why in found
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: layer(kv_heads=4), lambda: layer(kv_cache_dtype="fp8")], ids=["KV heads", "KV cache dtype"]
+)
+def test_layers_with_other_pages_are_no_host_layers(other: Callable[[], Any]) -> None:
+    assert "have different numbers of KV heads, head sizes or KV cache dtypes" in why_not([layer(), other()])
+
+
+def test_two_layers_in_one_decoder_layer_are_no_host_layers() -> None:
+    context = {"model.layers.0.first.attn": layer(), "model.layers.0.second.attn": layer()}
+    assert "in one decoder layer" in attention_layers(context, HostLayerFlashBackend, config_of())[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [({"is_mm_prefix_lm": True}, "both directions"), ({"rswa_window": 128}, "R-SWA")]
+)
+def test_a_model_whose_steps_say_more_than_lengths_has_no_host_layers(model: dict[str, Any], why: str) -> None:
+    """Its layers look like any others; who attends to whom comes with the metadata."""
+    assert why in why_not([layer(), layer()], config_of(**model))
+
+
+@pytest.mark.parametrize("asked", NOT_COMPUTED)
+def test_a_batch_that_says_more_than_lengths_is_refused(asked: str) -> None:
+    builder = HostMetadataBuilder.__new__(HostMetadataBuilder)
+    builder.stream, builder.kv_cache_spec = None, SimpleNamespace(block_size=BLOCK)
+    common: Any = SimpleNamespace(
+        num_reqs=1,
+        causal=True,
+        query_start_loc_cpu=torch.tensor([0, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([3], dtype=torch.int32),
+        max_seq_len=3,
+        block_table_tensor=torch.zeros(1, 4, dtype=torch.int32),
+        slot_mapping=torch.arange(3),
+    )
+    common.mm_req_doc_ranges = {0: []}  # a text: such a model has no images in this batch
+    assert builder.build(0, common).batch is not None
+    setattr(common, asked, {0: [(0, 2)]} if asked == "mm_req_doc_ranges" else torch.tensor([2]))
+    with pytest.raises(Refusal, match=f"{asked}.*set host_kv_layers to 0"):
+        builder.build(0, common)
+
+
+def test_a_page_has_its_own_layers_heads() -> None:
+    """And as many tokens as the page of the layer whose blocks it goes by."""
+    target = SimpleNamespace(
+        kv_cache=torch.zeros(10, 4, 32, 2 * HEAD_SIZE), impl=SimpleNamespace(num_kv_heads=4, head_size=HEAD_SIZE)
+    )
+    inner = SimpleNamespace(cache_dtype=lambda cache: cache.dtype)
+    host = SimpleNamespace(impl=SimpleNamespace(num_kv_heads=8, head_size=HEAD_SIZE, inner=inner))
+    shape = page_shape(host, target)
+    assert (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size) == (10, 32, 8, HEAD_SIZE)
+
+
+def refused_with_host_layers(**changes: Any) -> Any:
+    """A configuration that asks for nothing, but for ``changes`` (by part and name)."""
+    parts: dict[str, dict[str, Any]] = {
+        "cache_config": {"kv_sharing_fast_prefill": False},
+        "parallel_config": {
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "model_config": {"enable_sleep_mode": False},
+        "speculative_config": {},
+    }
+    for part, values in changes.items():
+        parts[part] = parts[part] | values
+    return SimpleNamespace(kv_transfer_config=None, **{part: SimpleNamespace(**one) for part, one in parts.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"parallel_config": {"data_parallel_size": 2}}, "data parallelism"),
+        ({"parallel_config": {"enable_dbo": True}}, "--enable-dbo"),
+        ({"parallel_config": {"ubatch_size": 2}}, "--enable-dbo"),
+        ({"speculative_config": {"enable_adaptive_verification": True}}, "adaptive verification"),
+        ({}, "VLLM_BATCH_INVARIANT"),
+    ],
+)
+def test_what_host_layers_would_get_wrong_is_refused(
+    changes: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", False, raising=False)
+    host_plan.check(refused_with_host_layers())
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", not changes, raising=False)
+    with pytest.raises(Refusal, match=f"{named} is not supported with host layers.*host_kv_layers to 0") as caught:
+        host_plan.check(refused_with_host_layers(**changes))
+    assert "\n" not in (sentence(caught.value) or "\n")
+
+
+class CountingLink(LocalLink):
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def staging(self, size: int) -> torch.Tensor:
+        self.taken.append(size)
+        return super().staging(size)
+
+
+class Device:
+    """The CPU's kernels, and the keys that they were asked to attend to."""
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+
+    def run(self, problem: Any, *, return_lse: bool = False) -> Any:
+        self.keys.append(int(problem.seq_lens[0]))
+        return cpu_kernels.run(problem, return_lse=return_lse)
+
+    def write_kv(self, *arguments: Any) -> None:
+        cpu_kernels.write_kv(*arguments)
+
+
+class Runtime:
+    """A device with memory of its own, of which there is little."""
+
+    host_backend = HostLayerFlashBackend
+    pin = SimpleNamespace()
+
+    def __init__(self) -> None:
+        self.counting, self.device, self.prepared = CountingLink(), Device(), 0
+
+    def cpus(self) -> list[int]:
+        return [0]
+
+    def settle_block_size(self) -> None:
+        pass
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def kernels(self) -> Any:
+        return self.device
+
+    def link(self) -> Any:
+        return self.counting
+
+    def kv_bytes(self) -> int:
+        return 1 << 20
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = reference.llama(HEADS, KV_HEADS, HEAD_SIZE, layers=LAYERS)
+    config.architectures = ["LlamaForCausalLM"]
+    path = tmp_path_factory.mktemp("llama")
+    config.save_pretrained(path)
+    return path
+
+
+Place = Callable[[list[Any], Any], tuple[Any, Runtime]]
+
+
+@pytest.fixture
+def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(host_layers, "_smallest_of_all_ranks", lambda limits: limits)
+    monkeypatch.setattr(prefetch, "STAGING_BYTES", STAGING_BLOCKS * BLOCK_BYTES)
+
+    def placed(layers: list[Any], asked: Any) -> tuple[Any, Runtime]:
+        config = EngineArgs(
+            model=str(llama),
+            attention_backend="fastattention",
+            dtype="float32",
+            block_size=BLOCK,
+            max_model_len=256,
+            kv_cache_memory_bytes=64 << 20,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            additional_config={"fastattention": {"host_kv_layers": asked}},
+        ).create_engine_config()
+        config.additional_config["fastattention"]["host_kv_layers"] = asked  # without a GPU "auto" is none
+        config.compilation_config.static_forward_context = model_of(layers)
+        runtime = Runtime()
+        host_layers.set_up(config, runtime)
+        return config, runtime
+
+    return placed
+
+
+def test_a_special_layer_ends_the_start_where_host_layers_were_asked_for(place: Place) -> None:
+    with pytest.raises(Refusal, match=r"host_kv_layers 2 is not supported with this model: layer .* ChunkedLocal"):
+        place([layer(), layer(), layer(), layer(ChunkedLocalAttention, WRAPPED)], 2)
+
+
+def test_a_special_layer_keeps_all_layers_on_the_device_where_the_memory_decides(place: Place) -> None:
+    layers = [layer(), layer(), layer(), layer(ChunkedLocalAttention, WRAPPED)]
+    config, runtime = place(layers, "auto")
+    assert host_layers.find(config) is None
+    assert options_of(config).host_kv_layers == []
+    assert [one.attn_backend for one in layers] == [FastAttentionFlashBackend] * 3 + [WRAPPED]
+    assert runtime.counting.taken == []
+    assert not runtime.prepared
+
+
+def test_host_layers_are_in_the_models_order(place: Place) -> None:
+    """Not kind by kind: a forward pass visits them so, and their KV is fetched ahead in that order."""
+    layers = [layer(window=100), layer(), layer(window=100), layer()]
+    config, _ = place(layers, [0, 1])
+    found = host_layers.find(config)
+    assert found is not None
+    assert list(found.targets.items()) == [(name(0), name(2)), (name(1), name(3))]
+    for host in found.targets:
+        config.compilation_config.static_forward_context[host].impl.open(torch.zeros(9, KV_HEADS, BLOCK, 2 * HEAD_SIZE))
+    assert [one.layer for one in found.group.layers] == [layers[0].impl, layers[1].impl]
+
+
+def test_device_memory_is_taken_before_vllm_measures_what_is_left(place: Place) -> None:
+    """Two buffers for all host layers together as they are chosen, and in the profiling run what the longest step
+    takes: it attends to the new tokens, and to a context that fills a buffer."""
+    layers = [layer() for _ in range(LAYERS)]
+    config, runtime = place(layers, [1, 3])
+    two = [STAGING_BLOCKS * BLOCK_BYTES] * prefetch.NUM_BUFFERS
+    assert runtime.counting.taken == two
+    found = host_layers.find(config)
+    assert found is not None
+    assert [one.attn_backend for one in layers] == [FastAttentionFlashBackend, HostLayerFlashBackend] * 2
+    query, key, value = torch.zeros(30, HEADS, HEAD_SIZE), *torch.zeros(2, 30, KV_HEADS, HEAD_SIZE)
+    for tokens in (20, 10, 30):
+        for host in layers[1::2]:
+            parts = (query[:tokens], key[:tokens], value[:tokens])
+            out = host.impl.forward(host, *parts, torch.empty(0), None, torch.ones_like(parts[0]))
+            assert not out.any()
+    context = STAGING_BLOCKS * BLOCK
+    assert runtime.device.keys == [20, context, 30, context], "once for each length that is longer than all before"
+    for host in layers[1::2]:
+        host.impl.open(torch.zeros(9, KV_HEADS, BLOCK, 2 * HEAD_SIZE))
+    assert runtime.counting.taken == two, "and nothing afterwards"
+    assert [one.cache.shape[0] for one in found.group.layers] == [9, 9], "the rehearsal's layers are none"
+
+
+def test_a_batch_without_a_pool_is_an_error_and_no_zeros(place: Place) -> None:
+    """A worker of another class makes none."""
+    layers = [layer() for _ in range(LAYERS)]
+    place(layers, [1])
+    host = layers[1]
+    assert isinstance(host.impl, HostLayerImpl)
+    rows = torch.zeros(1, HEADS, HEAD_SIZE)
+    with pytest.raises(RuntimeError, match=rf"layer {name(1)} .*which this worker has not allocated; remove --worker"):
+        host.impl.forward(host, rows, rows, rows, torch.empty(0), HostMetadata(None), rows)

@@ -1,0 +1,1 @@
+"""vLLM on the dummy device of tests/test_recipes.py."""
