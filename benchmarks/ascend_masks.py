@@ -1,25 +1,27 @@
-"""Memory of a causal mask, by sequence length: a whole one, and the 2048 x 2048 triangle that the NPU's operator reads.
+"""Memory of a causal mask by sequence length: the whole mask, and the 2048 x 2048 triangle that the NPU's operator
+reads.
 
     python benchmarks/ascend_masks.py --json FILE
 
-Each mask is allocated in a process of its own, in host memory, with one byte a number as the operator takes it, written
-to and measured by what the process then occupies. It needs no NPU.
+Run by: contributors, for the table in docs/ascend.md.
+Needs: as much free host memory as the largest mask (4 GiB at 65536 tokens). No NPU.
+
+Each mask is allocated in a fresh process, in host memory, with one byte per number as the operator takes it. The
+process writes to it and reports how much memory it then occupies.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.bench import machine
+from fastattention_vllm.bench.report import Row, compared, report
 
 MIB = 1 << 20
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
@@ -39,35 +41,27 @@ def main() -> int:
     rows = [row(tokens) for tokens in options.tokens]
     print(f"{'tokens':>8}  {'whole mask':>12}  {'triangle':>9}  {'ratio':>8}")
     for found in rows:
-        whole = "not enough memory" if found["peer"] is None else f"{found['peer']:>8.1f} MiB"
-        ratio = "" if found["ratio"] is None else f"{found['ratio']:>8.1f}"
-        print(f"{found['case'].split()[-1]:>8}  {whole:>12}  {found['ours']:>5.1f} MiB  {ratio}")
+        whole = "not enough memory" if found.peer is None else f"{found.peer:>8.1f} MiB"
+        ratio = "" if found.ratio is None else f"{found.ratio:>8.1f}"
+        print(f"{found.case.split()[-1]:>8}  {whole:>12}  {found.ours:>5.1f} MiB  {ratio}")
     if options.json:
-        report = {
-            "hardware": machine.hardware(1),
-            "versions": machine.versions(),
-            "date": datetime.date.today().isoformat(),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report(rows, machine.hardware(1)).write(options.json)
     return 0
 
 
-def row(tokens: int) -> dict[str, Any]:
+def row(tokens: int) -> Row:
     ours = measured("triangle", tokens) / MIB
     fits = tokens * tokens + RESERVE < machine.available_memory()
     whole = measured("whole", tokens) / MIB if fits else None
-    return {
-        "case": f"mask {tokens}",
-        "metric": "memory of the mask",
-        "unit": "MiB",
-        "ours": ours,
-        "peer_name": "whole mask, one byte a number",
-        "peer": whole,
-        "ratio": None if whole is None else whole / ours,
-        "limit": None,
-        "fraction_of_limit": None,
-    }
+    return compared(
+        f"mask {tokens}",
+        "memory of the mask",
+        "MiB",
+        ours,
+        better="lower",
+        peer_name="whole mask, one byte a number",
+        peer=whole,
+    )
 
 
 def measured(kind: str, tokens: int) -> int:

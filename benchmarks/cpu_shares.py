@@ -2,24 +2,26 @@
 
     python benchmarks/cpu_shares.py --json FILE
 
-Threads of slightly different speeds take items of slightly scattered cost, one after the other; printed is how much of
-their time passes idle, because a thread finds nothing left before the last one ends, beside splits of equal size.
+Run by: contributors who change how decoding is divided among threads (kernels/cpu/src/plan.cpp).
+Needs: this package. No more than one core is used, and nothing is measured.
+
+Threads of slightly different speeds take items of slightly different cost, one after the other. The result is the
+share of their time in which a thread finds nothing left to do before the last one ends, beside splits of equal size.
 ``splits`` mirrors ``split_begin`` and ``make_plan`` of kernels/cpu/src/plan.cpp for one row block.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import heapq
 import itertools
-import json
 import platform
 import random
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+
+from fastattention_vllm.bench.report import Row, compared, report
 
 ITEMS_PER_SEQUENCE, SPLIT_TOKENS, FEW_ITEMS, MIN_TOKENS, TILE = 512, 1024, 64, 256, 128
 THREAD_SPREAD, ITEM_SPREAD, RUNS = 0.03, 0.05, 20
@@ -36,27 +38,16 @@ def main() -> int:
         for threads in (16, 48, 64)
     ]
     if options.json:
-        about = {"hardware": "none: a simulation", "versions": {"python": platform.python_version()}}
-        report = about | {"date": datetime.date.today().isoformat(), "rows": rows}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report(rows, "none: a simulation", {"python": platform.python_version()}).write(options.json)
     return 0
 
 
-def row(tokens: int, kv_heads: int, threads: int) -> dict[str, Any]:
+def row(tokens: int, kv_heads: int, threads: int) -> Row:
     ours, peer = (idle(cut(tokens, kv_heads), kv_heads, threads) * 100 for cut in (splits, equal_splits))
     case = f"{tokens} tokens {kv_heads} KV heads {threads} threads"
     print(f"{case:<40} {ours:5.1f} % idle, with equal splits {peer:5.1f} %")
-    return {
-        "case": case,
-        "metric": "decode idle share of threads, simulated",
-        "unit": "%",
-        "ours": round(ours, 2),
-        "peer_name": "equal splits",
-        "peer": round(peer, 2),
-        "ratio": round(peer / ours, 2),
-        "limit": None,
-        "fraction_of_limit": None,
-    }
+    metric = "decode idle share of threads, simulated"
+    return compared(case, metric, "%", ours, better="lower", peer_name="equal splits", peer=peer)
 
 
 def splits(tokens: int, kv_heads: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""Builds of the CPU kernels without one thing or another, for comparison: pieces of the sources replaced in copies."""
+"""Builds of the CPU kernels without one thing or another, for comparison: pieces of the sources replaced in copies.
+
+Used by: ablation_cpu.py.
+"""
 
 from __future__ import annotations
 

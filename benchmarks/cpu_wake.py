@@ -1,29 +1,31 @@
-"""How long until the attention pool works: called back to back, after a pause, after a sleep; and what it costs idle.
+"""How long the attention pool takes to wake up, and what it costs while idle.
 
     python benchmarks/cpu_wake.py --threads 2 --json FILE
 
-The pool measures itself: the time from a call until the last of its threads runs. On a virtual machine most of the time
-after a long pause is the host's, which has taken the idle CPU away.
+Run by: contributors who change the thread pool (kernels/cpu/src).
+Needs: this package with its CPU kernels, and an otherwise idle machine.
+
+The pool measures the time from a call until the last of its threads runs: called back to back, after a pause, and
+after a sleep. On a virtual machine most of the time after a long pause is the host's, which has taken the idle CPU
+away.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.bench import machine
+from fastattention_vllm.bench.report import Row, report
 
 PAUSES = {"back to back": (0.0, 1000), "after 1 ms": (0.001, 400), "after 1 s": (1.0, 15)}
 HEAD_SIZE = 128
@@ -41,7 +43,8 @@ def main() -> int:
     cpu.set_num_threads(options.threads, cpus)
     rows = [call_row(), *[wake_row(name, *pause) for name, pause in PAUSES.items()], idle_row()]
     if options.json:
-        options.json.write_text(json.dumps(report(options.threads, rows), indent=1) + "\n")
+        found = report(rows, machine.hardware(options.threads), machine.versions() | {"isa": cpu.isa()})
+        found.write(options.json)
     return 0
 
 
@@ -60,7 +63,7 @@ def problem(kv_heads: int, tokens: int, group: int) -> AttentionProblem:
     )
 
 
-def wake_row(name: str, pause: float, repeats: int) -> dict[str, Any]:
+def wake_row(name: str, pause: float, repeats: int) -> Row:
     times = []
     for _ in range(repeats):
         time.sleep(pause)
@@ -70,7 +73,7 @@ def wake_row(name: str, pause: float, repeats: int) -> dict[str, Any]:
     return row(f"{cpu.num_threads()} threads {name}", "decode wake of the pool", "us", statistics.median(times) * 1e6)
 
 
-def call_row() -> dict[str, Any]:
+def call_row() -> Row:
     """A call so small that no other thread is asked: Python, checks and plan."""
     tiny = problem(kv_heads=2, tokens=16, group=1)
     out, times = torch.empty_like(tiny.query), []
@@ -81,7 +84,7 @@ def call_row() -> dict[str, Any]:
     return row("16 tokens, 2 KV heads", "decode call overhead", "us", statistics.median(times) * 1e6)
 
 
-def idle_row() -> dict[str, Any]:
+def idle_row() -> Row:
     cpu.measure_wake()
     time.sleep(0.01)
     before = time.process_time()
@@ -90,21 +93,9 @@ def idle_row() -> dict[str, Any]:
     return row("1 s without a call", "decode CPU use of the idle pool", "% of one CPU", used)
 
 
-def row(case: str, metric: str, unit: str, ours: float) -> dict[str, Any]:
+def row(case: str, metric: str, unit: str, ours: float) -> Row:
     print(f"{metric:<32} {case:<28} {ours:8.1f} {unit}", flush=True)
-    nothing = dict.fromkeys(["peer_name", "peer", "ratio", "limit", "fraction_of_limit"])
-    return {"case": case, "metric": metric, "unit": unit, "ours": round(ours, 2), **nothing}
-
-
-def report(threads: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return {
-        "hardware": f"{threads} threads on {os.cpu_count()} CPUs of {name}, Linux {platform.release()}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "isa": cpu.isa()},
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
+    return Row(case=case, metric=metric, unit=unit, ours=ours)
 
 
 if __name__ == "__main__":

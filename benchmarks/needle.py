@@ -3,15 +3,16 @@
     python benchmarks/needle.py --tokens 65536 --device cpu            # attention by fast_attn_func
     python benchmarks/needle.py --tokens 262144 524288 --device cuda   # attention by torch SDPA: checks the model alone
 
-One prompt holds five needles; it is prefilled once, then each needle is asked for. Exit status 1 if one is missed.
+Run by: contributors who change the demo model or `fast_attn_func`.
+Needs: transformers, which vLLM brings. With `--device cuda` an NVIDIA GPU.
+
+One prompt holds five needles. It is prefilled once, then each needle is asked for. The exit status is 1 if one is
+missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import sys
 import tempfile
 import time
@@ -22,6 +23,8 @@ import torch
 import transformers
 
 from fastattention_vllm import fast_attn_func
+from fastattention_vllm.bench import machine
+from fastattention_vllm.bench.report import Row, compared, report
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
@@ -48,8 +51,12 @@ def main() -> int:
         ).to(options.device)
     rows = [find_needles(model, tokens, attention) for tokens in options.tokens]
     if options.json:
-        options.json.write_text(json.dumps(report(options.device, rows), indent=1) + "\n")
-    return 0 if all(row["ours"] == row["limit"] for row in rows) else 1
+        hardware = machine.hardware(torch.get_num_threads())
+        if options.device == "cuda":
+            hardware = torch.cuda.get_device_name()
+        versions = machine.versions() | {"transformers": transformers.__version__}
+        report(rows, hardware, versions).write(options.json)
+    return 0 if all(row.ours == row.limit for row in rows) else 1
 
 
 def register_fastattention() -> None:
@@ -64,7 +71,7 @@ def register_fastattention() -> None:
 
 
 @torch.no_grad()
-def find_needles(model: Any, tokens: int, attention: str) -> dict[str, Any]:
+def find_needles(model: Any, tokens: int, attention: str) -> Row:
     haystack = make_haystack(tokens, NEEDLES, depths=DEPTHS, seed=11)
     started = time.perf_counter()
     cache = transformers.DynamicCache()
@@ -78,36 +85,15 @@ def find_needles(model: Any, tokens: int, attention: str) -> dict[str, Any]:
         found.append(int(logits[0, -1].argmax()) == token_id(value))
     seconds = time.perf_counter() - started
     print(f"{tokens:>7} tokens, {attention}: {sum(found)} of {len(found)} needles found, {seconds:.1f} s", flush=True)
-    return {
-        "case": f"needle {tokens} tokens {model.dtype} {attention}".replace("torch.", ""),
-        "metric": "prefill needles found",
-        "unit": f"of {len(found)}",
-        "ours": sum(found),
-        "peer_name": None,
-        "peer": None,
-        "ratio": None,
-        "limit": len(found),
-        "fraction_of_limit": sum(found) / len(found),
-        "seconds": round(seconds, 1),
-    }
-
-
-def report(device: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    hardware = f"{torch.get_num_threads()} threads of {cpu}"
-    if device == "cuda":
-        hardware = torch.cuda.get_device_name()
-    return {
-        "hardware": hardware,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
+    return compared(
+        f"needle {tokens} tokens {model.dtype} {attention}".replace("torch.", ""),
+        "prefill needles found",
+        f"of {len(found)}",
+        sum(found),
+        better="higher",
+        limit=len(found),
+        seconds=round(seconds, 1),
+    )
 
 
 if __name__ == "__main__":

@@ -2,17 +2,19 @@
 
     python benchmarks/serve_cpu.py --peer-python PATH --json FILE
 
-PATH is the Python of an environment with a CPU build of vLLM. Both servers are up throughout and asked in turn, one
-idle while the other answers. The model is a Llama shape with random weights and few layers. Prompts are distinct and
-reach the servers' prefix caches before anything is timed. What attention takes of our step is not measured inside the
-server: it is the kernel's own time in `fastattention bench cpu` for the same shape, times the layers, over the step;
-there no K and V are in a cache, so for short prompts it is at most that.
+Run by: users who decide between this package and vLLM's CPU build, and contributors who change a CPU path.
+Needs: `make setup`, and an otherwise idle machine. PATH is the Python of an environment with a CPU build of vLLM.
+
+Both servers are up throughout and asked in turn, one idle while the other answers. The model is a Llama shape with
+random weights and few layers. Prompts are distinct and reach the servers' prefix caches before anything is timed. The
+time of attention within our step is not measured inside the server: it is the kernel's own time in `fastattention
+bench cpu` for the same shape, times the layers. There no K and V are in a cache, so for short prompts it is an upper
+bound.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -22,10 +24,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from fastattention_vllm.bench import machine, serving
-from fastattention_vllm.bench.measure import Samples
+from fastattention_vllm.bench.report import Report, Row, compared, report
+from fastattention_vllm.bench.sampling import Samples, in_turn
 from fastattention_vllm.bench.serving import Server
 
 HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 32, 8, 128, 1000
@@ -52,18 +54,18 @@ def main() -> int:
         options.json.open("a").close()  # now, and not after ten minutes of measuring
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("serve_cpu: ended by a signal."))  # the servers end with it
     try:
-        report = measure(options)
+        found = measure(options)
     except (serving.ServerError, ValueError) as error:
         print(f"serve_cpu: {error}", file=sys.stderr)
         return 1
-    for row in report["rows"]:
+    for row in found.rows:
         print_row(row)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        found.write(options.json)
     return 0
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> Report[Row]:
     peer_version = version_of(options.peer_python) if options.peer_python else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -81,12 +83,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         make_row(tokens, batch, times, attention[tokens, batch], threads, options)
         for (tokens, batch), times in samples.items()
     ]
-    return {
-        "hardware": machine.hardware(threads),
-        "versions": machine.versions() | ({"peer vllm": peer_version} if peer_version else {}),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
+    versions = machine.versions() | ({"peer vllm": peer_version} if peer_version else {})
+    return report(rows, machine.hardware(threads), versions)
 
 
 def write_model(path: Path, options: argparse.Namespace) -> None:
@@ -164,7 +162,7 @@ def take_turns(servers: list[Server], options: argparse.Namespace) -> dict[tuple
     samples = {case: {server.name: Samples() for server in servers} for case in cases}
     for number in range(options.rounds):
         for tokens, batch in cases:
-            for server in servers if number % 2 == 0 else servers[::-1]:
+            for server in in_turn(servers, number):
                 sample(server, prompts[tokens][:batch], servers, samples[tokens, batch][server.name])
         say(f"round {number + 1} of {options.rounds}")
     return samples
@@ -207,37 +205,35 @@ def make_row(
     attention: float,
     threads: int,
     options: argparse.Namespace,
-) -> dict[str, Any]:
+) -> Row:
     ours, peer = times["ours"], times.get("peer")
     length = f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-    return {
-        "case": f"bf16 ({HEADS},{KV_HEADS},{HEAD_SIZE}) {options.layers} layers {length} b{batch}",
-        "metric": "serve inter-token latency",
-        "unit": "ms",
-        "ours": round(ours.median * 1e3, 3),
-        "peer_name": "vLLM CPU_ATTN" if peer else None,
-        "peer": round(peer.median * 1e3, 3) if peer else None,
-        "ratio": round(peer.median / ours.median, 3) if peer else None,
-        "limit": None,
-        "fraction_of_limit": None,
-        "threads": threads,
-        "compiled": not options.enforce_eager,
-        "iqr": round(ours.iqr, 3),
-        "peer_iqr": round(peer.iqr, 3) if peer else None,
-        "samples": len(ours.clean),
-        "peer_samples": len(peer.clean) if peer else None,
-        "reliable": all(samples.clean for samples in times.values()),
-        "attention_ms": round(attention * 1e3, 3),
-        "attention_share": round(attention / ours.median, 3),
-    }
+    return compared(
+        f"bf16 ({HEADS},{KV_HEADS},{HEAD_SIZE}) {options.layers} layers {length} b{batch}",
+        "serve inter-token latency",
+        "ms",
+        ours.median * 1e3,
+        better="lower",
+        peer_name="vLLM CPU_ATTN" if peer else None,
+        peer=peer.median * 1e3 if peer else None,
+        threads=threads,
+        compiled=not options.enforce_eager,
+        iqr=ours.iqr,
+        peer_iqr=peer.iqr if peer else None,
+        samples=len(ours.clean),
+        peer_samples=len(peer.clean) if peer else None,
+        reliable=all(samples.clean for samples in times.values()),
+        attention_ms=attention * 1e3,
+        attention_share=attention / ours.median,
+    )
 
 
-def print_row(row: dict[str, Any]) -> None:
-    text = f"{row['case']:<36} {row['ours']:8.2f} ms a token, attention {row['attention_share']:4.0%} of it"
-    if row["ratio"] is not None:
-        loss = "  LOSS" if row["ratio"] < 1 else ""
-        text += f"; {row['peer_name']} {row['peer']:8.2f} ms, ratio {row['ratio']:.2f}{loss}"
-    print(text + ("" if row["reliable"] else "  (disturbed)"))
+def print_row(row: Row) -> None:
+    text = f"{row.case:<36} {row.ours:8.2f} ms a token, attention {row.attention_share:4.0%} of it"
+    if row.ratio is not None:
+        loss = "  LOSS" if row.ratio < 1 else ""
+        text += f"; {row.peer_name} {row.peer:8.2f} ms, ratio {row.ratio:.2f}{loss}"
+    print(text + ("" if row.reliable else "  (disturbed)"))
 
 
 def version_of(python: Path) -> str:

@@ -2,6 +2,9 @@
 
     python benchmarks/serve_gpu.py --json FILE
 
+Run by: contributors who change what runs on GPUs of compute capability 8.0 or newer.
+Needs: such a GPU with about 40 GiB of memory, and vLLM's CUDA build.
+
 Both servers are on the same GPU throughout and are asked in turn, one idle while the other answers. The model has the
 shape and the size of an 8B Llama (fastattention_vllm/demo).
 """
@@ -9,7 +12,6 @@ shape and the size of an 8B Llama (fastattention_vllm/demo).
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -22,6 +24,8 @@ from typing import Any
 import torch
 
 from fastattention_vllm.bench import machine
+from fastattention_vllm.bench.report import Row, compared, report
+from fastattention_vllm.bench.sampling import in_turn
 from fastattention_vllm.bench.serving import HOST, Server, ServerError
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
@@ -65,20 +69,15 @@ def main() -> int:
             rows = measure(Path(folder), options)
         except ServerError as error:
             sys.exit(f"serve_gpu: {error}")
-    report = {
-        "hardware": f"{torch.cuda.get_device_name()}; {machine.hardware(os.cpu_count() or 1)}",
-        "versions": machine.versions(),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
     for row in rows:
-        print(json.dumps(row), flush=True)
+        print(row.model_dump_json(), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        hardware = f"{torch.cuda.get_device_name()}; {machine.hardware(os.cpu_count() or 1)}"
+        report(rows, hardware).write(options.json)
     return 0
 
 
-def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.model), "--dtype", "float16"]
     command += ["--max-model-len", "8192", "--gpu-memory-utilization", "0.35", "--no-enable-prefix-caching"]
     servers: list[Server] = []
@@ -89,7 +88,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             servers[-1].wait_until_healthy()  # one after the other: each sees how much memory is left
         for number in range(options.rounds):
             for concurrency in options.concurrency:
-                for server in servers if number % 2 == 0 else servers[::-1]:
+                for server in in_turn(servers, number):
                     found = ask(server, concurrency, folder, options)
                     results.setdefault((concurrency, server.name), []).append(found)
                     print(
@@ -130,23 +129,21 @@ def ask(server: Server, concurrency: int, folder: Path, options: argparse.Namesp
 
 def row(
     concurrency: int, metric: str, results: dict[tuple[int, str], list[dict[str, Any]]], options: argparse.Namespace
-) -> dict[str, Any]:
+) -> Row:
     name, unit, more_is_better = METRICS[metric]
     values = {who: [result[metric] for result in results[concurrency, who]] for who in BACKENDS}
     ours, peer = statistics.median(values["ours"]), statistics.median(values["peer"])
-    return {
-        "case": f"fp16 (32,8,128) {options.layers} layers, {options.input_tokens} + {options.output_tokens} tokens, "
+    return compared(
+        f"fp16 (32,8,128) {options.layers} layers, {options.input_tokens} + {options.output_tokens} tokens, "
         f"{concurrency} at a time",
-        "metric": name,
-        "unit": unit,
-        "ours": round(ours, 3),
-        "peer_name": "vLLM FLASH_ATTN",
-        "peer": round(peer, 3),
-        "ratio": round(ours / peer if more_is_better else peer / ours, 4),
-        "limit": None,
-        "fraction_of_limit": None,
-        "rounds": {who: [round(value, 3) for value in found] for who, found in values.items()},
-    }
+        name,
+        unit,
+        ours,
+        better="higher" if more_is_better else "lower",
+        peer_name="vLLM FLASH_ATTN",
+        peer=peer,
+        rounds=values,
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
     python benchmarks/tiling_layer.py --ranks 2 --links nvlink host --json FILE     # on GPUs of one machine
     python benchmarks/tiling_layer.py --ranks 2 --links gloo --tiny --json FILE     # anywhere
 
+Run by: contributors who change tiling-AllReduce.
+Needs: as many NVIDIA GPUs as ranks; none with `--links gloo --tiny`.
+
 A layer is qkv_proj, causal attention, o_proj, gate_up_proj, activation, down_proj, and two sums over the ranks; norms
 and rotary embeddings, which are the same in all ways, are left out. The ways:
 
@@ -24,13 +27,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiling_all_reduce import LINKS, collectives_of, difference, join, result, run_all, why_not
+from tiling_ranks import LINKS, Told, collectives_of, difference, join, run_all, time_row, why_not
 
 from fastattention_vllm.bench.ranks import RankContext, leave, plain_layer
+from fastattention_vllm.bench.report import Row
 from fastattention_vllm.parallel import calibrate
 from fastattention_vllm.parallel.layer_timer import LayerTimer
 from fastattention_vllm.parallel.plan import MIN_GAIN, cut
@@ -80,19 +83,20 @@ def main() -> int:
     if reason := why_not(options.links, options.ranks):
         print(f"tiling_layer: {reason}", file=sys.stderr)
         return 2
-    return 0 if run_all(work, fields, options) else 1
+    complete, _ = run_all(work, describe, options)
+    return 0 if complete else 1
 
 
-def fields(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What rows of every result have. The peer is the plain way, whose row stands ``before`` those of the others."""
-    if "note" in row:
-        return result(row["note"], "overlap note", "", None)
-    case = f"{row['model']} layer, {row['tokens']} tokens, {row['ranks']} ranks, {row['link']}, {row['way']}"
-    if row["way"] == "plain":
-        return result(case, "overlap layer", "ms", row["ms"])
+def describe(told: Told, before: Sequence[Told]) -> Row:
+    """In the form of every result. The peer is the plain way, which was told ``before`` the others."""
+    if "note" in told:
+        return Row(case=told["note"], metric="overlap note", unit="", ours=None, **told)
+    case = f"{told['model']} layer, {told['tokens']} tokens, {told['ranks']} ranks, {told['link']}, {told['way']}"
+    if told["way"] == "plain":
+        return time_row(case, "overlap layer", told["ms"], None, None, told)
     place = ("link", "ranks", "model", "tokens")
-    plain = next(one for one in before if one.get("way") == "plain" and all(one[key] == row[key] for key in place))
-    return result(case, "overlap layer", "ms", row["ms"], "plain", plain["ms"])
+    plain = next(one for one in before if one.get("way") == "plain" and all(one[key] == told[key] for key in place))
+    return time_row(case, "overlap layer", told["ms"], plain["ms"], None, told)
 
 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:

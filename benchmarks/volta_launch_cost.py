@@ -1,17 +1,18 @@
 """What one decoding layer of the V100's kernels costs the host: launched eagerly, and replayed as a CUDA graph.
 
-    python benchmarks/volta_launch_cost.py --kernels ptx-sm_75 --json FILE     # needs an NVIDIA GPU and `make volta`
+    python benchmarks/volta_launch_cost.py --kernels ptx-sm_75 --json FILE
+
+Run by: owners of a V100 or T4, and contributors who change the launcher (fastattention_vllm/attention/volta).
+Needs: an NVIDIA GPU, and what `make volta` builds.
 
 A layer is `volta.write_kv` of a new token of each sequence and `volta.attend` over 4096 tokens of each: three launches,
-with 32 query heads and 8 KV heads of 128, in pages of 16 tokens. Times are from the call to its return, which waits for
-no kernel; medians.
+with 32 query heads and 8 KV heads of 128, in pages of 16 tokens. Times are medians, from the call to its return, which
+waits for no kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench import volta as bench
+from fastattention_vllm.bench.report import Row, compared, report
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
 TOKENS = 4096
@@ -51,16 +53,10 @@ def main() -> int:
             microseconds(call, options.rounds, torch.cuda.synchronize) for call in (layer, gpu.captured([layer]))
         )
         rows.append(row(batch, eager, replayed))
-        print(f"{rows[-1]['case']}: {eager:.1f} us eagerly, {replayed:.1f} us as a CUDA graph", flush=True)
+        print(f"{rows[-1].case}: {eager:.1f} us eagerly, {replayed:.1f} us as a CUDA graph", flush=True)
     if options.json:
-        report = {
-            "hardware": gpus.hardware(),
-            "kernels": bench.how_kernels_run(volta.target(), torch.cuda.get_device_capability()),
-            "versions": gpus.versions(),
-            "date": datetime.date.today().isoformat(),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        kernels = bench.how_kernels_run(volta.target(), torch.cuda.get_device_capability())
+        report(rows, gpus.hardware(), gpus.versions(), kernels=kernels).write(options.json)
     return 0
 
 
@@ -108,18 +104,16 @@ def microseconds(call: Callable[[], Any], rounds: int, wait: Callable[[], object
     return statistics.median(took) / 1e3
 
 
-def row(batch: int, eager: float, replayed: float) -> dict[str, Any]:
-    return {
-        "case": f"decode fp16 ({HEADS},{KV_HEADS},{HEAD_SIZE}) {TOKENS} b{batch}, one layer",
-        "metric": "decode launch cost",
-        "unit": "us",
-        "ours": round(eager, 3),
-        "peer_name": "the same launches as a CUDA graph",
-        "peer": round(replayed, 3),
-        "ratio": round(replayed / eager, 4),
-        "limit": None,
-        "fraction_of_limit": None,
-    }
+def row(batch: int, eager: float, replayed: float) -> Row:
+    return compared(
+        f"decode fp16 ({HEADS},{KV_HEADS},{HEAD_SIZE}) {TOKENS} b{batch}, one layer",
+        "decode launch cost",
+        "us",
+        eager,
+        better="lower",
+        peer_name="the same launches as a CUDA graph",
+        peer=replayed,
+    )
 
 
 if __name__ == "__main__":

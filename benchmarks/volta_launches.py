@@ -1,4 +1,7 @@
-"""Launches on the simulated V100 and their times: our prefill's and the peer's, with volta_sim.py's method."""
+"""Launches on the simulated V100 and their times: our prefill's and the peer's, as volta_sim_rows.py describes.
+
+Used by: volta_sim.py, its rows and tables, and ablation_v100.py.
+"""
 
 from __future__ import annotations
 

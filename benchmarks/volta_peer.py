@@ -1,5 +1,7 @@
 """PyTorch's memory-efficient attention on V100, from its own machine code; xformers calls the same kernels there.
 
+Used by: volta_sim.py and volta_launches.py.
+
 The cubin comes out of the wheel of torch 2.10.0 and stays in `build/volta-peer/`, which git ignores: nothing of it is
 ever part of this repository. Its kernels are CUTLASS's fused attention; PyTorch takes 64x64_rf up to a head size of 64,
 32x128_rf up to 128 and 32x128_gmem above (fp16, strides that are multiples of 8).

@@ -1,35 +1,21 @@
 """The V100 kernels and PyTorch's own on the simulated V100: TFLOPS of prefill, GB/s of decoding, static bounds, errors.
 
     python benchmarks/volta_sim.py --json FILE --plot FILE.png
-    python benchmarks/volta_sim.py --from FILE.json --plot FILE.png     # what an earlier run found
+    python benchmarks/volta_sim.py --from FILE.json --plot FILE.png     # from a saved run
 
-Needs no GPU. Every time is simulated (kernels/volta/sim/README.md says how far to trust it): 80 SMs at 1.38 GHz, peak
-113 TFLOPS. The peer is what both PyTorch and xformers run on a V100, as machine code out of PyPI's wheel of torch
-2.10.0 (volta_peer.py downloads 915 MB once, or takes that wheel's library by --libtorch).
+Run by: contributors who change a V100 kernel.
+Needs: `make setup-dev`, and hours of one core for all rows (--kinds, --tokens and --head-sizes choose some). No GPU.
 
-A launch's time is that of one SM, as follows.
-
-1. Which CTAs the SM gets: CTAs start in the order of their number, each where one has ended (`dispatch`; a CTA's work
-   is the keys that it passes over). The SM that ends last is taken: tails, and the unequal CTAs of a causal launch, are
-   in the time.
-2. These CTAs' machine code is run, which is where the error against float64 comes from, and their traces are timed on
-   one SM, as many at a time as fit. Neighbours are taken from different heads: those of one head would find each
-   other's keys in L1 more often than real ones may. As many heads as that takes are in the simulated memory, not 256.
-3. Of long launches some of the SM's CTAs are simulated: the first, where all are alike; of causal ones every n-th, up
-   to the last, so that long and short ones are among them. The time of the others is added in proportion to their
-   work, at the rate by which these take longer than half of them: "60 of 410 CTAs" in a row says so.
-
-Decoding is fed from DRAM: 817 GB/s for all SMs (7.4 bytes per cycle and SM, 450 cycles of latency), and so is the
-kernel that sums the parts, whose time is added. The time from one launch to the next is not simulated.
+Every time is simulated (kernels/volta/sim/README.md says how far to trust it): 80 SMs at 1.38 GHz, peak 113 TFLOPS. The
+peer is what both PyTorch and xformers run on a V100, as machine code out of PyPI's wheel of torch 2.10.0 (volta_peer.py
+downloads 915 MB once, or takes that wheel's library by --libtorch). volta_sim_rows.py says how a launch is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,251 +23,36 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy
-import torch
 import volta_peer
 from rich.console import Console
 from volta_launches import (
-    BATCH,
-    HEADS,
-    MASKS,
-    PAGE,
-    PAGES,
-    RAGGED_ENDS,
-    Launch,
-    compiled_out,
-    cubin,
-    everything,
-    keys_and_values,
-    mapped,
-    one_sequence,
     our_prefill,
     peer_prefill,
-    softmax_error,
-    whole_launch,
 )
 from volta_sim_report import (
     CONTEXTS,
-    FEED,
     HEAD_SIZES,
     OURS,
     PEER,
     TOKENS,
-    Row,
-    demanded,
-    draw,
+    Measured,
     label,
-    print_report,
     report_of,
 )
+from volta_sim_rows import PUBLISHED, decode_row, masks_row, method_row, prefill_row
+from volta_sim_tables import draw, print_report
 
-from fastattention_vllm.attention.volta import kernels as volta
-from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.launch import CHUNK, Divisor, Split
 from fastattention_vllm.bench.saved_report import saved_report
-from kernels.volta import variants
-from kernels.volta.sim import V100, Cubin, Simulation, Timing, Trace, default_timing, static_bound
-from kernels.volta.sim.dispatch import dispatch
-from kernels.volta.variants import COMBINE, Variant
+from kernels.volta.sim import Cubin
 
-NOTHING = 10.0
-"""Keys in whose time a CTA sees that it has none."""
 KINDS = ("method", "prefill", "decode", "masks")
-
-
-def feed_timing() -> Timing:
-    return default_timing(l2_latency=450, l2_bytes_per_cycle=7.4)
-
-
-# --- rows ----------------------------------------------------------------------------------------------------
-
-
-def prefill_flops(tokens: int, head_size: int, causal: bool, heads: int) -> float:
-    """Two products, of the pairs of query and key that are visible."""
-    pairs = tokens * (tokens + 1) / 2 if causal else tokens * tokens
-    return 4.0 * head_size * pairs * heads
-
-
-def prefill_row(name: str, made: tuple[Launch, Callable[[], float]], tokens: int, head_size: int, causal: bool) -> Row:
-    launch, error = made
-    found = whole_launch(launch, BATCH * HEADS)
-    tera = prefill_flops(tokens, head_size, causal, BATCH * HEADS) / 1e12
-    return {
-        "kind": "prefill",
-        "kernel": name,
-        "head_size": head_size,
-        "tokens": tokens,
-        "causal": causal,
-        "tflops": tera / found.seconds,
-        "milliseconds": 1e3 * found.seconds,
-        "bound_tflops": tera / found.bound_seconds,
-        "bound_unit": found.bound_unit,
-        "error": error(),
-        "simulated": found.how,
-        "registers": launch.simulation.image.registers,
-        "ctas_per_sm": launch.simulation.occupancy.ctas,
-    }
-
-
-def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -> Row:
-    """One new token of each sequence; 32 query heads."""
-    kv_heads, mapped_heads = HEADS // group, 2
-    variant = variants.decode(head_size)
-    minimum = volta_kernels.min_parts(kv_heads)
-    parts = volta_kernels.decode_parts(tokens, minimum)
-    problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)
-    out = torch.full((1, group * mapped_heads, head_size), 7.0, dtype=torch.float16)
-    partial_out = numpy.full((mapped_heads, parts, group, head_size), numpy.nan, numpy.float16)
-    partial_lse = numpy.full((mapped_heads, parts, group), numpy.nan, numpy.float32)
-
-    def ready(variant: Variant, grid: tuple[int, int, int], threads: int) -> Simulation:
-        simulation = Simulation(cubin(variant), variant.kernel)
-        argument = volta.parameters(problem, out, None, mapped(simulation))
-        where = simulation.map(partial_out), simulation.map(partial_lse)
-        whole = Split(argument, *where, Divisor.by(parts), group, minimum)
-        simulation.launch(grid, (threads, 1, 1), bytes(whole), variant.shared_bytes)
-        return simulation
-
-    attention = ready(variant, (mapped_heads, 1, parts), variant.threads)
-    combine = ready(COMBINE, (group, mapped_heads, 1), head_size // CHUNK)
-    seconds = []
-    time_of_parts: dict[str, float] = {}
-    length = volta_kernels.part_length(tokens, minimum)
-    keys = [max(0.0, min(length, tokens - x * length)) for x in range(parts)]  # 0: there is room for more than it has
-    for simulation, works in ((attention, keys), (combine, [1.0] * group)):
-        traces: dict[float, list[Trace]] = {work: [] for work in works}
-        for head, (x, work) in itertools.product(range(mapped_heads), enumerate(works)):
-            traces[work].append(simulation.trace(*((head, 0, x) if simulation is attention else (x, head))))
-        for alike in traces.values():  # neighbours have long gone out of step, and read different keys
-            random.Random(0).shuffle(alike)
-        turns = {work: itertools.cycle(alike) for work, alike in traces.items()}
-        heads = kv_heads * batch  # parts come one after the other, rows of one head together
-        all_works = [work for work in works for _ in range(heads)] if simulation is attention else works * heads
-        of_sms = dispatch([work or NOTHING for work in all_works], resident=simulation.occupancy.ctas, sms=V100.sms)
-        mine = max(of_sms, key=lambda of_sm: sum(all_works[number] for number in of_sm))  # they share the SM's feed
-        order = [next(turns[all_works[number]]) for number in mine]
-        seconds.append(V100.seconds(simulation.time(order, timing=feed_timing()).cycles))
-        if simulation is attention:
-            for work in works:
-                for unit, busy in static_bound(simulation, traces[work][0]).items():
-                    slow = default_timing().l2_bytes_per_cycle / feed_timing().l2_bytes_per_cycle if unit == "L2" else 1
-                    time_of_parts[unit] = time_of_parts.get(unit, 0.0) + busy * slow
-    unit = max(time_of_parts, key=lambda name: time_of_parts[name])
-    bound = V100.seconds(time_of_parts[unit] * kv_heads * batch / V100.sms)
-    giga = 4.0 * head_size * tokens * kv_heads * batch / 1e9
-    errors = []
-    for head in range(mapped_heads):
-        query, found = (
-            tensor[0, head * group : (head + 1) * group].double().numpy() for tensor in (problem.query, out)
-        )
-        errors.append(softmax_error(query, *keys_and_values(problem, head), numpy.full(group, tokens), found))
-    return {
-        "kind": "decode",
-        "kernel": OURS,
-        "head_size": head_size,
-        "group": group,
-        "page": page,
-        "tokens": tokens,
-        "batch": batch,
-        "gbs": giga / sum(seconds),
-        "part_of_feed": giga / sum(seconds) / FEED,
-        "bound_gbs": giga / bound,
-        "bound_unit": unit,
-        "milliseconds": 1e3 * sum(seconds),
-        "combine_milliseconds": 1e3 * seconds[1],
-        "error": max(errors),
-        "registers": attention.image.registers,
-        "ctas_per_sm": attention.occupancy.ctas,
-    }
-
-
-PUBLISHED = [
-    # head size, tokens, CTAs (0: two waves; None: a whole launch of 64 heads), TFLOPS: see volta_peer.py
-    (64, 2048, 0, 35.4),
-    (64, 2048, 24, 36.6),
-    (64, 2048, None, 36.1),
-    (64, 4096, None, 36.8),
-    (128, 2048, 0, 43.1),
-    (128, 2048, 24, 44.0),
-    (128, 2048, None, 43.7),
-    (128, 4096, None, 44.8),
-    (256, 2048, 0, 33.9),
-]
-"""The peer's figures by the simulator's prototype, which this method must give again."""
-
-
-def method_row(content: Cubin, head_size: int, tokens: int, ctas: int | None, published: float) -> Row:
-    launch, _ = peer_prefill(content, tokens, head_size, False)
-    if ctas is None:
-        tera = prefill_flops(tokens, head_size, False, 64) / 1e12
-        found = tera / whole_launch(launch, 64).seconds
-        what = "whole launch of 64 heads"
-    else:
-        resident = launch.simulation.occupancy.ctas
-        count = ctas or 2 * resident
-        cycles = launch.simulation.time([launch.trace(0, place) for place in range(count)]).cycles
-        of_cta = 4.0 * head_size * tokens * volta_peer.kernel_for(head_size).rows
-        found = of_cta * count * V100.sms / V100.seconds(cycles) / 1e12
-        what = f"{count} CTAs per SM"
-    return {
-        "kind": "method",
-        "kernel": PEER,
-        "head_size": head_size,
-        "tokens": tokens,
-        "what": what,
-        "tflops": found,
-        "prototype": published,
-        "ratio": found / published,
-    }
-
-
-WITHOUT = {
-    "masks": functools.partial(compiled_out, MASKS),
-    "paging": functools.partial(compiled_out, PAGES),
-    "masks and paging": functools.partial(compiled_out, (*MASKS, *PAGES)),
-    "masks, paging and ragged ends": functools.partial(compiled_out, (*MASKS, *PAGES, *RAGGED_ENDS)),
-}
-
-
-def masks_row(head_size: int, tokens: int, causal: bool) -> Row:
-    """What masks and paging (16 tokens a page) cost against the fastest of several kernels from the same source.
-
-    Several, because the order in which the compiler puts instructions is worth as much. Without masks nothing is
-    causal: compared are CTAs that pass over as many tiles, those of the last rows, whose last tiles have masks.
-    """
-
-    def seconds(with_masks: bool, page: int | None, edit: Callable[[str], str]) -> float:
-        launch, error = our_prefill(tokens, head_size, with_masks, page=page, edit=edit)
-        launch.alike = True  # number 0 has the last rows
-        count = 4 * launch.simulation.occupancy.ctas
-        cycles = launch.simulation.time([launch.trace(0, place) for place in range(count)]).cycles
-        if error() > 2e-3:
-            raise RuntimeError(f"prefill of head size {head_size} is wrong by {error():.1e}.")
-        return V100.seconds(cycles)
-
-    whole = seconds(causal, PAGE, everything)
-    less = {name: seconds(False, PAGE if name == "masks" else None, edit) for name, edit in WITHOUT.items()}
-    fastest = min(less, key=lambda name: less[name])
-    return {
-        "kind": "masks",
-        "kernel": OURS,
-        "head_size": head_size,
-        "tokens": tokens,
-        "causal": causal,
-        "cost": whole / less[fastest] - 1,
-        "against": f"without {fastest}",
-        "costs": {name: whole / value - 1 for name, value in less.items()},
-    }
-
-
-# --- the run -------------------------------------------------------------------------------------------------
 
 
 def sweep(
     content: Cubin | None, tokens: Sequence[int], head_sizes: Sequence[int], kinds: Sequence[str]
-) -> list[Callable[[], Row]]:
+) -> list[Callable[[], Measured]]:
     """All rows, those first that say most. Without ``content`` there is no peer."""
-    jobs: list[Callable[[], Row]] = []
+    jobs: list[Callable[[], Measured]] = []
     if content is not None and "method" in kinds:
         jobs += [functools.partial(method_row, content, *line) for line in PUBLISHED if line[0] in head_sizes]
 
@@ -320,15 +91,16 @@ def main() -> None:
     parser.add_argument("--head-sizes", type=int, nargs="*", default=list(HEAD_SIZES))
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 180)
+    rows: list[Measured] = []
     if options.sources:
-        results = [json.loads(path.read_text()) for path in options.sources]
-        joined = {(row["kernel"], label(row), row.get("what")): row for result in results for row in result["rows"]}
-        report = {**results[0], **demanded(list(joined.values()))}
+        saved = [json.loads(path.read_text()) for path in options.sources]
+        joined = {(row["kernel"], label(row), row.get("what")): row for one in saved for row in one["rows"]}
+        rows = list(joined.values())
+        found = report_of(rows).model_copy(update={key: saved[0][key] for key in ("date", "versions")})
         if options.json is not None:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+            found.write(options.json)
     else:
         content = None if options.no_peer else Cubin(volta_peer.cubin(options.libtorch))
-        rows: list[Row] = []
         for job in sweep(content, options.tokens, options.head_sizes, options.kinds):
             start = time.perf_counter()
             rows.append(job())
@@ -337,11 +109,11 @@ def main() -> None:
             seconds = time.perf_counter() - start
             console.print(f"simulated: {rows[-1]['kernel']}, {label(rows[-1])}: {words} ({seconds:.0f} s)")
             if options.json is not None:
-                options.json.write_text(json.dumps(report_of(rows), indent=1) + "\n")
-        report = report_of(rows)
-    print_report(report, console)
+                report_of(rows).write(options.json)
+        found = report_of(rows)
+    print_report(found, console)
     if options.plot is not None:
-        draw(report, options.plot)
+        draw(found, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Runs the tests of the Ascend path with genuine torch_npu and vllm-ascend, on a machine without an NPU.
 
-Installs the environments under build/ascend/ and keeps them (about 4 GB). Exits with 1 if a test fails. docs/ascend.md
-describes what is tested and how.
+Run by: contributors as `make test-ascend`, and by `make test-more`.
+Needs: Python, gcc and binutils, and a package index. It installs about 4 GB under build/ascend/ and keeps them.
+
+The exit status is 1 if a test failed. docs/ascend.md says what is tested how.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.ascend_env import TORCH, VLLM, AscendEnvironment  # noqa: E402
 from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
-TESTS = ["tests/ascend"]
+TESTS = ["tests/ascend", "tests/benchmarks/test_ascend_910b.py"]
 MUTATIONS = ROOT / "tests" / "mutations" / "genuine"
 TIMEOUT_S = 3600
 

@@ -1,8 +1,10 @@
-"""An environment with genuine torch_npu, vLLM and vllm-ascend for machines without an NPU. For scripts/ascend.py.
+"""An environment with genuine torch_npu, vLLM and vllm-ascend, for machines without an NPU.
 
-Stub libraries replace CANN and the CUDA parts of torch (with which torch_npu does not load). The rest computes on the
-CPU. Everything is under build/ascend/<torch_npu version>/ and is installed once; a step whose inputs have changed runs
-again.
+Used by: scripts/ascend.py.
+
+Empty libraries stand in for CANN, and for the CUDA parts of torch (torch_npu does not load beside the genuine ones).
+What is left computes on the CPU. Everything is under build/ascend/<torch_npu version>/ and is made once; a step whose
+inputs changed is done again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Runs upstream vLLM's attention tests, its server and host layers on this backend, for several vLLM versions.
 
-Installs each version under build/conformance/ and keeps it (20 GB for all versions, most of it CUDA builds of torch).
-Exits with 1 if a test fails or a suite runs no test. `tests/conformance/README.md` describes the suites.
+Run by: contributors as `make conformance`, before a release and when a vLLM version is added.
+Needs: Python and a package index. It installs 20 GB under build/conformance/ for all versions, most of it CUDA builds
+of torch, and keeps them.
+
+The exit status is 1 if a test failed or a suite ran no test. `tests/conformance/README.md` says what is run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The environment of one vLLM version for scripts/conformance.py: venv, pure-Python vLLM, its tests, this package.
+"""The environment of one vLLM version: venv, vLLM as pure Python, upstream's tests, this package.
 
-Everything is under build/conformance/<version>/ and is installed once; a step whose inputs have changed runs again.
+Used by: scripts/conformance.py and scripts/ascend_env.py.
+
+Everything is under build/conformance/<version>/ and is made once; a step whose inputs changed is done again.
 """
 
 from __future__ import annotations

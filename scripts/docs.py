@@ -1,7 +1,12 @@
-"""Write the generated pages of docs/: `make docs`. A test fails if they are out of date."""
+"""Write the generated pages of docs/. A test fails while they are behind the code.
+
+Run by: contributors as `make docs`.
+Needs: `make setup-dev`.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,4 +77,5 @@ def option_lines() -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     SUPPORTED_PAGE.write_text(supported_page())

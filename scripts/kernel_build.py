@@ -1,4 +1,7 @@
-"""Unoptimised builds of the CPU kernels for scripts/mutate.py, which recompile only what a mutation changes."""
+"""Unoptimised builds of the CPU kernels that compile no more again than a mutation changes.
+
+Used by: scripts/mutate.py.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
-"""ruff, mypy --strict and clang-format over the tree; exits non-zero if any of them complains."""
+"""ruff, mypy --strict and clang-format over the tree; the exit status is not 0 if any of them complains.
+
+Run by: contributors as `make lint`, and CI through `make test`.
+Needs: `make setup-dev`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +16,7 @@ BIN = Path(sys.executable).parent
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sources = sorted(
         str(p) for p in (ROOT / "kernels").rglob("*") if p.suffix in {".h", ".hpp", ".inc", ".cpp", ".cu", ".cuh"}
     )

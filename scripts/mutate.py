@@ -2,12 +2,14 @@
 
     python scripts/mutate.py [LIST.toml ...] [--only WORD] [--every N] [--jobs N]
 
+Run by: contributors as `make mutate`; tests/scripts/test_mutate.py checks the lists and runs samples of them.
+Needs: `make setup-dev`, and a C++ compiler for the lists of kernels.
+Reads: CXX (C++ compiler), and what the tests read.
+
 A list (tests/mutations/*.toml; all of them by default) gives for each mutation a file, a text that occurs in it exactly
 once, the replacement, and the tests that must then fail. Where breaking one place changes nothing, `also` names others
 that are broken with it. Everything happens in a copy of the tree, on which the same tests must pass before it is
 changed. Exits with 1 if a mutation survives, and with 2 if a list does not match the code.
-
-Reads:  CXX (C++ compiler), and the variables that the tests read.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Run the kernel tests against builds with AddressSanitizer + UndefinedBehaviorSanitizer and with ThreadSanitizer.
+"""The kernel tests under AddressSanitizer + UndefinedBehaviorSanitizer and under ThreadSanitizer.
 
-Builds both from a copy of kernels/cpu, runs the tests listed below, and exits with 1 if a test fails or a process that
-it starts writes a report. With --self-check it then plants one bug per sanitizer and checks that it is reported. With
---every N it runs one in N cases of every parametrised test.
+Run by: contributors as `make sanitize`; tests/scripts/test_sanitize.py runs a part of it in `make test-more`.
+Needs: `make setup-dev`, and g++ with its sanitizer runtimes.
+Reads: CXX (C++ compiler).
 
-Needs g++ with its sanitizer runtimes, cmake, and the test tools (`make setup-dev`).
-Reads:  CXX (C++ compiler).
+Builds both from a copy of kernels/cpu and runs the tests named below. The exit status is 1 if any of them fails or any
+process they start writes a report. With --self-check it then plants one bug per sanitizer and demands that it is
+reported. With --every N, one in N cases of every parametrised test runs.
 """
 
 from __future__ import annotations

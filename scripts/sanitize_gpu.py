@@ -1,13 +1,14 @@
-"""Run tests of the V100's and Turing's kernels on this machine's GPU under compute-sanitizer's memcheck and racecheck.
+"""Tests of the V100's and Turing's kernels on this machine's GPU, under compute-sanitizer's memcheck and racecheck.
 
     python -m scripts.sanitize_gpu --self-check
 
-Exits with 1 if a test fails or a tool reports anything. With --self-check the block barriers are then removed from the
-kernels' PTX, and racecheck must report hazards in prefill and in decode. Each tensor has a separate allocation, so that
-memcheck notices every access outside it.
+Run by: contributors as `make sanitize-gpu`.
+Needs: an NVIDIA GPU, compute-sanitizer (of the CUDA toolkit), what tests/gpu needs, and what `make volta` builds. It
+takes minutes more where the driver has not compiled the kernels' PTX before.
 
-Needs an NVIDIA GPU, compute-sanitizer (part of the CUDA toolkit), the requirements of tests/gpu, and the output of
-`make volta`. The first run takes some minutes longer, because the driver compiles the kernels' PTX.
+The exit status is 1 if a test fails or a tool reports anything. With --self-check the barriers of the block are then
+taken out of the kernels' PTX, and racecheck must report hazards in prefill and in decode. Each tensor has its own
+allocation, so that memcheck sees accesses outside of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""Run the real `vllm serve` with configs/cpu-demo.yaml in the foreground and show that it works.
+"""The real `vllm serve` with configs/cpu-demo.yaml in the foreground, and one request that shows that it works.
 
-Reads: PORT (default 8000). Ctrl-C, or the end of this process for any reason, leaves no server behind.
+Run by: users as `make serve`.
+Needs: `make setup`, which `make serve` runs first.
+Reads: PORT (default 8000).
+
+Ctrl-C, or the end of this process for any reason, leaves no server behind.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import fcntl
 import hashlib
@@ -38,6 +43,7 @@ KERNEL_LINE = re.compile(r"Attention kernel: (.*)")
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         port = wanted_port()
         build_model_if_needed()

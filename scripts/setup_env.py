@@ -1,8 +1,11 @@
-"""Create .venv with official vLLM as pure Python, torch, and this package with its kernels. Standard library only.
+"""Make .venv: official vLLM as pure Python, torch, and this package with its kernels built.
 
-Running it again is cheap: steps whose inputs have not changed are skipped within milliseconds.
-Reads:  CXX (C++ compiler), PIP_* (pip's own settings).
+Run by: users and contributors through `make serve`, `make setup` and `make setup-dev`.
+Needs: Python 3.11 or newer with venv, a C++ compiler, and a package index. Standard library only.
+Reads: CXX (C++ compiler), PIP_* (pip's own settings).
 Writes: .venv/ and .venv/setup.log.
+
+Safe to run every time: a step whose inputs have not changed is skipped in milliseconds.
 """
 
 from __future__ import annotations

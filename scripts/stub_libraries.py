@@ -1,10 +1,11 @@
 """Creates stub libraries for shared libraries that an installed package needs and this machine does not have.
 
-torch_npu is linked against CANN, and most of PyPI's torch against CUDA. Neither is needed to read operator schemas, to
-run Meta kernels, or to compute on the CPU, but the dynamic linker requires every library and every symbol by name. The
-stubs define these names, which are read from the installed files; their functions return zero.
+Used by: scripts/ascend_env.py. They need ``nm``, ``readelf``, ``ldconfig`` and a C compiler (binutils, gcc), on x86-64
+or aarch64.
 
-Needs ``nm``, ``readelf``, ``ldconfig`` and a C compiler (binutils, gcc); x86-64 or aarch64.
+torch_npu is linked against CANN, and most of PyPI's torch against CUDA. To read their operators' schemas, to run their
+Meta kernels and to compute on the CPU, neither has to be there; but the dynamic linker asks for every library and every
+symbol by name. These stand-ins have the names, found in the installed files themselves; their functions return zero.
 """
 
 from __future__ import annotations

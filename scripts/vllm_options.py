@@ -1,7 +1,8 @@
 """Reads vllm_options.toml: for every option of vLLM, whether it runs, is refused, or does not concern attention.
 
-A test compares the table with the options of every recorded version (scripts/vllm_surface.py), so an option that a new
-version adds cannot go unnoticed. docs/supported.md is generated from it.
+Used by: scripts/docs.py, which writes docs/supported.md from it, and tests/scripts/test_vllm_options.py, which
+compares the table with the options of every recorded version (scripts/vllm_surface.py): a new version cannot bring one
+in silence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Records the names of vLLM's options, and of the attributes that it reads from a backend, from its sources.
+"""The names of a vLLM's options and of what it asks a backend, read from its sources.
 
-`.venv/bin/python -m scripts.vllm_surface SDIST_OR_FOLDER ...` writes one file per version under
-tests/integration/vllm_surface. The sources are parsed, not imported, so any version can be recorded from its sdist
-(`pip download --no-deps --no-binary vllm vllm==X`) without installing it.
+    python -m scripts.vllm_surface SDIST_OR_FOLDER ...
+
+Run by: contributors who add a vLLM version.
+Needs: `make setup-dev`, and that version's sdist (`pip download --no-deps --no-binary vllm vllm==X`) or its sources.
+
+Writes one file per version under tests/integration/vllm_surface. The sources are parsed, not imported, so any version
+can be recorded from its sdist; nothing is installed.
 """
 
 from __future__ import annotations

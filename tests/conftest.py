@@ -3,11 +3,16 @@ from __future__ import annotations
 import os
 import zlib
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 import tests.environment  # noqa: F401  keeps a copy of the environment as it is now
+
+TESTS = Path(__file__).parent
+DEVICES = ("gpu", "ascend")
+"""Folders of tests that are about one device, and their markers."""
 
 # In-process engines: one interpreter, no spawned engine core, so that tests see errors where they happen.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -25,8 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # -m selects by markers after this
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with the longest time limits begin first: of two processes, none is to run one alone in the end."""
+    """Files with the longest time limits begin first, so that neither of two processes runs one alone at the end."""
+    mark_devices(items)
     keep_every(config, items)
     longest: defaultdict[str, float] = defaultdict(float)
     for item in items:
@@ -34,6 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if limit is not None:
             longest[str(item.path)] = max(longest[str(item.path)], limit.args[0])
     items.sort(key=lambda item: -longest[str(item.path)])
+
+
+def mark_devices(items: list[pytest.Item]) -> None:
+    """Tests of a device's folder carry its marker: `pytest -m "not gpu and not ascend"` leaves them out."""
+    for item in items:
+        device = item.path.relative_to(TESTS).parts[0]
+        if device in DEVICES:
+            item.add_marker(device)
 
 
 def keep_every(config: pytest.Config, items: list[pytest.Item]) -> None:

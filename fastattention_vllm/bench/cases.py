@@ -1,4 +1,6 @@
-"""What is measured: one attention problem each, written as people say it.
+"""What is measured, on every device: one attention problem each, written as people say it.
+
+Used by: command.py, runner.py, volta.py and every contender.
 
     decode bf16 (32,8,128) 32K b16              16 sequences of 32768 tokens, one new token each
     decode bf16/fp8 (32,8,128) 32K b1 page16    an fp8 cache, 16 tokens a page
@@ -47,6 +49,8 @@ class Case:
     q_len: int = 1
     batch: int = 1
     page: int = DEFAULT_PAGE
+    causal: bool = True
+    """False only for prefill on GPUs; no spelling asks for it."""
 
     @property
     def group(self) -> int:
@@ -73,8 +77,9 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of the two matrix products over the positions that the causal mask lets through."""
-        seen = self.q_len * (self.kv_len - self.q_len) + self.q_len * (self.q_len + 1) // 2
+        """Of the two matrix products, over the pairs of query and key that are visible."""
+        own = self.q_len * (self.q_len + 1) // 2 if self.causal else self.q_len**2
+        seen = self.q_len * (self.kv_len - self.q_len) + own
         return 4 * self.head_size * self.num_heads * self.batch * seen
 
     def __str__(self) -> str:
@@ -87,7 +92,7 @@ class Case:
             size = f"{_thousands(self.q_len)} on {_thousands(before)}" if before else _thousands(self.kv_len)
             size += f" b{self.batch}" if self.batch > 1 else ""
         page = "" if self.page == DEFAULT_PAGE else f" page{self.page}"
-        return f"{self.kind} {dtype} {heads} {size}{page}"
+        return f"{self.kind} {dtype} {heads} {size}{page}" + ("" if self.causal else " not causal")
 
 
 def parse_case(text: str, page: int = DEFAULT_PAGE) -> Case:

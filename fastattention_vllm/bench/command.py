@@ -1,4 +1,8 @@
-"""`fastattention bench cpu` and `benchmarks/cpu_attention.py`."""
+"""The commands `fastattention bench cpu` and `fastattention bench volta`.
+
+Run by: users, as `fastattention bench` or benchmarks/cpu_attention.py.
+Needs: this package with its extra `bench`; for `volta` an NVIDIA GPU and what `make volta` builds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from fastattention_vllm.attention.cpu import kernels
 from fastattention_vllm.bench import table
 from fastattention_vllm.bench.cases import DEFAULT_PAGE, Case, parse_case
 from fastattention_vllm.bench.contenders import OURS, contenders
-from fastattention_vllm.bench.report import Report, Row, report
+from fastattention_vllm.bench.cpu_report import CpuReport, CpuRow, cpu_report
 from fastattention_vllm.bench.runner import Runner
 from fastattention_vllm.bench.suites import SUITES, cases_of
 
@@ -81,7 +85,7 @@ def cpu(
     if found.rows:
         table.print_report(console, found)
     if json is not None:
-        json.write_text(found.model_dump_json(indent=1) + "\n")
+        found.write(json)
     if plot is not None:
         from fastattention_vllm.bench.plots import draw
 
@@ -176,13 +180,13 @@ class Order(BaseModel):
 
 def measure_in_children(
     cases: list[Case], counts: list[int], names: list[str] | None, rounds: int, sweep_gib: float | None
-) -> tuple[Report, int]:
+) -> tuple[CpuReport, int]:
     """What was measured, and the exit status: rows of a run that breaks off are kept.
 
     One process per thread count: OpenMP takes its number of threads when it starts.
     """
     sweep_bytes = None if sweep_gib is None else int(sweep_gib * 2**30)
-    rows: list[Row] = []
+    rows: list[CpuRow] = []
     status = 0
     with tempfile.TemporaryDirectory() as folder:
         for threads in counts:
@@ -196,10 +200,10 @@ def measure_in_children(
             except KeyboardInterrupt:
                 status = 130
             if out.exists():
-                rows += Report.model_validate_json(out.read_text()).rows
+                rows += CpuReport.model_validate_json(out.read_text()).rows
             if status:
                 break
-    return report(rows, max(counts)), status
+    return cpu_report(rows, max(counts)), status
 
 
 def measure_here(order: Order, console: Console) -> None:
@@ -207,10 +211,10 @@ def measure_here(order: Order, console: Console) -> None:
     kernels.set_num_threads(order.threads)
     torch.set_num_threads(order.threads)
     runner = Runner(contenders(order.contenders), order.threads, order.rounds, order.sweep_bytes)
-    rows: list[Row] = []
+    rows: list[CpuRow] = []
     for case in order.cases:
         start = time.perf_counter()
         found = runner.measure(case)
         table.print_rows(console, found, time.perf_counter() - start)
         rows += found
-        order.out.write_text(report(rows, order.threads).model_dump_json())
+        order.out.write_text(cpu_report(rows, order.threads).model_dump_json())

@@ -1,37 +1,55 @@
-"""What every contender is, and the batch that all of them are given."""
+"""What a contender is, on every device, and the batch that contenders on CPUs are given.
+
+Used by: runner.py, volta.py and every contender.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from fastattention_vllm.bench.cases import Case
+
+LayerT = TypeVar("LayerT", contravariant=True)
+"""What holds one layer's keys and values: raw memory on CPUs, tensors on GPUs."""
+Call = Callable[[], torch.Tensor]
+Load = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+
+
+def as_it_is(out: torch.Tensor) -> torch.Tensor:
+    return out
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A contender, ready to run one case."""
 
-    calls: list[Callable[[], torch.Tensor]]
-    """One per layer: computes the case over that layer's cache and returns ``[batch * q_len, heads, head_size]``."""
-    load: Callable[[int, int, torch.Tensor, torch.Tensor], None]
-    """``load(sequence, first_token, key, value)`` writes rows into layer 0; key and value are ``[tokens, KV heads,
-    head_size]`` in the cache's dtype. ``first_token`` is a multiple of the page."""
+    calls: Sequence[Call]
+    """One per layer: computes the case over that layer's keys and values."""
+    load: Load | None = None
+    """Where layers are raw memory: ``load(sequence, first_token, key, value)`` writes rows into layer 0. key and value
+    are ``[tokens, KV heads, head_size]`` in the cache's dtype; ``first_token`` is a multiple of the page."""
+    shaped: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    """Brings what a call returned into the form ``[batch * q_len, heads, head_size]``; it is not timed."""
+
+    def answer(self) -> torch.Tensor:
+        """``[batch * q_len, heads, head_size]``, over layer 0."""
+        return self.shaped(self.calls[0]())
 
 
-class Contender(Protocol):
+class Contender(Protocol[LayerT]):
     name: str
     peer: str
-    """Whom it stands for in the report: of several with the same peer the fastest correct one counts."""
+    """Whom it stands for in the report: of several with the same peer, the fastest correct one counts."""
 
     def why_not(self, case: Case) -> str | None:
         """Why it cannot run ``case``, in one sentence."""
 
-    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
-        """``query``: ``[batch * q_len, heads, head_size]``; ``layers``: uint8 of ``case.layer_bytes`` each."""
+    def bind(self, case: Case, query: torch.Tensor, layers: Sequence[LayerT]) -> Bound:
+        """``query``: ``[batch * q_len, heads, head_size]``."""
 
 
 def block_table(case: Case) -> torch.Tensor:

@@ -1,8 +1,11 @@
-"""Who is measured. Each one reads the same memory, in the layout that is its own."""
+"""Who is measured on CPUs. All read the same raw memory, each in its own layout.
+
+Used by: command.py and runner.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +17,8 @@ from fastattention_vllm.bench.cases import DTYPES, Case
 from fastattention_vllm.bench.contender import Bound, Contender, block_table, sequence_tensors
 
 OURS = "ours"
+CpuContender = Contender[torch.Tensor]
+"""Its layers: uint8 of ``case.layer_bytes`` each."""
 
 
 class Ours:
@@ -27,7 +32,7 @@ class Ours:
         query = torch.empty(0, case.num_heads, case.head_size, dtype=dtype)
         return cpu.can_run(AttentionProblem(query, cache, cache, starts, seq_lens, 1.0, True, block_table(case)))
 
-    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+    def bind(self, case: Case, query: torch.Tensor, layers: Sequence[torch.Tensor]) -> Bound:
         """As the backend keeps them: ``[blocks, KV heads, K and V, page, head_size]``."""
         table = block_table(case)
         starts, seq_lens = sequence_tensors(case)
@@ -60,9 +65,9 @@ class Ours:
         return Bound([call(cache) for cache in caches], load)
 
 
-def contenders(names: list[str] | None = None) -> list[Contender]:
+def contenders(names: list[str] | None = None) -> list[CpuContender]:
     """All that are known, ours first, or those of ``names``; ``ValueError`` naming them if one is not known."""
-    known: dict[str, list[Contender]] = {
+    known: dict[str, list[CpuContender]] = {
         OURS: [Ours()],
         "sdpa": [sdpa.Sdpa(), sdpa.SdpaFolded()],
         "vllm": [vllm_native.CpuAttn()],

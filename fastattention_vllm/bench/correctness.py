@@ -1,9 +1,12 @@
-"""Is a contender's answer right? A few rows of one layer against float64."""
+"""Is a contender's answer right? A few rows of one layer against float64.
+
+Used by: runner.py and volta.py.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +55,12 @@ class Checker:
         ]
 
     def check(self, bound: Bound) -> Verdict:
+        assert bound.load is not None
         for sequence in self.sequences:
             for start, key, value in self._chunks(sequence):
                 bound.load(sequence, start, key, value)
         case = self.case
-        out = bound.calls[0]().view(case.batch, case.q_len, case.num_kv_heads, case.group, case.head_size)
+        out = bound.answer().view(case.batch, case.q_len, case.num_kv_heads, case.group, case.head_size)
         found = [out[sequence, self.rows, head] for sequence in self.sequences for head in self.heads]
         expected = torch.stack(self._expected)
         error = (torch.stack(found).double() - expected).abs().max() / expected.square().mean().sqrt()
@@ -82,12 +86,19 @@ class Checker:
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """``query``: ``[rows, group, head_size]``, float64 as everything here."""
-        case = self.case
-        scores = torch.einsum("rgd,sd->rgs", query * case.head_size**-0.5, key)
-        last = torch.tensor(self.rows) + case.kv_len - case.q_len
-        hidden = torch.arange(case.kv_len) > last[:, None]
-        scores.masked_fill_(hidden[:, None], -math.inf)
-        return torch.einsum("rgs,sd->rgd", scores.softmax(-1), value)
+        last = torch.tensor(self.rows) + self.case.kv_len - self.case.q_len
+        return attention(query, key, value, last)
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Textbook attention of ``query`` ``[rows, group, head_size]`` to ``key`` and ``value`` ``[tokens, head_size]``.
+
+    ``last``: the last key that each row sees. Exact enough to judge others by if all tensors are float64.
+    """
+    scores = torch.einsum("rgd,sd->rgs", query * query.shape[-1] ** -0.5, key)
+    hidden = torch.arange(len(key), device=key.device) > last[:, None]
+    scores.masked_fill_(hidden[:, None], -math.inf)
+    return torch.einsum("rgs,sd->rgd", scores.softmax(-1), value)
 
 
 def make_query(case: Case) -> torch.Tensor:
@@ -95,6 +106,3 @@ def make_query(case: Case) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     shape = (case.batch * case.q_len, case.num_heads, case.head_size)
     return (2 * torch.randn(shape, generator=generator)).to(DTYPES[case.dtype])
-
-
-Check = Callable[[Bound], Verdict]

@@ -1,17 +1,21 @@
-"""One NVIDIA GPU: its name and versions, and times of what runs on it, by CUDA events."""
+"""One NVIDIA GPU: its name and versions, and times of what runs on it, by CUDA events.
+
+Used by: volta.py, benchmarks/volta_launch_cost.py and scripts/sanitize_gpu.py.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import shutil
-import statistics
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from fastattention_vllm.bench.sampling import Samples, in_turn
 
 SAMPLE_SECONDS = 0.02
 """A sample repeats a call for about so long."""
@@ -75,21 +79,9 @@ class Timed:
     call: Callable[[], Any]
     layers: int = 1
     """That one ``call`` goes through."""
-    samples: list[float] = field(default_factory=list)
+    samples: Samples = field(default_factory=Samples)
     repeats: int = 1
     slow: bool = False
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-    @property
-    def iqr(self) -> float:
-        """Interquartile range over the median."""
-        if len(self.samples) < 2:
-            return 0.0
-        first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
-        return (third - first) / self.median
 
 
 def interleave(gpu: Gpu, timed: Sequence[Timed], rounds: int) -> None:
@@ -100,10 +92,10 @@ def interleave(gpu: Gpu, timed: Sequence[Timed], rounds: int) -> None:
         one.repeats = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(seconds, 1e-7))))
         one.slow = seconds > SLOW_SECONDS
     for number in range(rounds):
-        for one in timed if number % 2 == 0 else reversed(timed):
+        for one in in_turn(timed, number):
             if one.slow and number >= 3:
                 continue
-            one.samples.append(gpu.seconds(_repeated(one)) / (one.repeats * one.layers))
+            one.samples.clean.append(gpu.seconds(_repeated(one)) / (one.repeats * one.layers))
 
 
 def _repeated(one: Timed) -> Callable[[], None]:

@@ -1,4 +1,7 @@
-"""The roofline of a case: the longer of reading its pages and its arithmetic, both measured on the same threads."""
+"""The roofline of a case: the longer of reading its pages and its arithmetic, both measured on the same threads.
+
+Used by: runner.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import torch
 from fastattention_vllm.attention.cpu import roofline
 from fastattention_vllm.bench.cases import DTYPES, Case
 from fastattention_vllm.bench.contender import block_table
-from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
+from fastattention_vllm.bench.measure import Subject, run_rounds
+from fastattention_vllm.bench.sampling import Rotation
 
 READ_METHODS = [roofline.ReadMethod(ahead, streams) for streams in (1, 2, 4) for ahead in (0, 2048, 4096)]
 _PEAK_SECONDS = 0.03

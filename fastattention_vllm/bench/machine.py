@@ -1,4 +1,7 @@
-"""What the machine is, and what else runs on it at the moment."""
+"""What the machine is, and what else runs on it at the moment.
+
+Used by: every report, and fastattention_vllm/doctor.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Interleaved samples: every round times everyone once, so that a machine that slows down slows everyone down."""
+"""Interleaved samples: every round times everyone once, so that a machine that slows down slows everyone down.
+
+Used by: runner.py and limits.py.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastattention_vllm.bench import machine
+from fastattention_vllm.bench.sampling import Rotation, Samples, in_turn
 
 SAMPLE_SECONDS = 0.1
 DISTURBED = 0.03
@@ -17,43 +20,6 @@ PATIENCE_SECONDS = 30.0
 """How long a case waits for undisturbed samples."""
 SLOW_SECONDS, HOPELESS_SECONDS = 1.5, 5.0
 """A call longer than this gets three samples, longer than that only one."""
-
-
-@dataclass(slots=True)
-class Samples:
-    """Seconds per call."""
-
-    clean: list[float] = field(default_factory=list)
-    disturbed: list[float] = field(default_factory=list)
-
-    @property
-    def used(self) -> list[float]:
-        """The clean ones, or all where there is none."""
-        return self.clean or self.disturbed
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.used)
-
-    @property
-    def iqr(self) -> float:
-        """Interquartile range over the median."""
-        if len(self.used) < 2:
-            return 0.0
-        first, _, third = statistics.quantiles(self.used, n=4, method="inclusive")
-        return (third - first) / self.median
-
-
-class Rotation:
-    """Whose turn a layer is, for everyone together: no one finds in a cache what another has just read."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers, self._next = layers, 0
-
-    def next(self) -> int:
-        layer = self._next
-        self._next = (layer + 1) % self.layers
-        return layer
 
 
 @dataclass(slots=True)
@@ -94,7 +60,7 @@ def run_rounds(subjects: list[Subject], rotation: Rotation, rounds: int) -> None
         enough = all(len(s.samples.clean) * 2 >= rounds or not s.wants_more() for s in subjects)
         if number >= rounds and (enough or time.perf_counter() > deadline):
             return
-        for subject in subjects if number % 2 == 0 else reversed(subjects):
+        for subject in in_turn(subjects, number):
             if subject.wants_more():
                 subject.sample(rotation)
 

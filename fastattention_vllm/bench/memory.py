@@ -1,13 +1,15 @@
-"""The KV caches of all layers: one piece of huge-page memory that every contender reads in its own layout."""
+"""The KV caches of all layers: one piece of huge-page memory that every contender reads in its own layout.
+
+Used by: runner.py.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from fastattention_vllm.bench import machine
 from fastattention_vllm.bench.cases import DTYPES, Case
+from fastattention_vllm.bench.sampling import Rotation
 from fastattention_vllm.placement import host_memory
 
 COLD_BYTES = 4 << 30
@@ -17,15 +19,6 @@ COLD_CACHES = 8
 USABLE = 0.6
 """Part of the available memory that may be taken."""
 _TILE_ELEMENTS = 4194301  # a prime, so that no row of K meets the same row again in the next page
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """How many copies of the cache a case rotates over."""
-
-    layers: int
-    note: str | None = None
-    """A sentence, where memory did not allow for what was wanted."""
 
 
 def plan_rotation(case: Case, available: int, cache: int, asked: int | None = None) -> Rotation:

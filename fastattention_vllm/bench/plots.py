@@ -1,4 +1,7 @@
-"""Plots of a report: fraction of the roofline and speed by context, speed by cores; one panel per group of cases."""
+"""Plots of a report: fraction of the roofline and speed by context, speed by cores; one panel per group of cases.
+
+Used by: command.py and benchmarks/host_layers_plot.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from fastattention_vllm.bench.cases import parse_case
-from fastattention_vllm.bench.report import Report, Row
+from fastattention_vllm.bench.cpu_report import CpuReport, CpuRow
 
 Line = list[tuple[float, float]]
 Panels = dict[str, dict[str, Line]]
@@ -28,7 +31,7 @@ STYLES = {
 }
 
 
-def draw(report: Report, folder: Path) -> list[Path]:
+def draw(report: CpuReport, folder: Path) -> list[Path]:
     """Write PNG files into ``folder``, which is made. A line takes two points, a panel a line, a file a panel."""
     folder.mkdir(parents=True, exist_ok=True)
     maximum = max((row.threads for row in report.rows), default=0)
@@ -64,23 +67,23 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return written
 
 
-def speeds(row: Row) -> list[tuple[str, float | None]]:
+def speeds(row: CpuRow) -> list[tuple[str, float | None]]:
     return [("ours", row.ours), ("roofline", row.limit), (row.peer_name or "", row.peer)]
 
 
-def percent_of_roofline(row: Row) -> tuple[str, float | None]:
+def percent_of_roofline(row: CpuRow) -> tuple[str, float | None]:
     return "", None if row.fraction_of_limit is None else 100 * row.fraction_of_limit
 
 
-def context_of(row: Row) -> float:
+def context_of(row: CpuRow) -> float:
     return float(parse_case(row.case).kv_len)
 
 
-def dtype_of(row: Row) -> str:
+def dtype_of(row: CpuRow) -> str:
     return row.case.split()[1]
 
 
-def heads_of(row: Row) -> str:
+def heads_of(row: CpuRow) -> str:
     """What is left of the case without dtype and context."""
     case = parse_case(row.case)
     words = [row.case.split()[2]]
@@ -92,11 +95,11 @@ def heads_of(row: Row) -> str:
 
 
 def panels(
-    rows: list[Row],
-    panel: Callable[[Row], str],
-    line: Callable[[Row], str] | None,
-    x: Callable[[Row], float],
-    values: Callable[[Row], list[tuple[str, float | None]]],
+    rows: list[CpuRow],
+    panel: Callable[[CpuRow], str],
+    line: Callable[[CpuRow], str] | None,
+    x: Callable[[CpuRow], float],
+    values: Callable[[CpuRow], list[tuple[str, float | None]]],
 ) -> Panels:
     """Rows sorted into panels and lines; without ``line``, the names that come with ``values`` are the lines.
 

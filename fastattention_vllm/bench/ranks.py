@@ -1,4 +1,7 @@
-"""Ranks of one machine in processes of their own, for what measures without a server: benchmarks and the doctor."""
+"""Ranks of one machine in processes of their own, for what measures without a server: benchmarks and the doctor.
+
+Used by: benchmarks/tiling_ranks.py, benchmarks/first_token_prediction.py and fastattention_vllm/doctor.
+"""
 
 from __future__ import annotations
 

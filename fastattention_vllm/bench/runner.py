@@ -1,4 +1,7 @@
-"""Measures cases: everyone who can run one, next to the plain read of its pages and the arithmetic peak."""
+"""Measures cases: everyone who can run one, next to the plain read of its pages and the arithmetic peak.
+
+Used by: command.py.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,11 @@ import torch
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.bench import limits, machine
 from fastattention_vllm.bench.cases import Case
-from fastattention_vllm.bench.contender import Contender
-from fastattention_vllm.bench.contenders import OURS
+from fastattention_vllm.bench.contenders import OURS, CpuContender
 from fastattention_vllm.bench.correctness import Checker, Verdict, make_query
-from fastattention_vllm.bench.measure import Rotation, Subject, run_rounds
+from fastattention_vllm.bench.cpu_report import CpuRow
+from fastattention_vllm.bench.measure import Subject, run_rounds
 from fastattention_vllm.bench.memory import Arena, plan_rotation
-from fastattention_vllm.bench.report import Row
 
 READ, PEAK = "plain read", "arithmetic peak"
 
@@ -25,7 +27,7 @@ READ, PEAK = "plain read", "arithmetic peak"
 class Entry:
     """A contender in one case."""
 
-    contender: Contender
+    contender: CpuContender
     subject: Subject | None = None
     verdict: Verdict | None = None
     note: str | None = None
@@ -39,24 +41,25 @@ class Entry:
 class Runner:
     """Keeps memory and what was found out about the machine from case to case."""
 
-    def __init__(self, contenders: list[Contender], threads: int, rounds: int, sweep_bytes: int | None = None) -> None:
+    def __init__(
+        self, contenders: list[CpuContender], threads: int, rounds: int, sweep_bytes: int | None = None
+    ) -> None:
         self.contenders, self.threads, self.rounds, self.sweep_bytes = contenders, threads, rounds, sweep_bytes
         self._arena = Arena()
         self._peaks: dict[str, limits.Peak] = {}
 
     @torch.inference_mode()
-    def measure(self, case: Case) -> list[Row]:
+    def measure(self, case: Case) -> list[CpuRow]:
         """One row per peer, or one without a peer where none can run the case."""
         try:
-            plan = plan_rotation(case, self._arena.available(), machine.last_level_cache(), self.sweep_bytes)
+            rotation = plan_rotation(case, self._arena.available(), machine.last_level_cache(), self.sweep_bytes)
         except MemoryError as error:
             return rows_of(case, [], None, self, [str(error)])
-        layers = self._arena.layers(case, plan.layers)
+        layers = self._arena.layers(case, rotation.layers)
         query = make_query(case)
         entries = self._enter(case, query, layers)
 
         readers = limits.page_readers(case, layers)
-        rotation = Rotation(plan.layers)
         method = limits.fastest_read(readers, rotation)
         read = Subject(READ, [functools.partial(reader.read, method) for reader in readers])
         if case.dtype not in self._peaks:
@@ -74,9 +77,9 @@ class Runner:
             peak_kind=peak.kind,
             read_method=str(method),
             disturbed=sum(len(subject.samples.disturbed) for subject in subjects),
-            sweep_bytes=plan.layers * case.kv_bytes,
+            sweep_bytes=rotation.layers * case.kv_bytes,
         )
-        return rows_of(case, entries, found, self, [plan.note] if plan.note else [])
+        return rows_of(case, entries, found, self, [rotation.note] if rotation.note else [])
 
     def _enter(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> list[Entry]:
         entries = []
@@ -126,7 +129,7 @@ class Findings:
         return limits.Roofline(self.read.samples.median, self.case.flops / self.flops_rate)
 
 
-def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Runner, notes: list[str]) -> list[Row]:
+def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Runner, notes: list[str]) -> list[CpuRow]:
     """One row per peer among ``entries``, or one without a peer."""
     decode = case.kind == "decode"
     amount = case.kv_bytes / 1e9 if decode else case.flops / 1e12
@@ -136,16 +139,11 @@ def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Ru
 
     ours = next((entry for entry in entries if entry.contender.peer == OURS), None)
     our_seconds = ours.seconds if ours is not None else None
-    row = Row(
+    row = CpuRow(
         case=str(case),
         metric="decode KV read rate" if decode else "prefill rate",
         unit="GB/s" if decode else "TFLOPS",
         ours=speed(our_seconds),
-        peer_name=None,
-        peer=None,
-        ratio=None,
-        limit=None,
-        fraction_of_limit=None,
         threads=runner.threads,
         isa=cpu.isa(),
         milliseconds=1e3 * our_seconds if our_seconds is not None else None,
@@ -177,13 +175,13 @@ def rows_of(case: Case, entries: list[Entry], found: Findings | None, runner: Ru
 
 
 def against(
-    row: Row,
+    row: CpuRow,
     peer: str,
     group: list[Entry],
     speed: Callable[[float | None], float | None],
     involved: list[Subject],
     notes: list[str],
-) -> Row:
+) -> CpuRow:
     """``row`` with the fastest of ``group``, whose members all stand for ``peer``."""
     timed = [entry for entry in group if entry.seconds is not None]
     best = min(timed, key=lambda entry: entry.seconds or 0.0) if timed else group[0]

@@ -1,4 +1,7 @@
-"""Results of earlier runs as arguments of a benchmark."""
+"""A results file as an argument of a benchmark: for argparse's ``type``.
+
+Used by: the benchmarks that draw or print saved runs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 
 def saved_report(text: str) -> Path:
-    """For argparse's ``type``: a file with rows, or a sentence that says why it is none."""
+    """The path of a file with rows, or one sentence that says what is wrong with it."""
     path = Path(text)
     try:
         rows = json.loads(path.read_text())["rows"]

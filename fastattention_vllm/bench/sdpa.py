@@ -1,8 +1,11 @@
-"""torch's scaled_dot_product_attention, on contiguous K and V in the same huge pages: the best layout it can have."""
+"""torch's scaled_dot_product_attention, on contiguous K and V in the same huge pages: the best layout it can have.
+
+Used by: contenders.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,7 +23,7 @@ class Sdpa:
             return f"torch SDPA wants K and V in the query's dtype, not {case.kv_dtype}."
         return None
 
-    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+    def bind(self, case: Case, query: torch.Tensor, layers: Sequence[torch.Tensor]) -> Bound:
         caches = [_contiguous(case, layer) for layer in layers]
         by_head = query.view(case.batch, case.q_len, case.num_heads, case.head_size).transpose(1, 2).contiguous()
         square = case.q_len == case.kv_len
@@ -56,7 +59,7 @@ class SdpaFolded(Sdpa):
             return "query heads fold into rows only where each has one row and several share a KV head."
         return super().why_not(case)
 
-    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+    def bind(self, case: Case, query: torch.Tensor, layers: Sequence[torch.Tensor]) -> Bound:
         caches = [_contiguous(case, layer) for layer in layers]
         folded = query.view(case.batch, case.num_kv_heads, case.group, case.head_size)
 

@@ -1,4 +1,7 @@
-"""A vLLM server as its users meet it: started, asked over HTTP, timed token by token, stopped."""
+"""A vLLM server as its users meet it: started, asked over HTTP, timed token by token, stopped.
+
+Used by: benchmarks/serve_cpu.py and benchmarks/serve_gpu.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Named lists of cases."""
+"""Named lists of cases.
+
+Used by: command.py.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Rows as people read them."""
+"""Rows as people read them.
+
+Used by: command.py.
+"""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
 
-from fastattention_vllm.bench.report import Report, Row, summaries
+from fastattention_vllm.bench.cpu_report import CpuReport, CpuRow, summaries
 
 
-def print_rows(console: Console, rows: list[Row], seconds: float) -> None:
+def print_rows(console: Console, rows: list[CpuRow], seconds: float) -> None:
     """One case: ours, the roofline, each peer; as soon as it is measured."""
     first = rows[0]
     console.print(f"[bold]{first.case}[/]  {first.threads} threads, {first.isa}, measured in {seconds:.0f} s")
@@ -35,7 +38,7 @@ def print_rows(console: Console, rows: list[Row], seconds: float) -> None:
         console.print(f"  {note}", style="yellow", highlight=False, markup=False)
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: Console, report: CpuReport) -> None:
     console.print(f"\n{report.hardware}")
     console.print(", ".join(f"{name} {version}" for name, version in report.versions.items()))
     table = Table(

@@ -1,10 +1,13 @@
-"""vLLM's own CPU attention, CPU_ATTN: the compiled operators of a vLLM built for CPUs, called as its backend does."""
+"""vLLM's own CPU attention, CPU_ATTN: the compiled operators of a vLLM built for CPUs, called as its backend does.
+
+Used by: contenders.py.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ class CpuAttn:
             return f"CPU_ATTN has no {case.kv_dtype} cache for {case.dtype} models."
         return None
 
-    def bind(self, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
+    def bind(self, case: Case, query: torch.Tensor, layers: Sequence[torch.Tensor]) -> Bound:
         operators = _operators()
         assert not isinstance(operators, str)
         ops, choose_isa = operators

@@ -1,5 +1,7 @@
 """`fastattention bench volta`: our V100 kernels beside torch's, xformers' and Hugging Face's attention on a real GPU.
 
+Used by: command.py and benchmarks/volta_launch_cost.py.
+
 The set-up is that of Figure 8 of FastAttention (arXiv 2410.16663): batch 8, 32 heads of 64, 1K to 16K tokens, causal
 and not. GPUs newer than Turing run our kernels through PTX: the V100's, whose m8n8k4 products are emulated there, or
 Turing's, whose m16n8k8 they have.
@@ -7,21 +9,23 @@ Turing's, whose m16n8k8 they have.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.bench import gpu as gpus
+from fastattention_vllm.bench.cases import Case
+from fastattention_vllm.bench.contender import Bound, Call
+from fastattention_vllm.bench.correctness import attention
 from fastattention_vllm.bench.gpu import Gpu, Timed
-from fastattention_vllm.bench.report import geometric_mean
-from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Contender, Layer
+from fastattention_vllm.bench.report import Report, Row, geometric_mean, today
+from fastattention_vllm.bench.volta_contenders import OURS, Layer, VoltaContender
 
 TOLERANCE = 1e-2
 """Largest difference to float64, of numbers of unit variance, of an answer that counts as right."""
@@ -29,12 +33,14 @@ MIN_ROTATED = 4
 """Decoding goes through so many times the L2 cache before it reads anything again."""
 
 
-class VoltaRow(BaseModel):
-    """One case and one contender. Rows that lose, fail or run out of memory stay."""
+class VoltaRow(Row):
+    """One case and one contender, the peer. Rows that lose, fail or run out of memory stay.
+
+    ``ratio``, of right answers only: its time over ours.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    case: str
     kind: str
     batch: int
     heads: int
@@ -43,37 +49,25 @@ class VoltaRow(BaseModel):
     context: int
     causal: bool
     contender: str
-    unit: str
-    """``TFLOPS`` of prefill, ``GB/s`` of keys and values of decoding."""
     value: float | None = None
+    """In ``unit``: ``TFLOPS`` of prefill, ``GB/s`` of keys and values of decoding."""
     milliseconds: float | None = None
     iqr: float | None = None
     samples: int | None = None
     error: float | None = None
     """Largest difference to float64 on a sample of rows."""
     ours_is: float | None = None
-    """Its time over ours: above 1, ours is faster. Of right answers only."""
+    """The same as ``ratio``."""
     captured: bool = False
     """As a CUDA graph, without the CPU's part."""
     note: str = ""
     """Why there is no value, or what is wrong with it."""
-    metric: str = ""
-    """From here on what rows of every result have: of right answers only, ours against this contender."""
-    ours: float | None = None
-    peer_name: str | None = None
-    peer: float | None = None
-    ratio: float | None = None
-    limit: float | None = None
-    fraction_of_limit: float | None = None
 
 
-class VoltaReport(BaseModel):
+class VoltaReport(Report[VoltaRow]):
     hardware: dict[str, str]
     kernels: str
     """How ours run there."""
-    versions: dict[str, str]
-    date: str
-    rows: list[VoltaRow]
 
 
 def cases(tokens: Sequence[int], contexts: Sequence[int], *, batch: int, heads: int, head_size: int) -> list[Case]:
@@ -85,10 +79,16 @@ def cases(tokens: Sequence[int], contexts: Sequence[int], *, batch: int, heads: 
         if not 16 <= count <= 1 << 20:
             raise ValueError(f"a length is {count}; lengths lie between 16 and {1 << 20}.")
     found = [
-        Case("prefill", batch, heads, heads, head_size, count, causal) for count in tokens for causal in (False, True)
+        Case("prefill", "fp16", "fp16", heads, heads, head_size, count, count, batch, causal=causal)
+        for count in tokens
+        for causal in (False, True)
     ]
     groups = [group for group in (1, 4, 8) if heads % group == 0]
-    found += [Case("decode", batch, heads, heads // group, head_size, count) for count in contexts for group in groups]
+    found += [
+        Case("decode", "fp16", "fp16", heads, heads // group, head_size, count, batch=batch)
+        for count in contexts
+        for group in groups
+    ]
     return found
 
 
@@ -117,12 +117,13 @@ def why_not(kernels: str = "auto") -> str | None:
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, everyone: Sequence[Contender], gpu: Gpu, rounds: int, l2_bytes: int) -> list[VoltaRow]:
+def measure(case: Case, everyone: Sequence[VoltaContender], gpu: Gpu, rounds: int, l2_bytes: int) -> list[VoltaRow]:
     """A row for each contender, in their order; the errors of those that fail are their rows' notes."""
     rows = {one.name: _empty(case, one.name) for one in everyone}
     timed: list[Timed] = []
+    bound: Bound | None
     try:
-        layers = _layers(case, gpu.device, l2_bytes)
+        query, layers = _tensors(case, gpu.device, l2_bytes)
     except torch.OutOfMemoryError:
         for row in rows.values():
             row.note = "out of memory before anything was computed."
@@ -134,24 +135,24 @@ def measure(case: Case, everyone: Sequence[Contender], gpu: Gpu, rounds: int, l2
         if row.note:
             continue
         try:
-            calls = [one.bind(case, layer) for layer in layers]
-            row.error = error_of(case, layers[0], one.shaped(case, calls[0]()))
-            whole, row.captured = _together(case, calls, gpu)
+            bound = one.bind(case, query, layers)
+            row.error = error_of(case, query, layers[0], bound.answer())
+            whole, row.captured = _together(case, bound.calls, gpu)
             gpu.seconds(whole)
-            timed.append(Timed(one.name, whole, len(calls)))
+            timed.append(Timed(one.name, whole, len(bound.calls)))
         except torch.OutOfMemoryError:
             row.note = "out of memory."
         except (RuntimeError, ValueError, ImportError, OSError) as error:  # a kernel or a library that is not for it
             row.note = _first_sentence(error)
-        calls = []
+        bound = None  # its tensors go before the next contender's come
         gpu.free()
         if row.error is not None and not row.error <= TOLERANCE:
             row.note = f"wrong by {row.error:.1e}."
     gpus.interleave(gpu, timed, rounds)
     for sampled in timed:
-        row = rows[sampled.name]
-        row.milliseconds, row.iqr, row.samples = 1e3 * sampled.median, sampled.iqr, len(sampled.samples)
-        row.value = (case.flops / 1e12 if case.kind == "prefill" else case.kv_bytes / 1e9) / sampled.median
+        row, samples = rows[sampled.name], sampled.samples
+        row.milliseconds, row.iqr, row.samples = 1e3 * samples.median, samples.iqr, len(samples.used)
+        row.value = (case.flops / 1e12 if case.kind == "prefill" else case.kv_bytes / 1e9) / samples.median
     compare(rows[OURS], list(rows.values()))
     return list(rows.values())
 
@@ -159,7 +160,6 @@ def measure(case: Case, everyone: Sequence[Contender], gpu: Gpu, rounds: int, l2
 def compare(ours: VoltaRow, rows: Sequence[VoltaRow]) -> None:
     """Fill in what ``rows`` of one case say against ``ours``, which is one of them."""
     for row in rows:
-        row.metric = "prefill rate" if row.kind == "prefill" else "decode KV read rate"
         row.ours = None if ours.note else ours.value
         if row is ours:
             continue
@@ -171,20 +171,22 @@ def compare(ours: VoltaRow, rows: Sequence[VoltaRow]) -> None:
 def _empty(case: Case, name: str) -> VoltaRow:
     return VoltaRow(
         case=str(case),
+        metric="prefill rate" if case.kind == "prefill" else "decode KV read rate",
+        unit="TFLOPS" if case.kind == "prefill" else "GB/s",
+        ours=None,
         kind=case.kind,
         batch=case.batch,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
+        heads=case.num_heads,
+        kv_heads=case.num_kv_heads,
         head_size=case.head_size,
-        context=case.context,
+        context=case.kv_len,
         causal=case.causal,
         contender=name,
-        unit="TFLOPS" if case.kind == "prefill" else "GB/s",
     )
 
 
-def _layers(case: Case, device: torch.device, l2_bytes: int) -> list[Layer]:
-    """Of unit variance. Decoding gets as many as it takes to leave the L2 cache behind."""
+def _tensors(case: Case, device: torch.device, l2_bytes: int) -> tuple[torch.Tensor, list[Layer]]:
+    """The query and layers, of unit variance. Decoding gets as many layers as it takes to leave the L2 cache behind."""
     count = 1 if case.kind == "prefill" else max(1, -(-MIN_ROTATED * l2_bytes // case.kv_bytes))
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -192,13 +194,13 @@ def _layers(case: Case, device: torch.device, l2_bytes: int) -> list[Layer]:
         shape = (case.batch, tokens, heads, case.head_size)
         return torch.randn(shape, dtype=torch.float16, device=device, generator=generator)
 
-    query = numbers(case.queries, case.heads)
-    return [
-        Layer(query, numbers(case.context, case.kv_heads), numbers(case.context, case.kv_heads)) for _ in range(count)
+    query = numbers(case.q_len, case.num_heads).flatten(0, 1)
+    return query, [
+        Layer(numbers(case.kv_len, case.num_kv_heads), numbers(case.kv_len, case.num_kv_heads)) for _ in range(count)
     ]
 
 
-def _together(case: Case, calls: list[Call], gpu: Gpu) -> tuple[Callable[[], object], bool]:
+def _together(case: Case, calls: Sequence[Call], gpu: Gpu) -> tuple[Callable[[], object], bool]:
     """One call for all layers, and whether it is a graph. Decoding is one in vLLM: the CPU's part must not count."""
 
     def one_by_one() -> None:
@@ -215,24 +217,23 @@ def _together(case: Case, calls: list[Call], gpu: Gpu) -> tuple[Callable[[], obj
         return one_by_one, False
 
 
-def error_of(case: Case, layer: Layer, out: torch.Tensor) -> float:
+def error_of(case: Case, query: torch.Tensor, layer: Layer, out: torch.Tensor) -> float:
     """Largest difference to float64 on up to 32 query rows of two heads of two sequences; infinity for NaN.
 
-    ``out``: ``[batch, queries, heads, head_size]``.
+    ``query`` and ``out``: ``[batch * q_len, heads, head_size]``.
     """
     device = out.device
-    rows = torch.linspace(0, case.queries - 1, min(32, case.queries), device=device).round().long()
-    last = rows + case.context - case.queries if case.causal else torch.full_like(rows, case.context - 1)
-    visible = torch.arange(case.context, device=device) <= last[:, None]
-    maximum = 0.0
+    rows = torch.linspace(0, case.q_len - 1, min(32, case.q_len), device=device).round().long()
+    last = rows + case.kv_len - case.q_len if case.causal else torch.full_like(rows, case.kv_len - 1)
+    worst = 0.0
     for sequence in {0, case.batch - 1}:
-        for head in {0, case.heads - 1}:
+        for head in {0, case.num_heads - 1}:
             key, value = (t[sequence, :, head // case.group].double() for t in (layer.key, layer.value))
-            scores = layer.query[sequence, rows, head].double() @ key.T * case.head_size**-0.5
-            right = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1) @ value
-            difference = (out[sequence, rows, head].double() - right).abs().max().item()
-            maximum = max(maximum, difference if difference == difference else float("inf"))
-    return maximum
+            own = rows + sequence * case.q_len
+            right = attention(query[own, head, None].double(), key, value, last)[:, 0]
+            difference = (out[own, head].double() - right).abs().max().item()
+            worst = max(worst, difference if difference == difference else float("inf"))
+    return worst
 
 
 def _first_sentence(error: Exception) -> str:
@@ -245,17 +246,18 @@ def _first_sentence(error: Exception) -> str:
 
 def report(rows: list[VoltaRow]) -> VoltaReport:
     capability = torch.cuda.get_device_capability()
-    today = datetime.date.today().isoformat()
     return VoltaReport(
         hardware=gpus.hardware(),
         kernels=how_kernels_run(volta.target(), capability),
         versions=gpus.versions(),
-        date=today,
+        date=today(),
         rows=rows,
     )
 
 
-def run(everything: Sequence[Case], everyone: Sequence[Contender], rounds: int, json: Path, console: Console) -> int:
+def run(
+    everything: Sequence[Case], everyone: Sequence[VoltaContender], rounds: int, json: Path, console: Console
+) -> int:
     """Measure; ``json`` has the report so far after every case. Returns 1 if an answer of ours is wrong, else 0."""
     gpu = gpus.CudaGpu()
     l2_bytes = int(torch.cuda.get_device_properties(gpu.device).L2_cache_size)
@@ -264,7 +266,7 @@ def run(everything: Sequence[Case], everyone: Sequence[Contender], rounds: int, 
         found = measure(case, everyone, gpu, rounds, l2_bytes)
         gpu.free()
         rows += found
-        json.write_text(report(rows).model_dump_json(indent=1) + "\n")
+        report(rows).write(json)
         ours = next(row for row in found if row.contender == OURS)
         console.print(f"{case}: ours {_number(ours.value)} {ours.unit} {ours.note}", highlight=False)
     print_report(console, report(rows))

@@ -1,4 +1,7 @@
-"""The measuring process of one thread count: `python -m fastattention_vllm.bench.worker`, started by command.py."""
+"""The measuring process of one thread count.
+
+Used by: command.py. It starts this file as `python -m fastattention_vllm.bench.worker ORDER`, once per thread count.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SAMPLE_BYTES = 2 << 30
 ENOUGH = 0.9
 """The fraction of the memory's rate at which the CPU needs no help."""
 HAND_OVER_SECONDS = 0.0009
-"""Time between two host layers' attention, in which only the link is busy (benchmarks/NOTES.md)."""
+"""Time between two host layers' attention, in which only the link is busy (benchmarks/notes/host_layers.md)."""
 ROUNDS = 3
 
 

@@ -26,7 +26,7 @@ from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
 
 MIN_SPLIT_BYTES = 512 << 20
-"""Bytes of KV per layer. With fewer bytes, the CPU alone was faster (benchmarks/NOTES.md)."""
+"""Bytes of KV per layer. With fewer bytes, the CPU alone was faster (benchmarks/notes/host_layers.md)."""
 MIN_STREAMED_BYTES = 1 << 20
 """Bytes. A smaller copy is not worth its cost."""
 

@@ -89,7 +89,7 @@ class Variant:
 
 
 def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """The V100's tiles were chosen with the simulated V100 (benchmarks/NOTES.md). Turing's are the largest that fit
+    """The V100's tiles were chosen with the simulated V100 (benchmarks/notes/volta.md). Turing's are the largest that fit
     into its 64 KiB of shared memory; they have not been timed on a Turing GPU."""
     if head_size <= 64:
         shape = (4, 64, 2)

@@ -20,9 +20,9 @@ from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.volta import kernels as volta
 from tests.ascend import operator as ascend_operator
 from tests.attention.oracle import LSE_TOLERANCE, OUTPUT_TOLERANCE
-from tests.volta import simulated_gpu
-from tests.volta.attention import LSE_TOLERANCE as VOLTA_LSE_TOLERANCE
-from tests.volta.attention import TOLERANCE as VOLTA_TOLERANCE
+from tests.attention.volta import simulated_gpu
+from tests.kernels.volta.attention import LSE_TOLERANCE as VOLTA_LSE_TOLERANCE
+from tests.kernels.volta.attention import TOLERANCE as VOLTA_TOLERANCE
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])

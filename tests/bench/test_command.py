@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastattention_vllm import cli
-from fastattention_vllm.bench.report import Report
+from fastattention_vllm.bench.cpu_report import CpuReport
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "cpu_attention.py"
@@ -29,7 +29,7 @@ def test_from_the_command_line_to_the_plots(tmp_path: Path) -> None:
         *("--json", str(out), "--plot", str(plots)),
     )
     assert result.returncode == 0, result.stderr
-    report = Report.model_validate_json(out.read_text())
+    report = CpuReport.model_validate_json(out.read_text())
     assert [row.case for row in report.rows] == ["decode fp16 (4,2,64) 100 b2", "decode fp16 (4,2,64) 200 b2"]
     for row in report.rows:
         assert row.threads == 1

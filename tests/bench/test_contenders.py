@@ -7,11 +7,11 @@ import torch
 
 from fastattention_vllm.bench import vllm_native
 from fastattention_vllm.bench.cases import Case, parse_case
-from fastattention_vllm.bench.contender import Bound, Contender
-from fastattention_vllm.bench.contenders import Ours, contenders
+from fastattention_vllm.bench.contender import Bound
+from fastattention_vllm.bench.contenders import CpuContender, Ours, contenders
 from fastattention_vllm.bench.correctness import Checker, make_query
+from fastattention_vllm.bench.cpu_report import CpuRow
 from fastattention_vllm.bench.memory import Arena
-from fastattention_vllm.bench.report import Row
 from fastattention_vllm.bench.runner import Runner
 from fastattention_vllm.bench.sdpa import Sdpa
 
@@ -33,7 +33,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("contender", "case"), PAIRS)
-def test_each_contender_computes_the_case(contender: Contender, case: Case) -> None:
+def test_each_contender_computes_the_case(contender: CpuContender, case: Case) -> None:
     query = make_query(case)
     bound = contender.bind(case, query, Arena().layers(case, 2))
     verdict = Checker(case, query).check(bound)
@@ -69,7 +69,7 @@ class Failing(Sdpa):
         raise RuntimeError("no such kernel")
 
 
-def measure(text: str, peers: list[Contender]) -> dict[str, Row]:
+def measure(text: str, peers: list[CpuContender]) -> dict[str, CpuRow]:
     rows = Runner([Ours(), *peers], threads=2, rounds=1, sweep_bytes=1 << 20).measure(parse_case(text))
     return {str(row.peer_name): row for row in rows}
 

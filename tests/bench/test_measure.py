@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from fastattention_vllm.bench import machine, measure
-from fastattention_vllm.bench.measure import Rotation, Samples, Subject, run_rounds
+from fastattention_vllm.bench.measure import Subject, run_rounds
+from fastattention_vllm.bench.sampling import Rotation
 
 
 def test_everyone_takes_the_next_layer() -> None:
@@ -29,13 +30,6 @@ def test_disturbed_samples_are_set_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     subject.sample(Rotation(1))
     subject.sample(Rotation(1))
     assert len(subject.samples.clean) == len(subject.samples.disturbed) == 1
-
-
-def test_the_median_is_over_clean_samples() -> None:
-    assert Samples(clean=[1.0, 2.0, 9.0], disturbed=[100.0]).median == 2.0
-    assert Samples(disturbed=[100.0]).median == 100.0
-    assert Samples(clean=[1.0, 2.0, 3.0, 4.0, 5.0]).iqr == pytest.approx(2 / 3)
-    assert Samples(clean=[1.0]).iqr == 0.0
 
 
 @pytest.mark.usefixtures("hurried")

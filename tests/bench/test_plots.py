@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fastattention_vllm.bench.plots import context_of, dtype_of, heads_of, panels, percent_of_roofline, speeds
-from tests.bench.test_report import row
+from tests.bench.test_cpu_report import row
 
 ROWS = [
     row("decode bf16 (32,8,128) 32K b1", 2.0, fraction_of_limit=0.9),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -18,12 +19,15 @@ from fastattention_vllm.attention import xformers
 from fastattention_vllm.attention.volta import kernels
 from fastattention_vllm.bench import command, volta
 from fastattention_vllm.bench import gpu as gpus
-from fastattention_vllm.bench.volta_contenders import OURS, Call, Case, Layer, Sdpa, contenders
-from tests.volta import simulated_gpu
-from tests.volta.documented_xformers import memory_efficient_attention
+from fastattention_vllm.bench.cases import Case
+from fastattention_vllm.bench.contender import Bound, Call
+from fastattention_vllm.bench.volta_contenders import OURS, Layer, Sdpa, contenders
+from tests.attention.volta import simulated_gpu
+from tests.integration.cuda.documented_xformers import memory_efficient_attention
 
-PREFILL = Case("prefill", 2, 2, 2, 64, 48)
-DECODE = Case("decode", 2, 8, 2, 64, 160)
+PREFILL = Case("prefill", "fp16", "fp16", 2, 2, 64, 48, 48, batch=2)
+FULL = dataclasses.replace(PREFILL, causal=False)
+DECODE = Case("decode", "fp16", "fp16", 8, 2, 64, 160, batch=2)
 L2_BYTES = 3 * DECODE.kv_bytes // volta.MIN_ROTATED
 
 
@@ -53,27 +57,27 @@ class Played:
     """Takes ``takes`` seconds on ``clock``, one after the other, and is right; unless ``error`` is raised."""
 
     def __init__(self, name: str, clock: Clock, takes: Sequence[float], error: Exception | None = None) -> None:
-        self.name, self.clock, self.takes, self.error, self.calls = name, clock, list(takes), error, 0
+        self.name = self.peer = name
+        self.clock, self.takes, self.error, self.calls = clock, list(takes), error, 0
         self.off = 0.0
 
     def why_not(self, case: Case) -> str | None:
         return None
 
-    def bind(self, case: Case, layer: Layer) -> Call:
-        right = Sdpa("math", torch.nn.attention.SDPBackend.MATH)
-        call = right.bind(case, layer)
+    def bind(self, case: Case, query: torch.Tensor, layers: Sequence[Layer]) -> Bound:
+        right = Sdpa("math", torch.nn.attention.SDPBackend.MATH).bind(case, query, layers)
 
-        def run() -> torch.Tensor:
-            if self.error is not None:
-                raise self.error
-            self.clock.now += self.takes[self.calls % len(self.takes)]
-            self.calls += 1
-            return right.shaped(case, call()) + self.off
+        def play(call: Call) -> Call:
+            def run() -> torch.Tensor:
+                if self.error is not None:
+                    raise self.error
+                self.clock.now += self.takes[self.calls % len(self.takes)]
+                self.calls += 1
+                return right.shaped(call()) + self.off
 
-        return run
+            return run
 
-    def shaped(self, case: Case, out: torch.Tensor) -> torch.Tensor:
-        return out
+        return Bound([play(call) for call in right.calls])
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -83,15 +87,15 @@ class Played:
     "case",
     [
         PREFILL,
-        Case("prefill", 1, 1, 1, 64, 64, causal=False),
+        Case("prefill", "fp16", "fp16", 1, 1, 64, 64, 64, causal=False),
         DECODE,
-        Case("decode", 1, 2, 2, 64, 16),
+        Case("decode", "fp16", "fp16", 2, 2, 64, 16),
     ],
     ids=str,
 )
 def test_everyone_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     grids = simulated_gpu.use(monkeypatch)
-    monkeypatch.setattr(gpus, "interleave", lambda gpu, timed, rounds: [one.samples.append(1.0) for one in timed])
+    monkeypatch.setattr(gpus, "interleave", lambda gpu, timed, rounds: [one.samples.clean.append(1.0) for one in timed])
     rows = {row.contender: row for row in volta.measure(case, contenders(), Clock(), 1, 0)}
     assert len(rows) == 7
     kernels_used = {name for name, _ in grids}
@@ -132,20 +136,20 @@ def test_what_xformers_is_given(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(xformers, "version", lambda: "0.0.34")
     (one,) = (one for one in contenders() if one.name == "xformers")
     assert one.why_not(case) is None
-    (layer,) = volta._layers(case, torch.device("cpu"), 0)
-    assert volta.error_of(case, layer, one.shaped(case, one.bind(case, layer)())) < 2e-3
+    query, layers = volta._tensors(case, torch.device("cpu"), 0)
+    assert volta.error_of(case, query, layers[0], one.bind(case, query, layers).answer()) < 2e-3
 
 
 def test_errors_are_of_the_rows_that_a_causal_mask_leaves() -> None:
-    layer = Layer(*(torch.randn(2, 48, 2, 64, dtype=torch.float16) for _ in range(3)))
+    query = torch.randn(2 * 48, 2, 64, dtype=torch.float16)
+    layer = Layer(*(torch.randn(2, 48, 2, 64, dtype=torch.float16) for _ in range(2)))
     sdpa = Sdpa("math", torch.nn.attention.SDPBackend.MATH)
-    causal, full = PREFILL, Case("prefill", 2, 2, 2, 64, 48, causal=False)
-    right = {case: sdpa.shaped(case, sdpa.bind(case, layer)()) for case in (causal, full)}
-    for case in (causal, full):
-        assert volta.error_of(case, layer, right[case]) < 2e-3
-    assert volta.error_of(causal, layer, right[full]) > 0.1
-    right[full][1, 47, 1, 3] = torch.nan
-    assert volta.error_of(full, layer, right[full]) == float("inf")
+    right = {case: sdpa.bind(case, query, [layer]).answer() for case in (PREFILL, FULL)}
+    for case in (PREFILL, FULL):
+        assert volta.error_of(case, query, layer, right[case]) < 2e-3
+    assert volta.error_of(PREFILL, query, layer, right[FULL]) > 0.1
+    right[FULL][48 + 47, 1, 3] = torch.nan
+    assert volta.error_of(FULL, query, layer, right[FULL]) == float("inf")
 
 
 # --- times -----------------------------------------------------------------------------------------------------------
@@ -167,8 +171,7 @@ def test_medians_ratios_and_units() -> None:
     assert found[OURS].value == pytest.approx(4 * 64 * pairs * 2 * 2 / 0.02 / 1e12)
     assert found[OURS].samples == 5
     assert found[OURS].iqr == pytest.approx(0, abs=1e-9)
-    full = Case("prefill", 2, 2, 2, 64, 48, causal=False)
-    assert full.flops == 4 * 64 * 48 * 48 * 2 * 2
+    assert FULL.flops == 4 * 64 * 48 * 48 * 2 * 2
 
 
 def test_decoding_rotates_and_counts_a_layer() -> None:
@@ -178,8 +181,8 @@ def test_decoding_rotates_and_counts_a_layer() -> None:
         assert row.captured is capturable
         assert row.milliseconds == pytest.approx(10.0)  # of one of the three layers
         assert row.value == pytest.approx(4 * 64 * 160 * 2 * 2 / 0.01 / 1e9)
-    assert len(volta._layers(DECODE, clock.device, L2_BYTES)) == 3
-    assert len(volta._layers(PREFILL, clock.device, L2_BYTES)) == 1
+    assert len(volta._tensors(DECODE, clock.device, L2_BYTES)[1]) == 3
+    assert len(volta._tensors(PREFILL, clock.device, L2_BYTES)[1]) == 1
 
 
 def test_samples_take_turns_and_a_slow_one_is_not_the_median() -> None:
@@ -195,16 +198,16 @@ def test_samples_take_turns_and_a_slow_one_is_not_the_median() -> None:
     a, b = timed("a", [0.1]), timed("b", [0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.9])
     gpus.interleave(clock, [a, b], 5)
     assert order[4:] == ["a", "b", "b", "a"] * 2 + ["a", "b"]
-    assert (a.median, b.median) == (pytest.approx(0.1), pytest.approx(0.2))
-    assert max(b.samples) == pytest.approx(0.9)
+    assert (a.samples.median, b.samples.median) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert max(b.samples.clean) == pytest.approx(0.9)
     assert b.repeats == 1
     slow = timed("slow", [30.0])
     gpus.interleave(clock, [slow], 9)
-    assert slow.samples == [pytest.approx(30.0)] * 3
+    assert slow.samples.clean == [pytest.approx(30.0)] * 3
     quick = gpus.Timed("quick", lambda: setattr(clock, "now", clock.now + 1e-4))
     gpus.interleave(clock, [quick], 2)
     assert quick.repeats == 200
-    assert quick.median == pytest.approx(1e-4)
+    assert quick.samples.median == pytest.approx(1e-4)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -326,9 +329,9 @@ def test_from_the_command_line_to_the_json(monkeypatch: pytest.MonkeyPatch, tmp_
     assert found.kernels == "sm_70, machine code, m8n8k4 emulated"  # the simulated GPU loads machine code
     assert {"torch", "python"} <= found.versions.keys()
     assert [row.case for row in found.rows[::3]] == [
-        "prefill (1,1,64) 16 b1 not causal",
-        "prefill (1,1,64) 16 b1",
-        "decode (1,1,64) 16 b1",
+        "prefill fp16 (1,1,64) 16 not causal",
+        "prefill fp16 (1,1,64) 16",
+        "decode fp16 (1,1,64) 16 b1",
     ]
     assert all(row.value for row in found.rows)
     assert json.loads(out.read_text())["date"]
@@ -387,5 +390,5 @@ def test_kernels_of_no_name() -> None:
 
 def test_the_paper_s_set_up() -> None:
     found = volta.cases([1024, 2048], [4096], batch=8, heads=32, head_size=64)
-    assert str(found[0]) == "prefill (32,32,64) 1024 b8 not causal"
-    assert [case.kv_heads for case in found[4:]] == [32, 8, 4]
+    assert str(found[0]) == "prefill fp16 (32,32,64) 1K b8 not causal"
+    assert [case.num_kv_heads for case in found[4:]] == [32, 8, 4]

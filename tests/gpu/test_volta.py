@@ -22,11 +22,11 @@ from fastattention_vllm.attention.volta.launch import HEAD_SIZES
 from kernels.volta import variants
 from tests.attention import oracle
 from tests.attention.oracle import Case
-from tests.volta.attention import LSE_TOLERANCE, TOLERANCE
-from tests.volta.test_attention_kernels import FEATURES
-from tests.volta.test_cache import DTYPES, EVERYTHING, SCALES, assert_same, cast
-from tests.volta.test_cache import case as eight_bits
-from tests.volta.test_emulator import SLID_OUT, slid_out
+from tests.kernels.volta.attention import LSE_TOLERANCE, TOLERANCE
+from tests.kernels.volta.test_attention_kernels import FEATURES
+from tests.kernels.volta.test_cache import DTYPES, EVERYTHING, SCALES, assert_same, cast
+from tests.kernels.volta.test_cache import case as eight_bits
+from tests.kernels.volta.test_emulator import SLID_OUT, slid_out
 
 FP16 = torch.float16
 FIELDS = ("query", "key", "value", "query_start_loc", "seq_lens", "block_table")

@@ -123,7 +123,7 @@ def test_breaks_of_the_kernels_are_noticed() -> None:
 @pytest.mark.more
 def test_a_break_that_the_tests_cannot_compile_is_not_caught(tmp_path: Path) -> None:
     kernel = {"file": "kernels/volta/src/write_kv.cu", "text": "if (slot < 0) return;", "replacement": "nonsense"}
-    test = "tests/volta/test_attention_kernels.py::test_new_keys_and_values_go_to_their_slots[64]"
+    test = "tests/kernels/volta/test_attention_kernels.py::test_new_keys_and_values_go_to_their_slots[64]"
     done = run(write(tmp_path / "list.toml", **kernel, test=test))
     assert done.returncode == 2, done.stdout + done.stderr
     assert "UNFIT" in done.stdout

@@ -28,7 +28,7 @@ SMS = 80
 PREFILL_WAVES = 4
 """Maximum number of waves for which a prompt's keys are split. This limits the memory of its parts to 21 MB."""
 PART_KEYS = 128
-"""The fixed cost of a prompt's part, as a number of keys (benchmarks/NOTES.md)."""
+"""The fixed cost of a prompt's part, as a number of keys (benchmarks/notes/volta.md)."""
 CHUNK = 8
 """fp16 numbers in 16 bytes. Strides are multiples of it."""
 

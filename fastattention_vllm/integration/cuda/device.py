@@ -16,7 +16,7 @@ from fastattention_vllm.placement.link import CudaLink, Link
 from fastattention_vllm.placement.pinning import CudaPinning
 
 HOST_BLOCK = 128
-"""Tokens per block. With blocks of 16 tokens, the CPU reaches 0.9 of the rate (benchmarks/NOTES.md)."""
+"""Tokens per block. With blocks of 16 tokens, the CPU reaches 0.9 of the rate (benchmarks/notes/host_layers.md)."""
 
 
 def preferred_block_size(otherwise: int) -> int:

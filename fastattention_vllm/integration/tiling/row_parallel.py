@@ -302,7 +302,9 @@ def describe(shape: torch.Size, trial: Trial) -> str:
 def log_layers(tiled: int, cuts: Cuts, reasons: Mapping[str, int]) -> None:
     """``reasons``: for each reason why layers are not tiled, the number of layers."""
     rest = "".join(f"; {number} not tiled: {reason}" for reason, number in sorted(reasons.items()))
-    logger.info_once("Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, cuts, rest)
+    logger.info_once(
+        "Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, str(cuts), rest
+    )  # info_once hashes its arguments
 
 
 def why_not(layer: Any, name: str, unquantised: type[Any] = UnquantizedLinearMethod) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 
 from fastattention_vllm import __version__
 from fastattention_vllm.integration.tiling import calibration, row_parallel
-from fastattention_vllm.integration.tiling.row_parallel import NAME, TiledRowParallel, why_not
+from fastattention_vllm.integration.tiling.row_parallel import NAME, MeasuredCuts, TiledRowParallel, log_layers, why_not
 from fastattention_vllm.parallel import calibrate, calibration_file
 from fastattention_vllm.parallel.choice import Choice, Trial
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
@@ -226,3 +227,14 @@ def test_automatic_blocks_are_measured_once_and_the_same_on_all_ranks(
         assert log.count("512 tokens") >= 2, "of both shapes"
     assert cuts[0] == cuts[1]
     assert len(list((tmp_path / "cache" / "fastattention").iterdir())) == 1
+
+
+def test_measured_cuts_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's ``info_once`` hashes what it is given, and choices are a dict."""
+    said: list[str] = []
+    monkeypatch.setattr(row_parallel.logger, "info_once", functools.lru_cache(lambda text, *of: said.append(text % of)))
+    log_layers(4, MeasuredCuts({}, "gloo", 128), {"no bias": 1})
+    assert said == [
+        "Tiling-AllReduce: 4 row-parallel layers in as many blocks as are fastest from 128 tokens on; "
+        "1 without: no bias."
+    ]

@@ -1,0 +1,139 @@
+"""Kinds of step for ascend_910b.py, and whether the NPU's answers to them are right.
+
+Used by: ascend_910b.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastattention_vllm.attention import ascend
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.bench.report import Row, compared
+
+PAGE = 128
+ALLOWED = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""Of an answer's size and the root mean square of all: an operator that rounds its weights, too, to the query's dtype
+stays below."""
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    new: tuple[int, ...]
+    """Query tokens of each sequence."""
+    kept: tuple[int, ...]
+    """Tokens of each sequence, these included."""
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    dtype: torch.dtype = torch.float16
+    window: int = -1
+    int8: bool = False
+
+    @property
+    def phase(self) -> str:
+        return "decode" if max(self.new) == 1 else "prefill"
+
+    def build(self, device: torch.device) -> AttentionProblem:
+        random = torch.Generator().manual_seed(0)
+        pages = [-(-tokens // PAGE) for tokens in self.kept]
+        starts = [0]
+        for count in self.new:
+            starts.append(starts[-1] + count)
+        shape = (sum(pages), PAGE, self.kv_heads, self.head_size)
+        if self.int8:
+            key, value = (torch.randint(-127, 128, shape, generator=random, dtype=torch.int8) for _ in range(2))
+        else:
+            key, value = (torch.randn(shape, generator=random, dtype=torch.float32).to(self.dtype) for _ in range(2))
+        table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+        order = torch.randperm(sum(pages), generator=random).to(torch.int32)
+        for sequence, own in enumerate(order.split(pages)):
+            table[sequence, : len(own)] = own
+        query = torch.randn(starts[-1], self.heads, self.head_size, generator=random).to(self.dtype)
+        return AttentionProblem(
+            query=query.to(device),
+            key=key.to(device),
+            value=value.to(device),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(self.kept, dtype=torch.int32),
+            scale=self.head_size**-0.5,
+            causal=True,
+            block_table=table.to(device),
+            window=(self.window, -1),
+            key_scale=1 / 32 if self.int8 else 1.0,
+            value_scale=1 / 32 if self.int8 else 1.0,
+        )
+
+
+def right_steps() -> list[Step]:
+    shapes = {
+        "prefill": ((130, 7), (130, 7)),
+        "decode": ((1, 1, 1), (1, 129, 700)),
+        "chunked prefill": ((200, 64), (700, 64)),
+        "mixed": ((1, 1, 300), (300, 5, 500)),
+    }
+    return [
+        Step(f"{name}, head size {size}, {kind}", new, kept, 8, 2, size, dtype, window, int8)
+        for name, (new, kept) in shapes.items()
+        for size in (64, 128, 192)
+        for kind, dtype, window, int8 in (
+            ("fp16", torch.float16, -1, False),
+            ("bf16", torch.bfloat16, -1, False),
+            ("window", torch.bfloat16, 50, False),
+            ("int8 cache", torch.bfloat16, -1, True),
+        )
+    ]
+
+
+def check(step: Step, device: torch.device) -> Row:
+    found: dict[str, Any] = {"right": False}
+    error, allowed = None, ALLOWED[step.dtype]
+    with reported(found):
+        problem = step.build(device)
+        expected = reference(problem)
+        out, _ = ascend.run(problem)
+        size = expected.abs() + expected.square().mean().sqrt()
+        error = float(((out.cpu().double() - expected).abs() / size).max())
+        found["right"] = error <= allowed  # NaN is wrong
+    return verdict(step.name, f"{step.phase} error", error, allowed, found)
+
+
+def verdict(case: str, metric: str, error: float | None, allowed: float, found: dict[str, Any]) -> Row:
+    if not found["right"]:
+        print(f"WRONG {case}: {found.get('failed', error)}", flush=True)
+    return compared(case, metric, "of the answer's size", error, better="lower", limit=allowed, **found)
+
+
+def reference(problem: AttentionProblem) -> torch.Tensor:
+    """In float64 on the CPU."""
+    outs = []
+    assert problem.block_table is not None
+    group = problem.num_heads // problem.num_kv_heads
+    for sequence, length in enumerate(problem.seq_lens.tolist()):
+        begin, end = problem.query_start_loc[sequence : sequence + 2].tolist()
+        pages = problem.block_table[sequence].cpu()[: -(-length // PAGE)].long()
+        key, value = (
+            (cache.cpu()[pages].flatten(0, 1)[:length].double() * factor).repeat_interleave(group, 1)
+            for cache, factor in ((problem.key, problem.key_scale), (problem.value, problem.value_scale))
+        )
+        score = torch.einsum("qhd,khd->hqk", problem.query[begin:end].cpu().double(), key) * problem.scale
+        own, position = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)
+        hidden = position > own
+        if problem.window[0] >= 0:
+            hidden |= position < own - problem.window[0]
+        outs.append(torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1), value))
+    return torch.cat(outs)
+
+
+@contextlib.contextmanager
+def reported(row: dict[str, Any]) -> Any:
+    """What goes wrong in one case must not cost the others."""
+    try:
+        yield
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"[:500]

@@ -1,0 +1,34 @@
+"""Decoding speed against context, drawn from saved runs of host_layers.py.
+
+Used by: host_layers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fastattention_vllm.bench import plots
+
+POWERS_OF_TWO = [1 << exponent for exponent in range(14, 20)]
+"""Tokens that are marked in the chart: what fits on the device is no round number."""
+
+
+def draw(path: Path, results: list[Path]) -> None:
+    """Decoding speed of one request against its context, a line for each way."""
+    lines: dict[str, plots.Line] = {}
+    reports = [json.loads(result.read_text()) for result in results]
+    for each in [each for report in reports for each in report["rows"] if each["metric"] == "cooperative decode"]:
+        found = re.search(r"(\d+) tokens b1, (?:\d+ host layers, )?(.*)", each["case"])
+        if found:
+            lines.setdefault(found[2], []).append((float(found[1]), each["ours"]))
+
+    def dress(axes: Any) -> None:
+        plots.by_context("tokens per second, one request")(axes)
+        axes.set_xticks(*zip(*((x, f"{x // 1024}K") for x in POWERS_OF_TWO), strict=True))
+        axes.set_yscale("log")
+
+    long = {name: sorted(line) for name, line in lines.items()}
+    plots.save(path, f"{reports[0]['hardware']}, {reports[0]['date']}", {"decoding": long}, dress)

@@ -1,0 +1,174 @@
+"""What host_layers.py compares, with a prompt in the cache, on the same pages.
+
+Used by: host_layers.py.
+
+    stock     vLLM's own backend, at the contexts that it holds in the capped memory
+    device    this backend with all of the GPU's memory and no host layers
+    host      host layers, and three ways to decode: the GPU reads all host KV over the link ("stream all"), the CPU
+              attends to all of it ("CPU alone"), and what the start-up measurement chose ("auto")
+
+The limit of a decoding rate is a plain read of the host pool, by the same threads in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_layers_engines import GIB, NEEDLES, SHAPES, close, decode_seconds, engine, read
+
+from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
+from fastattention_vllm.bench.report import Row, compared
+
+
+def stock(path: Path, options: argparse.Namespace) -> list[Row]:
+    """(a): does it start for that length, and what does it do at the longest context that fits?"""
+    rows = []
+    longest = max(options.tokens) + 64
+    try:
+        close(engine(path, options, "FLASH_ATTN", longest, options.device_gib))
+        refused = False
+    except (ValueError, RuntimeError) as error:
+        refused = True
+        print(f"vLLM's own backend at {longest} tokens: {str(error)[:300]}", flush=True)
+    rows.append(row(f"{longest} tokens, vLLM alone", "cooperative starts", "1 = yes", int(not refused)))
+    per_token = 2 * 2 * SHAPES[options.shape]["num_layers"] * SHAPES[options.shape]["num_kv_heads"]
+    per_token *= SHAPES[options.shape]["head_size"]
+    fits = int(options.device_gib * GIB * 0.98) // per_token // 1024 * 1024
+    contexts = [*sorted(tokens for tokens in set(options.tokens) if tokens < fits), fits]
+    return rows + measure(path, options, "FLASH_ATTN", contexts, options.device_gib, "vLLM alone, KV on the device")
+
+
+def all_on_device(path: Path, options: argparse.Namespace) -> list[Row]:
+    """The same backend with all the GPU's memory: what a card that needs no host layers would do."""
+    extra = {"additional_config": {"fastattention": {"host_kv_layers": 0}}}
+    return measure(path, options, "fastattention", options.tokens[:1], None, "uncapped, KV on the device", **extra)
+
+
+def measure(
+    path: Path,
+    options: argparse.Namespace,
+    backend: str,
+    contexts: list[int],
+    gib: float | None,
+    what: str,
+    **more: Any,
+) -> list[Row]:
+    llm = engine(path, options, backend, max(contexts) + 64, gib, **more)
+    rows = []
+    try:
+        for tokens in contexts:
+            seconds, found = read(llm, tokens, 1)
+            case = f"fp16 (32,8,128) {tokens} tokens b1, {what}"
+            rows += [
+                row(case, "cooperative needles", f"of {len(NEEDLES)}", found, limit=len(NEEDLES)),
+                row(case, "cooperative prefill", "tokens/s", tokens / seconds),
+                row(case, "cooperative decode", "tokens/s", 1 / decode_seconds(llm, tokens, 1, options)),
+            ]
+    finally:
+        close(llm)
+    return rows
+
+
+def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
+    from fastattention_vllm.integration.host_layers import layers as host_layers
+    from fastattention_vllm.placement.host_attention import StreamSplit
+
+    length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
+        options.batch
+    )
+    section = {"host_kv_layers": "auto"} | ({"host_kv_gib": options.host_gib} if options.host_gib else {})
+    llm = engine(
+        path,
+        options,
+        "fastattention",
+        length,
+        options.device_gib,
+        additional_config={"fastattention": section},
+    )
+    rows = []
+    try:
+        layers = host_layers.find(llm.llm_engine.vllm_config)
+        assert layers is not None
+        chosen = layers.group.stream_split
+        ways = (("stream all", StreamSplit(1.0)), ("CPU alone", StreamSplit(0.0)), ("auto", chosen))
+        placement = layers.placement
+        per_layer = placement.bytes_per_block // placement.device_size.block_size
+        per_token = per_layer * len(placement.host)
+        assert layers.pool is not None
+        plain = plain_read(layers.pool.memory)
+        for tokens, batch in zip(options.tokens, options.batch, strict=True):
+            seconds, found = read(llm, tokens, batch)
+            case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
+            rows.append(
+                row(case, "cooperative needles", f"of {batch * len(NEEDLES)}", found, limit=batch * len(NEEDLES))
+            )
+            rows.append(row(case, "cooperative prefill", "tokens/s", tokens * batch / seconds))
+            times: dict[str, list[float]] = {}
+            rates = []
+            for _ in range(options.rounds):
+                rates.append(plain())
+                for way, split in ways:
+                    layers.set_stream_split(split)
+                    times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
+            layers.set_stream_split(chosen)
+            streamed = statistics.median(times["stream all"])
+            limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
+            for way, split in ways:
+                step = statistics.median(times[way])
+                rows.append(
+                    row(
+                        f"{case}, {way}",
+                        "cooperative decode",
+                        "tokens/s",
+                        batch / step,
+                        limit=limit,
+                        stream_all=batch / streamed,
+                        share=round(split.of(per_layer * tokens * batch), 3),
+                        step_ms=[round(1000 * value, 2) for value in times[way]],
+                        host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
+                        plain_read_gb_per_s=[round(rate / 1e9, 1) for rate in rates],
+                    )
+                )
+    finally:
+        close(llm)
+    return rows
+
+
+def plain_read(memory: torch.Tensor) -> Callable[[], float]:
+    """Reads all of it and says at how many bytes per second; the way that was fastest at first."""
+    page = 1 << 20
+    reader = PageReader(
+        [memory.data_ptr() + offset for offset in range(0, memory.nbytes - page + 1, page)],
+        [page] * (memory.nbytes // page),
+    )
+
+    def rate(method: ReadMethod) -> float:
+        started = time.perf_counter()
+        reader.read(method)
+        return reader.total_bytes / (time.perf_counter() - started)
+
+    best = max((ReadMethod(streams=streams) for streams in (1, 2, 4)), key=rate)
+    return lambda: rate(best)
+
+
+def row(
+    case: str,
+    metric: str,
+    unit: str,
+    ours: float,
+    *,
+    limit: float | None = None,
+    stream_all: float | None = None,
+    **more: Any,
+) -> Row:
+    """Of rates and counts: more is better."""
+    peer_name = None if stream_all is None else "stream all"
+    return compared(
+        case, metric, unit, ours, better="higher", peer_name=peer_name, peer=stream_all, limit=limit, **more
+    )

@@ -1,0 +1,132 @@
+"""benchmarks/first_token.py: its predictions and rows; and that it runs, on two ranks of this CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import first_token_engines
+import first_token_prediction
+import first_token_rows
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastattention_vllm.parallel.pipeline import Times
+from tests.benchmarks.conftest import BENCHMARKS
+from tests.parallel.models import AFFINE_TIMES, TIMES, affine
+
+TOKENS = 8192
+OPTIONS = argparse.Namespace(tiny=False, model="8B", layers=8, tokens=TOKENS, graphs=False)
+
+
+@given(of_two=TIMES, rows=st.integers(1, 20000))
+def test_sums_over_two_are_what_was_measured(of_two: Times, rows: int) -> None:
+    assert first_token_prediction.over(2, of_two)(rows) == pytest.approx(of_two(rows))
+
+
+def test_sums_over_more_move_more_bytes_in_more_steps() -> None:
+    step, per_row = 50e-6, 1e-6
+    of_two = Times(tuple((rows, step + per_row * rows) for rows in (128, 1024, 8192)))
+    for ranks in (4, 8):
+        expected = (ranks - 1) * step + 2 * (ranks - 1) / ranks * per_row * 5000
+        assert first_token_prediction.over(ranks, of_two)(5000) == pytest.approx(expected)
+
+
+def parts(matmul: Times, sums: Times, slowdown: float = 1.0) -> Any:
+    names = [(name, ranks) for name in ("o_proj", "down_proj", "gate_up") for ranks in (1, 2, 4, 8)]
+    return first_token_prediction.Parts(dict.fromkeys(names, matmul), {"nccl": sums}, {"nccl": slowdown})
+
+
+@given(matmul=AFFINE_TIMES, sums=AFFINE_TIMES, slowdown=st.floats(1, 8), ranks=st.sampled_from([2, 4, 8]))
+def test_tiling_is_never_predicted_to_lose_or_to_hide_more_than_there_is(
+    matmul: Times, sums: Times, slowdown: float, ranks: int
+) -> None:
+    all_reduce = first_token_prediction.over(ranks, sums)(TOKENS)
+    of_one = 8 * 2 * matmul(TOKENS) + 0.5
+    found = first_token_prediction.predicted(parts(matmul, sums, slowdown), {1: of_one}, 8, TOKENS, ranks)
+    off = found["off"]
+    one, two = (min(count * matmul(TOKENS), all_reduce) for count in (1, 2))
+    assert off - 8 * 2 * one * (1 + 1e-9) <= found["auto"] <= off
+    assert off - 8 * (one + two) * (1 + 1e-9) <= found["full"] <= off
+    assert off == pytest.approx(0.5 / ranks + 8 * 2 * (matmul(TOKENS) + all_reduce))
+
+
+def test_what_two_gpus_have_not_divided_more_do_not_divide() -> None:
+    """0.1 s on every rank, 0.4 s of all of them together."""
+    matmul, sums = affine(0, 1e-7), affine(0, 2e-7)
+    layers = {ranks: 8 * 2 * (matmul(TOKENS) + first_token_prediction.over(ranks, sums)(TOKENS)) for ranks in (2, 8)}
+    measured = {1: 8 * 2 * matmul(TOKENS) + 0.5, 2: layers[2] + 0.3}
+    for ranks, rest in ((2, 0.3), (8, 0.15)):
+        found = first_token_prediction.predicted(parts(matmul, sums), measured, 8, TOKENS, ranks)
+        assert found["off"] == pytest.approx(rest + layers[ranks])
+
+
+def test_rows_compare_with_the_same_gpus_without_tiling() -> None:
+    took = {
+        (1, "off"): [0.2, 0.3, 0.1],
+        (2, "off"): [0.16, 0.15, 0.17],
+        (2, "full"): [0.128, 0.120, 0.130],
+    }
+    rows = first_token_rows.rows_of("host", took, OPTIONS)
+    assert [(row.ours, row.peer, row.ratio) for row in rows] == [
+        (200, None, None),
+        (160, 200, 1.25),
+        (128, 160, 1.25),
+    ]
+    assert {row.kind for row in rows} == {"measured"}
+    assert rows[2].case == "8B layers, 8 of 32, 8192 tokens, 2 ranks, host, eager, tiling full"
+    assert rows[1].peer_name == "1 rank, tiling off"
+    assert rows[2].peer_name == "2 ranks, tiling off"
+
+
+def test_predicted_rows_say_so() -> None:
+    linear = affine(0, 1e-7)
+    rows = first_token_rows.predicted_rows("host", {(1, "off"): [0.2]}, parts(linear, linear), OPTIONS)
+    assert len(rows) == 9
+    assert rows[2].ratio > rows[1].ratio > 1
+    for row in rows:
+        assert row.kind == "predicted"
+        assert row.case.endswith("predicted")
+
+
+def test_an_engine_that_does_not_come_is_ended_and_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "hangs.py"
+    lines = [
+        "import time",
+        "def stuck_here():",
+        "    print('stuck', flush=True)",
+        "    time.sleep(600)",
+        "stuck_here()",
+    ]
+    script.write_text("\n".join(lines))
+    monkeypatch.setattr(first_token_engines, "__file__", str(script))
+    engine = first_token_engines.Engine("one", {}, {}, tmp_path, tmp_path / "log")
+    try:
+        while "stuck" not in (tmp_path / "log").read_text():
+            time.sleep(0.05)
+        with pytest.raises(first_token_engines.EngineError, match=r"one did not answer in time(.|\n)*stuck_here"):
+            engine.wait_until_ready(time.monotonic())
+    finally:
+        engine.end()
+
+
+@pytest.mark.more
+def test_every_engine_has_its_row(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    small = ["--tiny", "--tokens", "256", "--min-tokens", "128", "--layers", "2", "--rounds", "1", "--limit", "240"]
+    command = [sys.executable, str(BENCHMARKS / "first_token.py"), "--links", "gloo", *small, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert report["complete"]
+    assert list(report["parts"]) == ["gloo"]
+    assert [row["kind"] for row in report["rows"]] == ["measured"] * 4 + ["predicted"] * 9
+    assert "Tiling-AllReduce: 4 row-parallel layers in" in done.stdout

@@ -1,0 +1,442 @@
+"""The emulator itself, and the attention kernels' sources on it: drawn problems against float64."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA
+from kernels.volta import variants
+from kernels.volta.emulator import Emulation, EmulationError
+from kernels.volta.sim import pack_parameters
+from tests.attention.oracle import Case
+from tests.kernels.volta import attention, machine
+from tests.kernels.volta.attention import SOURCES, emulated, simulated
+from tests.kernels.volta.machine import Array, more
+
+FP16 = torch.float16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch: the oracle's operations are small, threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- the emulator -----------------------------------------------------------------------------------------------------
+
+HEADER = """#include "device.cuh"
+namespace fastattention {
+struct Arguments { float* floats; unsigned* words; int which; };
+extern "C" __global__ void small(const Arguments a) {
+  extern __shared__ uint4 shared[];
+  float* const numbers = reinterpret_cast<float*>(shared);
+  const int lane = threadIdx.x;
+"""
+
+
+def emulation(body: str, folder: Path, **options: Any) -> Emulation:
+    source = folder / "small.cu"
+    source.write_text(HEADER + body + "}}\n")
+    return Emulation(source, "small", **options)
+
+
+def run(
+    body: str,
+    folder: Path,
+    floats: Array | None = None,
+    words: Array | None = None,
+    threads: int = 32,
+    which: int = 0,
+    **options: Any,
+) -> None:
+    """One block of a kernel with 1024 bytes of shared memory. ``floats`` and ``words`` are changed in place."""
+    kernel = emulation(body, folder, **options)
+    arrays = [numpy.zeros(0, numpy.float32) if array is None else array for array in (floats, words)]
+    parameters = pack_parameters(*(numpy.uint64(kernel.map(array)) for array in arrays), numpy.int64(which))
+    kernel.launch((1, 1, 1), (threads, 1, 1), parameters, 1024)
+    kernel.execute(0)
+
+
+MULTIPLY = """  float d[8];
+  for (int i = 0; i < 8; ++i) d[i] = a.floats[8 * lane + i];
+  const unsigned* const w = a.words + 4 * lane;
+  multiply_by_KIND(d, w[0], w[1], w[2], w[3]);
+  for (int i = 0; i < 8; ++i) a.floats[8 * lane + i] = d[i];
+"""
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_products_are_those_of_the_simulated_machine(kind: str, tmp_path: Path) -> None:
+    """Whatever the lanes hold: m8n8k4 of four quadpairs, as the simulator executes the compiled instruction."""
+    rng = numpy.random.default_rng(0)
+    words = rng.standard_normal((32, 8)).astype(numpy.float16).view(numpy.uint32)
+    floats = rng.standard_normal((32, 8)).astype(numpy.float32)
+    expected = floats.copy()
+    body = MULTIPLY.replace("KIND", kind)
+    device = "".join((SOURCES / name).read_text() for name in ("instructions.cuh", "problem.h", "device.cuh"))
+    source = "\n".join(line for line in device.splitlines() if not line.startswith('#include "'))
+    kernel = HEADER.replace('#include "device.cuh"', "").replace("const Arguments a", "float* floats, unsigned* words")
+    machine.run(source + kernel + "const Arguments a{floats, words, 0};\n" + body + "}}", expected, words)
+    run(body, tmp_path, floats, words)
+    numpy.testing.assert_allclose(floats, expected, rtol=0, atol=1e-5)
+
+
+TURING_PRODUCT = """  Half* const halves = reinterpret_cast<Half*>(shared);  // a: 16 rows, b: 8 rows, of 8 numbers each
+  for (int i = lane; i < 24 * 8; i += 32) halves[i] = static_cast<Half>(a.words[i]);
+  __syncthreads();
+  u32 left[2], right[4], same[2];
+  load_matrices(left, shared, lane & 15, 0);
+  load_transposed_matrices(right, shared, (lane & 7) ^ 17, 1);  // rows 16 to 23 of the tile, by way of its swizzle
+  load_matrices(same, shared + 16, lane & 7, 0);
+  if (transpose_matrix(same[0]) != right[0]) a.floats[0] = 1.0f;
+  float d[4];
+  const int row = lane / 4, column = lane % 4 * 2;
+  for (int e = 0; e < 4; ++e) d[e] = a.floats[8 * (row + 8 * (e / 2)) + column + e % 2];
+  multiply_16x8(d, left[0], left[1], right[0]);
+  for (int e = 0; e < 4; ++e) a.floats[8 * (row + 8 * (e / 2)) + column + e % 2] = d[e];
+"""
+
+
+def test_turings_products(tmp_path: Path) -> None:
+    """ldmatrix, ldmatrix.trans, movmatrix and m16n8k8 together: c + a b, as numpy has it."""
+    rng = numpy.random.default_rng(0)
+    a, b = (rng.standard_normal((rows, 8)).astype(numpy.float16) for rows in (16, 8))
+    c = rng.standard_normal((16, 8)).astype(numpy.float32)
+    words = numpy.concatenate([a, b]).view(numpy.uint16).astype(numpy.uint32)
+    found = c.copy()
+    run(TURING_PRODUCT, tmp_path, found, words, architecture="sm_75")
+    numpy.testing.assert_allclose(found, c + a.astype(numpy.float64) @ b.astype(numpy.float64), atol=1e-5)
+
+
+def test_shuffles(tmp_path: Path) -> None:
+    floats = numpy.arange(64, dtype=numpy.float32)
+    body = """  const float mine = a.floats[lane];
+  a.floats[lane] = __shfl_sync(~0u, mine, 5);
+  a.floats[32 + lane] = of_lane_xor(mine, 12);
+"""
+    run(body, tmp_path, floats)
+    assert (floats[:32] == 5).all()
+    assert (floats[32:] == numpy.arange(32) ^ 12).all()
+
+
+def test_functions(tmp_path: Path) -> None:
+    """exp2 without subnormal numbers, conversion to fp16 to the nearest, soft caps, division by a multiplier."""
+    words = numpy.zeros(8, numpy.uint32)
+    floats = numpy.zeros(8, numpy.float32)
+    body = """  if (lane != 0) return;
+  a.floats[0] = exp2(3.5f); a.floats[1] = exp2(-127.0f); a.floats[2] = exp2(-infinity());
+  a.floats[3] = tanh(0.7f); a.floats[4] = tanh(60.0f); a.floats[5] = __fdividef(1.0f, 2e38f);
+  a.words[0] = pack(1.0f + 3.0f / 2048, -65504.0f); a.words[1] = divide(784 * 5 - 1, Divisor{784, 0xa72f053au, 10});
+"""
+    run(body, tmp_path, floats, words)
+    numpy.testing.assert_allclose(floats[:6], [2**3.5, 0, 0, numpy.tanh(0.7), 1, 0], rtol=1e-6)
+    assert words[:1].view(numpy.float16).tolist() == [1 + 4 / 2048, -65504]
+    assert words[1] == 4
+
+
+THREADS = {"a shuffle in half a warp": 80}
+"""Of the cases that have other than 64."""
+FAILURES = {
+    "a shuffle of some lanes": (
+        "if (lane < 16) a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
+        r"thread 16 of block \(0, 0, 0\) is at its end, thread 0 of its warp at a shuffle\.",
+    ),
+    "two barriers": (
+        "if (lane < 16) __syncwarp(); else __syncthreads();",
+        r"thread 16 .* is at a barrier of the block, thread 0 of its warp at a barrier of the warp\.",
+    ),
+    "two products": (
+        "float d[8] = {}; if (lane & 1) multiply_by_rows(d, 0, 0, 0, 0); else multiply_by_columns(d, 0, 0, 0, 0);",
+        r"thread 1 .* is at a matrix product, thread 0 of its warp at a matrix product",
+    ),
+    "a barrier that a warp misses": (
+        "if (lane < 32) __syncthreads();",
+        r"thread 0 .* is at a barrier of the block, thread 32 has ended\.",
+    ),
+    "a shuffle in half a warp": (
+        "a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
+        "thread 64 .* is at a shuffle, its warp has 16 threads only",
+    ),
+    "rows of matrices behind shared memory": (
+        "u32 x[4]; load_matrices(x, shared + 64, lane & 31, 0);",
+        r"thread \d+ .* reads 16 bytes at 1\d\d\d of shared memory, which has 1024",
+    ),
+    "a mask": ("__syncwarp(3);", "names some lanes of its warp"),
+    "behind shared memory": (
+        "numbers[256 - 31 + lane] = 0.0f;",
+        r"thread \d+ .* writes 4 bytes at 10\d\d of shared memory, which has 1024\.",
+    ),
+    "a vector across chunks": (
+        "numbers[lane] = 0; __syncthreads(); uint4 x = *reinterpret_cast<uint4*>(numbers + 1); a.floats[lane] = x.y;",
+        "reads 16 bytes at an address that is no multiple of 16",
+    ),
+    "nothing was written": ("a.floats[lane] = numbers[lane];", "at .* of shared memory, which nobody has written"),
+    "another lane's number, at once": (
+        "numbers[lane] = 0; __syncthreads(); numbers[lane] = lane; a.floats[lane] = numbers[lane ^ 1];",
+        r"thread \d+ .* 4 bytes at \d+ of shared memory with no barrier since thread \d+ (wrote|read) there\.",
+    ),
+    "another warp's number, behind a barrier of the warp": (
+        "numbers[lane] = 0; __syncthreads(); numbers[lane] = lane; __syncwarp(); a.floats[lane] = numbers[lane ^ 32];",
+        "with no barrier since thread",
+    ),
+    "a number that others still read": (
+        "if (lane == 0) numbers[0] = 1; __syncthreads(); a.floats[lane] = numbers[0]; if (lane == 40) numbers[0] = 2;",
+        r"(writes .* with no barrier since (several threads|thread \d+) read|reads .* since thread 40 wrote)",
+    ),
+    "behind a tensor": ("a.floats[lane + 33] = 0;", r"thread \d+ .* writes 4 bytes where no tensor is"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one source has all of them, that it is compiled once."""
+    return tmp_path_factory.mktemp("failures")
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_threads_may_not_do(name: str, seed: int, folder: Path) -> None:
+    bodies = "".join(f"  if (a.which == {i}) {{\n{body}\n  }}\n" for i, (body, _) in enumerate(FAILURES.values()))
+    options = {"threads": THREADS.get(name, 64), "which": list(FAILURES).index(name), "seed": seed}
+    with pytest.raises(EmulationError, match=FAILURES[name][1]):
+        run(bodies, folder, numpy.zeros(64, numpy.float32), architecture="sm_75", **options)
+
+
+def test_launches_that_cannot_be(tmp_path: Path) -> None:
+    kernel = emulation("", tmp_path)
+    with pytest.raises(EmulationError, match=r"call launch\(\) first"):
+        kernel.execute(0)
+    for block, shared, said in (
+        ((1056, 1, 1), 0, "a block has 1056 threads, but can have 1 to 1024"),
+        ((32, 2, 1), 0, "a block is a row of threads"),
+        ((32, 1, 1), 98305, "at most 98304 bytes of shared memory, not 98305"),
+    ):
+        kernel.launch((1, 1, 1), block, bytes(24), shared)
+        with pytest.raises(EmulationError, match=said):
+            kernel.execute(0)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        kernel.map(numpy.zeros((4, 4))[:, 1])
+
+
+def test_a_kernel_that_does_not_compile(tmp_path: Path) -> None:
+    with pytest.raises(EmulationError, match=r"(?s)kernel does not compile for the emulator:\n.*small\.cu"):
+        emulation("no such thing", tmp_path)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+SOON = ((64, VOLTA), (80, VOLTA), (64, TURING), (256, TURING))
+"""What `make test` draws problems for: columns left over, and 16 rows for each warp, are among them."""
+
+
+def kinds() -> list[Any]:
+    every = [(size, architecture) for size in HEAD_SIZES for architecture in (VOLTA, TURING)]
+    return [kind if kind in SOON else more(*kind) for kind in every]
+
+
+@st.composite
+def cases(draw: st.DrawFn, head_size: int, max_rows: int, max_keys: int) -> Case:
+    """``max_rows``: of any sequence, query tokens times query heads per KV head."""
+    kv_heads = draw(st.sampled_from([1, 1, 2]))
+    group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 8) if g <= max_rows]))
+    lengths = draw(
+        st.lists(st.tuples(st.integers(1, max_rows // group), st.integers(1, max_keys)), min_size=1, max_size=2)
+    )
+    page_size = draw(st.sampled_from([0, 16, 32, 784]))
+    return Case(
+        [new for new, _ in lengths],
+        [keys for _, keys in lengths],
+        kv_heads * group,
+        kv_heads,
+        head_size,
+        page_size,
+        FP16,
+        layout=draw(st.sampled_from(["HND", "NHD"])),
+        causal=draw(st.booleans()),
+        window=(draw(st.sampled_from([-1, 0, 3, 40])), draw(st.sampled_from([-1, -1, 0, 7]))),
+        softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        alibi=draw(st.sampled_from(["", "", "shared"])),
+        sinks=draw(st.sampled_from([None, None, 0.0])),
+        padding=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@pytest.mark.parametrize(("head_size", "architecture"), kinds())
+@settings(max_examples=10)
+@given(st.data())
+def test_prefill(head_size: int, architecture: int, data: st.DataObject) -> None:
+    """Fewer keys than queries are drawn too: then the first rows see nothing."""
+    problem = data.draw(cases(head_size, max_rows=150, max_keys=200)).build()
+    count = data.draw(st.sampled_from([1, 1, 2, 5]))
+    attention.check(problem, attention.prefill(problem, emulated, count, architecture))
+
+
+@pytest.mark.parametrize(("head_size", "architecture"), kinds())
+@settings(max_examples=10)
+@given(st.data())
+def test_decode(head_size: int, architecture: int, data: st.DataObject) -> None:
+    problem = data.draw(cases(head_size, max_rows=DECODE_ROWS, max_keys=400)).build()
+    attention.check(problem, attention.decode(problem, emulated, architecture))
+
+
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_alibi_lowers_keys_behind_a_token_too(kind: str, architecture: int) -> None:
+    problem = Case((2,) if kind == "decode" else (20,), (40,), 4, 2, dtype=FP16, causal=False, alibi="shared").build()
+    compute: Any = attention.prefill if kind == "prefill" else attention.decode
+    attention.check(problem, compute(problem, emulated, architecture=architecture))
+
+
+def slid_out(case: Case) -> AttentionProblem:
+    """``case`` once its windows have moved on: before what each sequence's first token sees lies what others have
+    written into the pages since, infinities among it."""
+    problem = case.build()
+    tokens = torch.diff(problem.query_start_loc).tolist()
+    for seq, (new, length) in enumerate(zip(tokens, problem.seq_lens.tolist(), strict=True)):
+        unseen = torch.arange(max(0, length - new - case.window[0]))
+        if problem.block_table is None:
+            assert problem.kv_start_loc is not None
+            where: Any = problem.kv_start_loc[seq] + unseen
+        else:
+            where = problem.block_table[seq, unseen // case.page_size].long(), unseen % case.page_size
+        problem.key[where] = problem.value[where] = torch.tensor(math.inf).to(problem.key.dtype)
+    return problem
+
+
+SLID_OUT = {
+    "decode": Case((1, 2), (300, 77), 4, 2, dtype=FP16, window=(41, -1)),
+    "prefill": Case((170, 20), (320, 77), 4, 2, dtype=FP16, window=(41, -1), softcap=3.0),
+}
+
+
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
+@pytest.mark.parametrize("page_size", [0, 16, 784])
+@pytest.mark.parametrize("kind", SLID_OUT)
+def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int, architecture: int) -> None:
+    """Not by a weight of 0 either: infinity times 0 is no number."""
+    problem = slid_out(replace(SLID_OUT[kind], page_size=page_size))
+    assert problem.value.isinf().any()
+    compute: Any = attention.prefill if kind == "prefill" else attention.decode
+    attention.check(problem, compute(problem, emulated, architecture=architecture))
+
+
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
+def test_a_tile_of_decoding_ends_with_its_part(architecture: int) -> None:
+    """A window begins three keys before the end of the first part; the fourth key of its tile is the second part's."""
+    length = volta_kernels.part_length(129, volta_kernels.min_parts(1))
+    assert length == 128
+    problem = Case((1,), (129,), 1, 1, dtype=FP16, causal=False, window=(3, -1)).build()
+    attention.check(problem, attention.decode(problem, emulated, architecture))
+
+
+def test_prefill_in_parts_of_what_a_window_leaves() -> None:
+    problem = slid_out(SLID_OUT["prefill"])
+    attention.check(problem, attention.prefill(problem, emulated, 3))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: int) -> None:
+    """Fewer keys than queries: the first rows have a sum of nothing, even where a sink of -inf joins it."""
+    lengths = (2, 1) if kind == "decode" else (20, 12)
+    problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
+    of_prompts = kind == "prefill"
+    found = attention.prefill(problem, emulated, count) if of_prompts else attention.decode(problem, emulated)
+    assert (found[1][0] == -math.inf).all()
+    attention.check(problem, found)
+
+
+LONG = Case((2,), (8300,), 2, 1, dtype=FP16)
+"""Parts of more keys than its warps take at a time."""
+
+
+@pytest.mark.parametrize("architecture", [VOLTA, TURING])
+@pytest.mark.parametrize("head_size", [64, more(128), more(256)])
+def test_decode_of_long_parts(head_size: int, architecture: int) -> None:
+    variant = variants.decode(head_size, architecture=architecture)
+    least = volta_kernels.min_parts(LONG.num_kv_heads)
+    assert volta_kernels.part_length(LONG.kv_lens[0], least) > variant.warps * variant.tile
+    problem = replace(LONG, head_size=head_size).build()
+    attention.check(problem, attention.decode(problem, emulated, architecture))
+
+
+def test_a_sequence_is_decoded_alike_in_any_batch() -> None:
+    """Bit for bit: how it is cut into parts, and in which order they are summed, depends on nothing but itself."""
+    problem = Case((1, 1, 2), (700, 2500, 40), 4, 2, dtype=FP16, page_size=16).build()
+    assert problem.block_table is not None
+    alone = replace(
+        problem,
+        query=problem.query[:1],
+        query_start_loc=problem.query_start_loc[:2],
+        seq_lens=problem.seq_lens[:1],
+        block_table=problem.block_table[:1],
+    )
+    together, by_itself = attention.decode(problem, emulated), attention.decode(alone, emulated)
+    for batch, one in zip(together, by_itself, strict=True):
+        assert torch.equal(batch[:1], one)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("head_size", [64, more(192)])
+def test_the_simulated_machine_computes_the_same(kind: str, head_size: int) -> None:
+    """But for the order in which the tensor cores add up, which may move a weight of fp16 to its neighbour."""
+    case = Case((2, 1), (200, 37), 4, 2, head_size, dtype=FP16, window=(150, -1), softcap=3.0, alibi="shared")
+    problem, compute = case.build(), attention.prefill if kind == "prefill" else attention.decode
+    (out, lse), (simulated_out, simulated_lse) = compute(problem, emulated), compute(problem, simulated)
+    assert float((out.double() - simulated_out.double()).abs().max()) < 5e-4
+    torch.testing.assert_close(lse, simulated_lse, rtol=0, atol=1e-5)
+
+
+BARRIERS = {
+    "prefill.cu": ["queries are there", "", "keys are no longer read", "values are no longer read",
+                   "keys are no longer read by others", "values are no longer read by others", "", "out is staged"],
+    "decode.cu": ["queries are there", "keys are there", "keys are read", "values are there", "values are read",
+                  "sums are there"],
+}  # fmt: skip
+"""Of each source, in its order; those without a name are not needed: the first of prefill is there for the compiler,
+before the second a barrier of the block came."""
+
+
+@pytest.mark.parametrize(
+    ("source", "number", "architecture"),
+    [
+        case if case in (("prefill.cu", 2, VOLTA), ("decode.cu", 3, TURING)) else more(*case)
+        for source, barriers in BARRIERS.items()
+        for number, name in enumerate(barriers)
+        for architecture in (VOLTA, TURING)
+        if name and (case := (source, number, architecture))
+    ],
+)
+def test_every_barrier_is_needed(source: str, number: int, architecture: int, tmp_path: Path) -> None:
+    parts = re.split(r"(__sync(?:threads|warp)\(\);)", (SOURCES / source).read_text())
+    assert len(parts) == 2 * len(BARRIERS[source]) + 1
+    del parts[2 * number + 1]
+    (tmp_path / source).write_text("".join(parts))
+
+    def without_it(variant: variants.Variant) -> Emulation:
+        folder = tmp_path if variant.source == source else SOURCES
+        name = f"sm_{variant.architecture}"
+        return Emulation(folder / variant.source, variant.kernel, defines=variant.defines, architecture=name)
+
+    prefill = source == "prefill.cu"
+    problem = Case((90,), (300,), 4, 2, dtype=FP16).build() if prefill else LONG.build()
+    compute: Any = attention.prefill if prefill else attention.decode
+    with pytest.raises(EmulationError, match=r"with no barrier since|nobody has written"):
+        compute(problem, without_it, architecture=architecture)
