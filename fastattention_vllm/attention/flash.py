@@ -30,8 +30,8 @@ def can_run(problem: AttentionProblem) -> str | None:
         return f"query is on {query.device}, but FlashAttention needs it on a GPU."
     if query.dtype not in DTYPES or {problem.key.dtype, problem.value.dtype} != {query.dtype}:
         return (
-            f"query is {query.dtype}, key {problem.key.dtype} and value {problem.value.dtype}, but FlashAttention needs "
-            "all three in float16 or all three in bfloat16."
+            f"query is {query.dtype}, key {problem.key.dtype} and value {problem.value.dtype}, but FlashAttention "
+            "needs all three in float16 or all three in bfloat16."
         )
     if problem.alibi_slopes is not None:
         return "vLLM's FlashAttention does not support alibi_slopes here; use the CPU."

@@ -11,7 +11,7 @@ import torch
 
 
 def rows(key: torch.Tensor, value: torch.Tensor, first: Sequence[int], kv_lens: Sequence[int]) -> list[torch.Tensor]:
-    """Both ``[sum of kv_lens, num_kv_heads, head_size]``, sequence by sequence without gaps; views where there are none.
+    """Both ``[sum of kv_lens, num_kv_heads, head_size]``, sequence by sequence without gaps. Views if there were none.
 
     ``key``, ``value``: ``[tokens, num_kv_heads, head_size]``; ``first``: row of each sequence's first token.
     """

@@ -47,8 +47,8 @@ MAX_SPILLED = {
     "decode_d256.sm_75": 240,
 }
 """Allowed spills in bytes; 0 for all others. Prefill on the V100 saves the spilled values before its loops and restores
-them afterwards (tests/kernels/volta/test_cache.py). Decoding on Turing at head size 256 spills within its loop. The kernels'
-launch bounds limit registers."""
+them afterwards (tests/kernels/volta/test_cache.py). Decoding on Turing at head size 256 spills within its loop. Launch
+bounds limit the registers."""
 
 
 def build(variant: Variant, folder: Path) -> str:

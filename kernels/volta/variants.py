@@ -89,8 +89,8 @@ class Variant:
 
 
 def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """The V100's tiles were chosen with the simulated V100 (benchmarks/notes/volta.md). Turing's are the largest that fit
-    into its 64 KiB of shared memory; they have not been timed on a Turing GPU."""
+    """The V100's tiles were chosen with the simulated V100 (benchmarks/notes/volta.md). Turing's are the largest that
+    fit into its 64 KiB of shared memory; they have not been timed on a Turing GPU."""
     if head_size <= 64:
         shape = (4, 64, 2)
     elif architecture == TURING:

@@ -1,8 +1,8 @@
 """bf16 linear layers on weights that torch's own oneDNN has packed once.
 
 Why: in ``torch.nn.functional.linear``, oneDNN reads the weight row by row in its original layout. With a weight that is
-packed for its kernels, oneDNN needs 10 to 25 % less time for the few tokens of a decoding step (benchmarks/notes/cpu_serving.md).
-vLLM's compiled CPU ops, which a pure-Python vLLM lacks, do the same.
+packed for its kernels, oneDNN needs 10 to 25 % less time for the few tokens of a decoding step
+(benchmarks/notes/cpu_serving.md). vLLM's compiled CPU ops, which a pure-Python vLLM lacks, do the same.
 Remove when: vLLM publishes CPU wheels.
 """
 
