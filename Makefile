@@ -6,7 +6,7 @@ TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 SECONDS ?= 60
 
-.PHONY: help serve soak test test-more test-gpu test-ascend conformance lint docs sanitize sanitize-gpu mutate build volta setup setup-dev clean
+.PHONY: help serve soak test test-more test-full test-gpu test-ascend conformance lint docs sanitize sanitize-gpu mutate build volta wheel setup setup-dev clean
 
 help:             ## show this list
 	@grep -hE '^[a-z-]+: *.*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/\t/' | expand -t 14
@@ -19,8 +19,11 @@ test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
 	$(VENV)/python -m pytest -m "not more and not full" $(TWO_AT_A_TIME)
 
 test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
-	$(VENV)/python -m pytest -m more $(TWO_AT_A_TIME)
+	$(VENV)/python -m pytest -m "more and not full" $(TWO_AT_A_TIME)
 	@$(PYTHON) scripts/ascend.py
+
+test-full: setup-dev volta-images ## the tests that install packages: the wheel on Python 3.10 to 3.13 and with vLLM for the V100, the source distribution for aarch64, the workflows; estimated at 60 minutes on 2 cores, and 10 more if `make volta` has not run; downloads 10 GB
+	$(VENV)/python -m pytest -m full --durations 0
 
 soak: setup-dev   ## the demo server under mixed load (SECONDS=..., ARGUMENTS='--server-arguments ... --json FILE', see `python -m scripts.soak --help`)
 	$(VENV)/python -m scripts.soak --seconds $(SECONDS) $(ARGUMENTS)
@@ -60,6 +63,16 @@ build: setup      ## build the CPU kernels into .venv
 
 volta: build/nvrtc/ready ## compile the V100 and T4 kernels into the package, so that wheels include them; needs no GPU, CUDA toolkit or torch
 	build/nvrtc/bin/python -m kernels.volta.build fastattention_vllm/lib/volta
+
+# Compiled if they are missing or older than their sources.
+VOLTA_IMAGES := fastattention_vllm/lib/volta/manifest.json
+.PHONY: volta-images
+volta-images: $(VOLTA_IMAGES)
+$(VOLTA_IMAGES): $(wildcard kernels/volta/*.py kernels/volta/src/*)
+	@$(MAKE) volta
+
+wheel: $(VOLTA_IMAGES) ## build the wheel with the CPU, V100 and T4 kernels into dist/, for Linux with glibc 2.27 or newer; 4 minutes on 2 cores
+	$(PYTHON) scripts/wheel.py
 
 # An environment with only the compiler, in the version that pyproject.toml pins.
 build/nvrtc/ready: pyproject.toml
