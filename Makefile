@@ -14,11 +14,11 @@ help:             ## show this list
 serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for another)
 	@exec $(VENV)/python scripts/serve.py
 
-test: setup-dev   ## lint, types and tests: at most 25 minutes on 2 cores
+test: setup-dev   ## lint, types and tests: at most 20 minutes on 2 quiet cores
 	$(VENV)/python scripts/lint.py
 	$(VENV)/python -m pytest -m "not more and not full" $(TWO_AT_A_TIME)
 
-test-more: setup-dev ## the longer tests: at most 40 minutes on 2 cores
+test-more: setup-dev ## the longer tests: at most 45 minutes on 2 quiet cores
 	$(VENV)/python -m pytest -m "more and not full" $(TWO_AT_A_TIME)
 	@$(PYTHON) scripts/ascend.py
 

@@ -2,6 +2,9 @@
 
     python benchmarks/headline_chart.py
 
+Run by: contributors, when the recorded result changes.
+Needs: `make setup-dev`.
+
 Reads:  benchmarks/results/2026-11-22-host-layers-h200-head-start.json
 Writes: benchmarks/results/2026-11-22-host-layers-headline.png
 """

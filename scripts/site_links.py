@@ -1,4 +1,6 @@
-"""MkDocs hook: make links that leave docs/ work on the site. mkdocs.yml names this file; `make docs` runs it.
+"""MkDocs hook: make links that leave docs/ work on the site.
+
+Used by: mkdocs.yml, which `make docs` builds.
 
 A page of docs/ links to other files of the repository, which readers on a code host can open. The site holds docs/
 only. There a picture outside docs/ is copied beside the pages, and any other link becomes the path in plain text.

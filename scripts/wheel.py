@@ -4,6 +4,9 @@ g++ compiles and links as in `make build`, so the kernels are the same machine c
 2.17, which zig makes, so the library also loads on Linux distributions from 2018. auditwheel reads which versions the
 library needs, and names the wheel after them.
 
+Run by: users and the release workflow as `make wheel`; `make test-full` tests the result.
+Needs: g++, a package index, and the output of `make volta`, which `make wheel` runs first.
+
 Writes dist/fastattention_vllm-*.whl. Installs its tools into build/wheel, in the versions that pyproject.toml names.
 """
 

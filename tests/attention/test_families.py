@@ -168,11 +168,11 @@ def test_no_query_and_no_key(tested: UnderTest) -> None:
     ("version", "changes", "sentence"),
     [
         (2, {"sinks": families.SINKS}, "FlashAttention 2, which vLLM chooses on this GPU, does not support sinks"),
-        (3, {"sinks": families.SINKS, "dtype": torch.float16}, r"sinks need bfloat16, query is torch\.float16"),
+        (3, {"sinks": families.SINKS, "dtype": torch.float16}, r"sinks need a bfloat16 query, not torch\.float16"),
         (3, {"alibi_slopes": families.SLOPES}, "vLLM's FlashAttention does not support alibi_slopes here; use the CPU"),
         (2, {"dtype": torch.float32}, r"query is torch\.float32, .* FlashAttention needs"),
         (2, {"head_size": 20}, "head_size is 20, but FlashAttention supports multiples of 8"),
-        (3, {"head_size": 320}, "head_size is 320, FlashAttention 3 takes up to 256"),
+        (3, {"head_size": 320}, "head_size is 320, but FlashAttention 3 supports up to 256"),
         (4, {"head_size": 320}, None),
         (3, {"sinks": families.SINKS}, None),
         (2, {"softcap": 3.0}, None),

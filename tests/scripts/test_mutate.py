@@ -70,12 +70,12 @@ def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: st
     ("text", "message"),
     [
         ("no such text", "its text occurs 0 times"),
-        ("for it runs once per layer", "names no test, or its replacement equals"),
+        (FITS["text"], "names no test, or its replacement equals"),
     ],
 )
 def test_what_is_broken_as_well_has_to_fit_too(text: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "list.toml")
-    also = FITS | {"text": text, "replacement": "for it runs once per layer"}
+    also = FITS | {"text": text, "replacement": FITS["text"]}
     lines = [f'{name} = "{also[name]}"' for name in ("file", "text", "replacement")]
     path.write_text(path.read_text() + "\n[[mutation.also]]\n" + "\n".join(lines) + "\n")
     with pytest.raises(mutate.DoesNotFit, match=message):
