@@ -11,9 +11,9 @@ Writes: benchmarks/results/2026-11-22-host-layers-headline.png
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,5 @@ def scales(axes: Axes, tokens: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.exit(__doc__)
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw(json.loads(SOURCE.read_text()), CHART)

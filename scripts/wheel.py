@@ -12,6 +12,7 @@ Writes dist/fastattention_vllm-*.whl. Installs its tools into build/wheel, in th
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -35,6 +36,7 @@ class WheelError(Exception):
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         if not MANIFEST.is_file():
             raise WheelError(f"there are no V100 images ({MANIFEST.relative_to(ROOT)}); run `make volta` first.")

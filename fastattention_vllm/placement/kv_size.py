@@ -29,8 +29,9 @@ class KvSize:
             return 0
         full, windowed = self._padded_layers()
         in_window = min(self.window - 1 + self.tokens_per_step, tokens)
-        # One more block, because a window rarely begins at the beginning of a block.
-        windowed_blocks = min(-(-in_window // self.block_size) + 1, -(-tokens // self.block_size))
+        # One more block, because a window rarely begins at the beginning of a block. vLLM asks for it even if the whole
+        # request is in the window.
+        windowed_blocks = -(-in_window // self.block_size) + 1
         blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks
         return blocks * self.bytes_per_block + self.null_block()
 

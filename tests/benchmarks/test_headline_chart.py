@@ -23,4 +23,4 @@ def test_every_line_of_the_chart_is_recorded(tmp_path: Path) -> None:
 def test_it_says_what_it_does() -> None:
     script = ROOT / "benchmarks" / "headline_chart.py"
     result = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60)
-    assert "Writes: " in result.stderr
+    assert "Writes: " in result.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,13 +25,17 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "windowed": reference.mistral,
     "half and half": reference.gpt_oss,
     "five to one": reference.gemma3,
+    "a step of the whole request": reference.gemma3,
     "shared": reference.gemma3n,
     "fp8": lambda: reference.llama(4, 2, 64),
 }
-ARGUMENTS = {"fp8": {"kv_cache_dtype": "fp8"}}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "a step of the whole request": {"max_num_batched_tokens": 1024},
+}
 
 
-@pytest.mark.parametrize("kind", core_first(MODELS, ["five to one"]))
+@pytest.mark.parametrize("kind", core_first(MODELS, ["five to one", "a step of the whole request"]))
 def test_exactly_that_many_bytes_hold_the_request(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very size runs a request of that length; a byte less than vLLM's own count does not start an engine."""
     model = save_random(MODELS[kind](), tmp_path)
