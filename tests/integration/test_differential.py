@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, example, given, note, settings
 from hypothesis import strategies as st
 from vllm import LLM, SamplingParams
 
@@ -176,6 +176,7 @@ def test_drawn_engines_answer_as_the_reference_does(tmp_path_factory: pytest.Tem
         suppress_health_check=[HealthCheck.too_slow],
     )
     @given(st.integers(0, (1 << 32) - 1))
+    @example(11774)  # host layers, drafts, and as many blocks as one request needs in a single step
     def drawn(seed: int) -> None:
         problem = draw_problem(seed)
         note(repr(problem))
