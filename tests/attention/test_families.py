@@ -156,8 +156,9 @@ def test_queries_before_the_first_key_see_nothing(tested: UnderTest) -> None:
     assert_right(tested, problem, out, lse)
 
 
-def test_no_query_and_no_key(tested: UnderTest) -> None:
-    q, k = torch.zeros(2, 3, 4, 64, dtype=tested.dtype), torch.zeros(2, 0, 2, 64, dtype=tested.dtype)
+@pytest.mark.parametrize("tokens", [1, 3, 40])  # decoded, and a prompt of one and of several blocks
+def test_no_query_and_no_key(tested: UnderTest, tokens: int) -> None:
+    q, k = torch.zeros(2, tokens, 4, 64, dtype=tested.dtype), torch.zeros(2, 0, 2, 64, dtype=tested.dtype)
     out, lse, _ = fast_attn_func(q, k, k, return_attn_probs=True)
     assert (out == 0).all()
     assert (lse == -math.inf).all()

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fastattention_vllm import cuda_driver
-from fastattention_vllm.attention.problem import AttentionProblem, deliver
+from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import (
@@ -161,14 +161,16 @@ def run(
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
+    if problem.is_empty:
+        out, lse = deliver(problem, *no_keys(problem), out, lse)
+        return out, lse if return_lse else None
     query = problem.query
     tokens, heads, _ = query.shape
     # The kernels write answers in chunks, at addresses that fresh memory has.
     found = torch.zeros_like(query, memory_format=torch.contiguous_format)
     sums = torch.zeros(tokens, heads, dtype=torch.float32, device=query.device)
-    if len(problem.seq_lens):
-        maximum = int(torch.diff(problem.query_start_loc).max())
-        attend(_on(query.device, problem), Extent(maximum, int(problem.seq_lens.max())), found, sums)
+    maximum = int(torch.diff(problem.query_start_loc).max())
+    attend(_on(query.device, problem), Extent(maximum, int(problem.seq_lens.max())), found, sums)
     out, lse = deliver(problem, found, sums, out, lse)
     return out, lse if return_lse else None
 
