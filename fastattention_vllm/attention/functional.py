@@ -69,7 +69,7 @@ def fast_attn_func(
             do not fit together.
     """
     _refuse_training(dropout_p, q, k, v)
-    kernels_for(q.device)
+    _refuse_device(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.ops.fastattention.attention(
         q, k, v, alibi_slopes, sinks, scale, causal, window_size[0], window_size[1], softcap
@@ -115,7 +115,7 @@ def fast_attn_varlen_func(
     num_heads, head_size]`` and ``softmax_lse`` is ``[num_heads, total_q]``.
     """
     _refuse_training(dropout_p, q, k, v)
-    kernels_for(q.device)
+    _refuse_device(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.ops.fastattention.varlen_attention(
         q,
@@ -143,6 +143,12 @@ def _refuse_training(dropout_p: float, *tensors: torch.Tensor) -> None:
             "q, k or v requires gradients, but these kernels have no backward pass; "
             "call this under torch.no_grad(), or detach the tensors."
         )
+
+
+def _refuse_device(device: torch.device) -> None:
+    # Compiled code leaves it to the operators: the choice of kernels looks for files, which torch.compile cannot trace.
+    if not torch.compiler.is_compiling():
+        kernels_for(device)
 
 
 @torch.library.custom_op(

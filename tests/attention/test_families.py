@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -202,6 +203,22 @@ def test_keys_with_gaps_between_sequences(name: str, monkeypatch: pytest.MonkeyP
     out, lse = torch.full_like(problem.query, 7), torch.full(problem.query.shape[:2], 7.0)
     tested.module.run(problem, out=out, lse=lse)
     assert_right(tested, problem, out, lse)
+
+
+def test_results_have_rows_of_padding(tested: UnderTest) -> None:
+    problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), page_size=tested.page)
+    padded = replace(problem, query=torch.cat([problem.query[:26], problem.query[:3]]))
+    out, lse = tested.module.run(padded, return_lse=True)
+    assert (out.shape, lse.shape) == (padded.query.shape, padded.query.shape[:2])
+    assert_right(tested, replace(problem, query=problem.query[:26]), out[:26], lse[:26])
+    filled, filled_lse = torch.full_like(padded.query, 7), torch.full(padded.query.shape[:2], 7.0)
+    given, given_lse = tested.module.run(padded, out=filled, lse=filled_lse, return_lse=True)
+    assert given is filled
+    assert given_lse is filled_lse
+    assert torch.equal(filled[:26], out[:26])
+    assert torch.equal(filled_lse[:26], lse[:26])
+    assert (filled[26:] == 7).all()
+    assert (filled_lse[26:] == 7).all()
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch_flash", "ascend"])
