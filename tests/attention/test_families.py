@@ -138,6 +138,31 @@ def test_dtypes(tested: UnderTest, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=slack)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": (2, 50, 3, 64), "v": (2, 50, 3, 64)},
+        {"v": (2, 40, 2, 64)},
+        {"k": (2, 50, 2, 128), "v": (2, 50, 2, 128)},
+        {"sinks": (3,)},
+        {"alibi_slopes": (3,)},
+    ],
+    ids=["no multiple of KV heads", "fewer values", "another head size", "sinks", "slopes"],
+)
+@pytest.mark.parametrize("name", ["cpu", "volta"])  # these launch whatever they are given
+def test_shapes_that_do_not_fit_are_refused(
+    name: str, wrong: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = families.use(name, monkeypatch)
+    given = {"q": (2, 20, 4, 64), "k": (2, 50, 2, 64), "v": (2, 50, 2, 64)} | wrong
+    tensors = {
+        part: torch.zeros(shape, dtype=torch.float32 if len(shape) == 1 else tested.dtype)
+        for part, shape in given.items()
+    }
+    with pytest.raises(ValueError, match=r"heads|head_size|must match|same shape|must be \[4\]"):
+        fast_attn_func(**tensors)
+
+
 def test_head_sizes(tested: UnderTest) -> None:
     problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), head_size=128)
     assert_right(tested, problem, *ask(problem, "causal"))
