@@ -163,6 +163,28 @@ def test_shapes_that_do_not_fit_are_refused(
         fast_attn_func(**tensors)
 
 
+@pytest.mark.parametrize(
+    ("page", "changes", "sentence"),
+    [
+        (0, {"cu_seqlens_q": [0, 5, 27]}, "cu_seqlens_q ends with 27, but q has 25 tokens"),
+        (0, {"cu_seqlens_k": [0, 50, 71]}, "cu_seqlens_k ends with 71, but k has 70 tokens"),
+        (128, {"cu_seqlens_k": [0, 50, 179]}, "a sequence of 129 tokens, but block_table has pages for 128"),
+        (0, {"cu_seqlens_k": [0, 50]}, "cu_seqlens_q has 3 entries and cu_seqlens_k 2"),
+        (128, {"cu_seqlens_q": [0, 5, 6, 7], "cu_seqlens_k": [0, 5, 6, 7]}, r"block_table is \[2, 1\], .* 3 sequences"),
+    ],
+)
+def test_lengths_beyond_the_tensors_are_refused(
+    tested: UnderTest, page: int, changes: dict[str, list[int]], sentence: str
+) -> None:
+    q = torch.zeros(25, 4, 64, dtype=tested.dtype)
+    k = torch.zeros(*((2, page) if page else (70,)), 2, 64, dtype=tested.dtype)
+    ends = {"cu_seqlens_q": [0, 5, 25], "cu_seqlens_k": [0, 50, 70]} | changes
+    table = torch.tensor([[0], [1]], dtype=torch.int32) if page else None
+    given = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in ends.items()}
+    with pytest.raises(ValueError, match=sentence):
+        fast_attn_varlen_func(q, k, k, **given, max_seqlen_q=20, max_seqlen_k=200, block_table=table)
+
+
 def test_head_sizes(tested: UnderTest) -> None:
     problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), head_size=128)
     assert_right(tested, problem, *ask(problem, "causal"))
