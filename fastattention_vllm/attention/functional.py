@@ -69,7 +69,7 @@ def fast_attn_func(
             do not fit together.
     """
     _refuse_training(dropout_p, q, k, v)
-    kernels_for(q.device)
+    _refuse_device(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.ops.fastattention.attention(
         q, k, v, alibi_slopes, sinks, scale, causal, window_size[0], window_size[1], softcap
@@ -115,7 +115,7 @@ def fast_attn_varlen_func(
     num_heads, head_size]`` and ``softmax_lse`` is ``[num_heads, total_q]``.
     """
     _refuse_training(dropout_p, q, k, v)
-    kernels_for(q.device)
+    _refuse_device(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.ops.fastattention.varlen_attention(
         q,
@@ -143,6 +143,12 @@ def _refuse_training(dropout_p: float, *tensors: torch.Tensor) -> None:
             "q, k or v requires gradients, but these kernels have no backward pass; "
             "call this under torch.no_grad(), or detach the tensors."
         )
+
+
+def _refuse_device(device: torch.device) -> None:
+    # Compiled code leaves it to the operators: the choice of kernels looks for files, which torch.compile cannot trace.
+    if not torch.compiler.is_compiling():
+        kernels_for(device)
 
 
 @torch.library.custom_op(
@@ -254,6 +260,7 @@ def _varlen_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
+    _refuse_outside(problem)
     kernels_for(q.device).run(problem, out=out, lse=lse.transpose(0, 1))
     return out, lse
 
@@ -275,6 +282,29 @@ def _varlen_attention_fake(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _refuse_outside(problem: AttentionProblem) -> None:
+    """Kernels of GPUs and NPUs would read what lies beyond the tensors."""
+    starts, seqs, table = len(problem.query_start_loc), problem.num_seqs, problem.block_table
+    if starts != seqs + 1:
+        raise ValueError(f"cu_seqlens_q has {starts} entries and cu_seqlens_k {seqs + 1}; both need the same number.")
+    if table is not None and (table.dim() != 2 or len(table) < seqs):
+        raise ValueError(f"block_table is {list(table.shape)}, but needs a row for each of the {seqs} sequences.")
+    queries, last = len(problem.query), int(problem.query_start_loc[-1])
+    if last > queries:
+        raise ValueError(f"cu_seqlens_q ends with {last}, but q has {queries} tokens.")
+    if not seqs:
+        return
+    if table is None:
+        assert problem.kv_start_loc is not None
+        keys, last = len(problem.key), int((problem.kv_start_loc + problem.seq_lens).max())
+        if last > keys:
+            raise ValueError(f"cu_seqlens_k ends with {last}, but k has {keys} tokens.")
+        return
+    longest, room = int(problem.seq_lens.max()), table.shape[1] * problem.key.shape[1]
+    if longest > room:
+        raise ValueError(f"cu_seqlens_k has a sequence of {longest} tokens, but block_table has pages for {room}.")
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,9 @@ def run(
             )
         sums = by_head.transpose(0, 1)
         sums = sums.masked_fill(sums == math.inf, -math.inf)  # its sign for a query that sees no key
+    if len(query) < len(problem.query):  # the operator has no rows of padding
+        out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format) if out is None else out
+        lse = sums.new_zeros(problem.query.shape[:2]) if lse is None else lse
     out, lse = deliver(problem, found, sums, out, lse)
     return out, lse if return_lse else None
 

@@ -302,8 +302,8 @@ def test_int8_cache_of_vllm_ascend(config: SimpleNamespace, steps: str) -> None:
     [
         ({"alibi_slopes": [1.0] * 8}, "ALiBi"),
         ({"logits_soft_cap": 50.0}, "soft cap of 50"),
-        ({"sliding_window": 1}, "window of 1 tokens"),
-        ({"head_size": 72}, "head size 72"),
+        ({"sliding_window": 1}, "sliding window is 1 token"),
+        ({"head_size": 72}, "head size is 72"),
         ({"num_heads": 65, "num_kv_heads": 1}, "65 query heads"),
     ],
 )

@@ -26,6 +26,7 @@ from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration.ascend import device as ascend_device
 from fastattention_vllm.integration.ascend.backend import FastAttentionAscendBackend, HostLayerAscendBackend
+from fastattention_vllm.integration.host_layers import accelerator
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl
@@ -98,7 +99,7 @@ def asked(
         attn_type="decoder",
         get_num_kv_heads=lambda parallel: KV_HEADS,
     )
-    monkeypatch.setattr(host_layers, "local_rank", lambda: 0)
+    monkeypatch.setattr(accelerator, "local_rank", lambda: 0)
     monkeypatch.setattr(host_layers, "_smallest_of_all_ranks", lambda limits: limits)
 
     def at_home(self: Any, vllm_config: Any, host_backend: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,53 @@ def test_dtypes(tested: UnderTest, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=slack)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": (2, 50, 3, 64), "v": (2, 50, 3, 64)},
+        {"v": (2, 40, 2, 64)},
+        {"k": (2, 50, 2, 128), "v": (2, 50, 2, 128)},
+        {"sinks": (3,)},
+        {"alibi_slopes": (3,)},
+    ],
+    ids=["no multiple of KV heads", "fewer values", "another head size", "sinks", "slopes"],
+)
+@pytest.mark.parametrize("name", ["cpu", "volta"])  # these launch whatever they are given
+def test_shapes_that_do_not_fit_are_refused(
+    name: str, wrong: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = families.use(name, monkeypatch)
+    given = {"q": (2, 20, 4, 64), "k": (2, 50, 2, 64), "v": (2, 50, 2, 64)} | wrong
+    tensors = {
+        part: torch.zeros(shape, dtype=torch.float32 if len(shape) == 1 else tested.dtype)
+        for part, shape in given.items()
+    }
+    with pytest.raises(ValueError, match=r"heads|head_size|must match|same shape|must be \[4\]"):
+        fast_attn_func(**tensors)
+
+
+@pytest.mark.parametrize(
+    ("page", "changes", "sentence"),
+    [
+        (0, {"cu_seqlens_q": [0, 5, 27]}, "cu_seqlens_q ends with 27, but q has 25 tokens"),
+        (0, {"cu_seqlens_k": [0, 50, 71]}, "cu_seqlens_k ends with 71, but k has 70 tokens"),
+        (128, {"cu_seqlens_k": [0, 50, 179]}, "a sequence of 129 tokens, but block_table has pages for 128"),
+        (0, {"cu_seqlens_k": [0, 50]}, "cu_seqlens_q has 3 entries and cu_seqlens_k 2"),
+        (128, {"cu_seqlens_q": [0, 5, 6, 7], "cu_seqlens_k": [0, 5, 6, 7]}, r"block_table is \[2, 1\], .* 3 sequences"),
+    ],
+)
+def test_lengths_beyond_the_tensors_are_refused(
+    tested: UnderTest, page: int, changes: dict[str, list[int]], sentence: str
+) -> None:
+    q = torch.zeros(25, 4, 64, dtype=tested.dtype)
+    k = torch.zeros(*((2, page) if page else (70,)), 2, 64, dtype=tested.dtype)
+    ends = {"cu_seqlens_q": [0, 5, 25], "cu_seqlens_k": [0, 50, 70]} | changes
+    table = torch.tensor([[0], [1]], dtype=torch.int32) if page else None
+    given = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in ends.items()}
+    with pytest.raises(ValueError, match=sentence):
+        fast_attn_varlen_func(q, k, k, **given, max_seqlen_q=20, max_seqlen_k=200, block_table=table)
+
+
 def test_head_sizes(tested: UnderTest) -> None:
     problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), head_size=128)
     assert_right(tested, problem, *ask(problem, "causal"))
@@ -202,6 +250,22 @@ def test_keys_with_gaps_between_sequences(name: str, monkeypatch: pytest.MonkeyP
     out, lse = torch.full_like(problem.query, 7), torch.full(problem.query.shape[:2], 7.0)
     tested.module.run(problem, out=out, lse=lse)
     assert_right(tested, problem, out, lse)
+
+
+def test_results_have_rows_of_padding(tested: UnderTest) -> None:
+    problem = problem_of(tested, "causal", (5, 20, 1), (50, 20, 30), page_size=tested.page)
+    padded = replace(problem, query=torch.cat([problem.query[:26], problem.query[:3]]))
+    out, lse = tested.module.run(padded, return_lse=True)
+    assert (out.shape, lse.shape) == (padded.query.shape, padded.query.shape[:2])
+    assert_right(tested, replace(problem, query=problem.query[:26]), out[:26], lse[:26])
+    filled, filled_lse = torch.full_like(padded.query, 7), torch.full(padded.query.shape[:2], 7.0)
+    given, given_lse = tested.module.run(padded, out=filled, lse=filled_lse, return_lse=True)
+    assert given is filled
+    assert given_lse is filled_lse
+    assert torch.equal(filled[:26], out[:26])
+    assert torch.equal(filled_lse[:26], lse[:26])
+    assert (filled[26:] == 7).all()
+    assert (filled_lse[26:] == 7).all()
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch_flash", "ascend"])

@@ -280,6 +280,18 @@ def test_varlen_compiled_without_graph_breaks() -> None:
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(q), layer(q), rtol=0, atol=0)
 
 
+def test_choosing_the_kernels_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels_of_a_gpu(device: torch.device) -> Any:
+        kernels.vllm_has_flash()  # looks for files, which torch.compile cannot trace
+        return cpu
+
+    monkeypatch.setattr(functional, "kernels_for", kernels_of_a_gpu)
+    arguments = varlen(Case((5, 9), (30, 9)))
+    for function, given in (fast_attn_func, dict(zip("qkv", batch(), strict=True))), (fast_attn_varlen_func, arguments):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(**given), function(**given), rtol=0, atol=0)  # type: ignore[operator]
+
+
 def test_operators_pass_torchs_own_checks() -> None:
     q, k, v = batch()
     per_head = torch.rand(4)

@@ -137,6 +137,20 @@ def can_run(problem: AttentionProblem) -> str | None:
         return f"scale is {problem.scale}, but the Volta kernels need a positive one."
     if problem.alibi_slopes is not None and problem.alibi_slopes.dim() != 1:
         return "alibi_slopes differ between sequences, but the Volta kernels need one slope per head."
+    return _wrong_shapes(problem)
+
+
+def _wrong_shapes(problem: AttentionProblem) -> str | None:
+    """The kernels take all sizes from the query and the key, so other shapes would make them read elsewhere."""
+    heads, kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_size
+    key, value = list(problem.key.shape), list(problem.value.shape)
+    if key != value or key[-1] != size:
+        return f"key is {key} and value {value}, but both must have the same shape and the query's head_size {size}."
+    if kv_heads == 0 or heads % kv_heads:
+        return f"there are {heads} query heads, but they must be a multiple of the {kv_heads} KV heads."
+    for name, numbers in (("alibi_slopes", problem.alibi_slopes), ("sinks", problem.sinks)):
+        if numbers is not None and numbers.shape != (heads,):
+            return f"{name} must be [{heads}], one for each query head, not {list(numbers.shape)}."
     return None
 
 
