@@ -65,7 +65,7 @@ def test_what_cannot_be_read(pages: list[int], sizes: list[int], method: rooflin
 
 
 def test_pages_without_sizes() -> None:
-    with pytest.raises(ValueError, match="1 pages, but 2 sizes"):
+    with pytest.raises(ValueError, match="1 pages but 2 sizes"):
         roofline.PageReader([8], [8, 8])
 
 

@@ -421,8 +421,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("layers", "words"),
         [
-            (99, "host_kv_layers 99 is not possible.*possible: 0-3"),
-            (4, "host_kv_layers 4 is not possible.*possible: 0-3"),
+            (99, "host_kv_layers 99 is not possible.*possible values: 0-3"),
+            (4, "host_kv_layers 4 is not possible.*possible values: 0-3"),
             (-1, "-1"),
             ([0, -1], "-1"),
             ("some", "'some'"),

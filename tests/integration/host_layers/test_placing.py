@@ -90,9 +90,9 @@ def test_plain_layers_are_taken() -> None:
 @pytest.mark.parametrize(
     ("special", "why"),
     [
-        (lambda: layer(ChunkedLocalAttention, WRAPPED), "is of class ChunkedLocalAttention"),
-        (lambda: layer(Attention, WRAPPED), f"runs on {WRAPPED.__name__}"),
-        (lambda: layer(type("StaticSinkAttention", (Attention,), {})), "is of class StaticSinkAttention"),
+        (lambda: layer(ChunkedLocalAttention, WRAPPED), "is an instance of ChunkedLocalAttention"),
+        (lambda: layer(Attention, WRAPPED), f"uses the backend {WRAPPED.__name__}"),
+        (lambda: layer(type("StaticSinkAttention", (Attention,), {})), "is an instance of StaticSinkAttention"),
     ],
     ids=["its class", "what is wrapped around its backend", "a class below Attention"],
 )

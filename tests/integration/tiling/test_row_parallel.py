@@ -235,6 +235,6 @@ def test_measured_cuts_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_parallel.logger, "info_once", functools.lru_cache(lambda text, *of: said.append(text % of)))
     log_layers(4, MeasuredCuts({}, "gloo", 128), {"no bias": 1})
     assert said == [
-        "Tiling-AllReduce: 4 row-parallel layers in as many blocks as are fastest from 128 tokens on; "
-        "1 without: no bias."
+        "Tiling-AllReduce: 4 row-parallel layers in the fastest number of blocks for steps of 128 or more tokens; "
+        "1 not tiled: no bias."
     ]

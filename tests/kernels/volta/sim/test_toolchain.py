@@ -60,7 +60,9 @@ def test_a_missing_header_can_be_named(tmp_path: Path) -> None:
 def test_the_compiler_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVRTC_LIBRARY", raising=False)
     monkeypatch.setattr(nvrtc, "PACKAGE", "no-such-package")
-    with pytest.raises(CompileError, match="there is no no-such-package; run `make setup-dev`, or set NVRTC_LIBRARY"):
+    with pytest.raises(
+        CompileError, match="no-such-package is not installed; run `make setup-dev`, or set NVRTC_LIBRARY"
+    ):
         nvrtc._path()
 
 
@@ -68,7 +70,9 @@ def test_the_disassembler_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("NVDISASM", raising=False)
     monkeypatch.setattr(disassembly, "PACKAGE", "no-such-package")
     disassembly._program.cache_clear()
-    with pytest.raises(SimulationError, match="there is no no-such-package; run `make setup-dev`, or set NVDISASM"):
+    with pytest.raises(
+        SimulationError, match="no-such-package is not installed; run `make setup-dev`, or set NVDISASM"
+    ):
         disassembly._program()
 
 
