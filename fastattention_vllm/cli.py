@@ -14,7 +14,7 @@ FastAttention for vLLM.
 
 Commands:
   doctor  Say what this machine can run, and what to do about problems.
-  bench   Measure this machine; needs fastattention-vllm[bench].
+  bench   Measure attention kernels; needs fastattention-vllm[bench].
 
 `fastattention COMMAND --help` lists the options."""
 

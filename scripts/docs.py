@@ -49,7 +49,7 @@ def supported_page() -> str:
         "## Refused on CPUs",
         "",
         "Each feature in the next table stops the start with one sentence, which names the value and what to do.",
-        "What only a layer knows is refused while the layers are built, and appears among vLLM's worker messages.",
+        "Some features are known only when the layers are built. Their refusal appears among vLLM's worker messages.",
         "",
         "| refused | why | what to do |",
         "|---|---|---|",
@@ -108,7 +108,6 @@ def configuration_page() -> str:
         "```",
         "",
         "All of them are optional. An unknown key or a bad value stops the start, and the message lists what is valid.",
-        '"None" in the texts below means that the option is not set.',
         "",
         "| option | values | default |",
         "|---|---|---|",
@@ -161,7 +160,7 @@ def one_of(kind: dict[str, Any]) -> str:
     if low is not None and high is not None:
         return f"{noun} from {low:g} to {high:g}"
     if low is not None:
-        return f"{noun}, at least {low:g}"
+        return f"{noun} of at least {low:g}"
     return f"{noun} above {kind['exclusiveMinimum']:g}"
 
 

@@ -29,7 +29,7 @@ from fastattention_vllm.bench.runner import Runner
 from fastattention_vllm.bench.suites import SUITES, cases_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this machine.")
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure attention kernels on this machine.")
 app.add_typer(bench, name="bench")
 
 
@@ -40,7 +40,7 @@ def fastattention() -> None:
 
 @bench.callback()
 def benchmarks() -> None:
-    """Side-by-side measurements; they want an otherwise idle machine."""
+    """Measure attention kernels side by side. The machine should be idle otherwise."""
 
 
 @bench.command()
@@ -50,18 +50,22 @@ def cpu(
         list[str] | None,
         typer.Option(help="One case, as in 'decode bf16 (32,8,128) 32K b1' or 'prefill bf16 (32,8,128) 512 on 8K'."),
     ] = None,
-    threads: Annotated[str, typer.Option(help="Thread counts, each in a process of its own: 1,2,4.")] = "",
-    contender: Annotated[list[str] | None, typer.Option(help="Only these: ours, sdpa, vllm.")] = None,
-    page: Annotated[int, typer.Option(min=1, help="Tokens per page, where the case does not say.")] = DEFAULT_PAGE,
+    threads: Annotated[str, typer.Option(help="Thread counts, as in 1,2,4. Each runs in a separate process.")] = "",
+    contender: Annotated[
+        list[str] | None, typer.Option(help="Measure only this one: ours, sdpa or vllm. May be repeated.")
+    ] = None,
+    page: Annotated[int, typer.Option(min=1, help="Tokens per page, if the case does not name it.")] = DEFAULT_PAGE,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved samples of each contender.")] = 9,
     sweep_gib: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Decode rotates over this much memory, instead of 4 GiB or 8 times the L3."),
+        typer.Option(min=0.001, help="Decoding rotates over this many GiB, instead of 4 GiB or 8 times the L3 cache."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the rows there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
 ) -> None:
-    """CPU attention next to other implementations and to what this machine can do at all.
+    """Measure CPU attention beside other implementations.
+
+    Each row also compares our kernel with the limit of this machine.
 
     Without a suite or a case, the suite `quick` runs.
     """
@@ -99,23 +103,27 @@ def cpu(
 
 @bench.command()
 def volta(
-    tokens: Annotated[str, typer.Option(help="Lengths of prefill.")] = "1024,2048,4096,8192,16384",
-    context: Annotated[str, typer.Option(help="Lengths at which one token is decoded.")] = "4096,16384",
-    batch: Annotated[int, typer.Option(min=1, max=1024)] = 8,
+    tokens: Annotated[str, typer.Option(help="Prompt lengths for prefill.")] = "1024,2048,4096,8192,16384",
+    context: Annotated[str, typer.Option(help="Context lengths for decoding one token.")] = "4096,16384",
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Requests.")] = 8,
     heads: Annotated[int, typer.Option(min=1, max=256, help="Query heads.")] = 32,
-    head_size: Annotated[int, typer.Option()] = 64,
+    head_size: Annotated[int, typer.Option(help="Elements per head.")] = 64,
     contender: Annotated[
-        list[str] | None, typer.Option(help="Only ours and those whose name begins so: 'torch SDPA', xformers, eager.")
+        list[str] | None,
+        typer.Option(help="Measure only ours and peers whose names begin so: 'torch SDPA', xformers, eager."),
     ] = None,
     kernels: Annotated[
-        str, typer.Option(help="Ours: auto, those of this GPU; on newer ones ptx, the V100's, or ptx-sm_75, Turing's.")
+        str, typer.Option(help="auto: this GPU's. On newer GPUs, ptx: the V100's; ptx-sm_75: Turing's.")
     ] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved samples of each contender.")] = 9,
     json: Annotated[Path, typer.Option(help="Write the rows there.")] = Path("fastattention-bench-volta.json"),
 ) -> None:
-    """V100 kernels next to torch SDPA, xformers and Hugging Face's eager attention, on this NVIDIA GPU.
+    """Measure the V100, T4 and RTX 20 kernels on this GPU.
 
-    Without options: Figure 8 of the FastAttention paper, and decoding. Please send back the JSON of a V100 or a T4.
+    The peers are torch SDPA, xformers and Hugging Face's eager attention.
+
+    Without options, it measures the cases of Figure 8 of the FastAttention paper, and decoding. Please attach the JSON
+    file of a V100, a T4 or an RTX 20 to an issue.
     """
     from fastattention_vllm.bench import volta as measuring
     from fastattention_vllm.bench.volta_contenders import contenders as of_volta

@@ -13,12 +13,12 @@ from fastattention_vllm.doctor import report
 from fastattention_vllm.doctor.tensor_parallel import LLAMA_8B, Order, examine, kinds_of
 
 DESCRIPTION = """\
-Say what this machine, its drivers and its Python packages can run, and what to do about problems. Takes a few seconds,
-during which it reads memory and copies to the GPUs at full speed.
+Say what this machine, its drivers and its Python packages can run, and what to do about problems. It takes a few
+seconds, and meanwhile reads memory and copies to the GPUs at full speed.
 """
 EXIT_CODES = """\
-Exit code: 0 without problems (warnings may be there), 1 with a problem or an incomplete --tp measurement, 2 for wrong
-arguments.
+Exit code: 0 without problems (with or without warnings), 1 with a problem or an incomplete --tp measurement, 2 for
+wrong arguments.
 """
 
 
@@ -28,11 +28,19 @@ def parser() -> argparse.ArgumentParser:
     tiling = made.add_argument_group(
         'tensor parallelism: what tiling_all_reduce "auto" would do for a model\'s row-parallel layers here'
     )
-    tiling.add_argument("--tp", type=int, metavar="N", help="measure with so many ranks instead, 2 or more")
-    tiling.add_argument("--model", type=Path, help="folder with the config.json; none: an 8B Llama's layers")
-    tiling.add_argument("--tokens", type=int, default=8192, help="--max-num-batched-tokens of the server")
-    tiling.add_argument("--min-tokens", type=int, default=2048, help="tiling_min_tokens of the server")
-    tiling.add_argument("--limit", type=float, default=300.0, help="seconds after which it is ended")
+    tiling.add_argument(
+        "--tp", type=int, metavar="N", help="measure this with N ranks (at least 2), in place of the report"
+    )
+    tiling.add_argument(
+        "--model", type=Path, help="folder with the model's config.json; default: the layers of an 8B Llama"
+    )
+    tiling.add_argument(
+        "--tokens", type=int, default=8192, help="--max-num-batched-tokens of the server; default: %(default)s"
+    )
+    tiling.add_argument(
+        "--min-tokens", type=int, default=2048, help="tiling_min_tokens of the server; default: %(default)s"
+    )
+    tiling.add_argument("--limit", type=float, default=300.0, help="stop after this many seconds; default: %(default)g")
     return made
 
 
@@ -50,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
             if value < minimum:
                 made.error(f"--{name} is {value:g}; it must be at least {minimum}")
         if asked.json:
-            made.error("--json goes without --tp")
+            made.error("--json cannot be combined with --tp")
         return tensor_parallel(asked)
     facts = report.probe()
     found = report.findings(facts)
@@ -68,9 +76,7 @@ def tensor_parallel(asked: argparse.Namespace) -> int:
         print(f"fastattention doctor: {error}", file=sys.stderr)
         return 2
     if not complete:
-        reason = (
-            f"a rank failed, and its own message is above, or not all was measured within --limit {asked.limit:g} s."
-        )
+        reason = f"a rank failed (its message is above), or the measurement took longer than --limit {asked.limit:g} s."
         print(f"fastattention doctor: {reason}", file=sys.stderr)
         return 1
     return 0

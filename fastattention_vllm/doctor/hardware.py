@@ -124,7 +124,7 @@ def _gpus(hardware: Hardware) -> Iterator[Finding]:
                 else "Run `nvidia-smi`; after an update of the driver, restart the machine.",
             )
         elif driver and driver.error:
-            yield Finding("problem", "NVIDIA GPU", driver.error, "Run `nvidia-smi`, which says more.")
+            yield Finding("problem", "NVIDIA GPU", driver.error, "Run `nvidia-smi` to see more.")
         elif not hardware.has_npu:
             yield Finding("OK", "GPU", "none")
         return

@@ -107,14 +107,14 @@ def _unused_images(kernels: Kernels, hardware: Hardware) -> Iterator[Finding]:
         return
     errors = set(kernels.image_errors.values())
     if errors:
-        yield Finding("OK", "V100 and T4", "no usable images, and no GPU here that needs them")
+        yield Finding("OK", "V100 and T4", "the compiled kernels are missing or outdated; no GPU here needs them")
     else:
-        yield Finding("OK", "V100 and T4", f"{kernels.images} images fit this code; no GPU here needs them")
+        yield Finding("OK", "V100 and T4", f"{kernels.images} compiled kernels match this code; no GPU here needs them")
 
 
 def _npu(software: Software) -> Iterator[Finding]:
     if software.torch_npu is None or software.vllm_ascend is None:
         missing = "torch_npu" if software.torch_npu is None else "vllm-ascend"
-        yield Finding("problem", "NPU", f"none will run: {missing} is missing", f"Install {missing}.")
+        yield Finding("problem", "NPU", f"no attention kernels: {missing} is missing", f"Install {missing}.")
     else:
         yield Finding("OK", "NPU", "torch_npu's fused attention; not yet run on hardware")

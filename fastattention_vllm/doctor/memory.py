@@ -132,7 +132,9 @@ def _bandwidth(memory: Memory) -> Finding:
     )
     if memory.load > memory.threads:
         busy = f"measured while other programs ran (load {memory.load:.0f})"
-        return Finding("warning", "bandwidth", f"{text}; {busy}", "Run the doctor again when they have ended.")
+        return Finding(
+            "warning", "bandwidth", f"{text}; {busy}", "Run `fastattention doctor` again on an idle machine."
+        )
     return Finding("OK", "bandwidth", text)
 
 
@@ -153,7 +155,7 @@ def _pages(memory: Memory) -> Iterator[Finding]:
 
 def _shm(memory: Memory) -> Iterator[Finding]:
     if memory.shared is None:
-        yield Finding("warning", "/dev/shm", "missing, so tensor parallelism will not start", "Mount it.")
+        yield Finding("warning", "/dev/shm", "missing, so tensor parallelism will not start", "Mount a tmpfs there.")
     elif memory.shared < SHM_NEEDED:
         yield Finding(
             "warning",

@@ -20,8 +20,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Attention threads per rank. None: one thread for each CPU that VLLM_CPU_OMP_THREADS_BIND assigns to the rank; by
-    default these are the rank's physical cores. With a GPU or NPU: one fewer than the rank's physical cores."""
+    """Attention threads per rank. Not set: one thread for each CPU that VLLM_CPU_OMP_THREADS_BIND assigns to the rank;
+    by default these are the rank's physical cores. With a GPU or NPU: one fewer than the rank's physical cores."""
 
     host_kv_layers: Literal["auto"] | Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = "auto"
     """Layers whose KV cache is kept in host memory: a number of layers or a list of layer indices. "auto": as few as
@@ -29,7 +29,7 @@ class Options(BaseModel):
     memory is host memory."""
 
     host_kv_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Host memory for host layers, in GiB per rank. None: half of the free memory, divided among the ranks."""
+    """Host memory for host layers, in GiB per rank. Not set: half of the free memory, divided among the ranks."""
 
     host_kv_requests: Annotated[int, Field(ge=1)] = 1
     """Number of concurrent requests of --max-model-len tokens that host_kv_layers "auto" makes room for."""
@@ -58,7 +58,7 @@ class Options(BaseModel):
 
     volta_fallback: Literal["xformers"] | None = None
     """"xformers" runs models that these kernels refuse (fp32, other head sizes) with an installed xformers, more
-    slowly. None: such models are refused."""
+    slowly. Not set: such models are refused."""
 
 
 def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:

@@ -206,7 +206,9 @@ def test_images_of_one_gpu_do_not_matter_to_the_other() -> None:
     assert not bad(replace(as_the_extra_volta(with_gpus(V100, rate=12e9)), kernels=kernels))
     assert only(replace(as_the_extra_volta(with_gpus(T4, rate=12e9)), kernels=kernels)).subject == "GPU 0"
     assert not bad(replace(with_gpus(H100), kernels=kernels))
-    assert "no usable images, and no GPU here that needs them" in text_of(replace(with_gpus(H100), kernels=kernels))
+    assert "the compiled kernels are missing or outdated; no GPU here needs them" in text_of(
+        replace(with_gpus(H100), kernels=kernels)
+    )
 
 
 def test_an_ascend_host_without_torch_npu() -> None:

@@ -130,7 +130,7 @@ def test_a_report_reads_like_this() -> None:
         (["--tp", "1"], "--tp is 1; it must be at least 2"),
         (["--tp", "2", "--tokens", "8"], "--tokens is 8; it must be at least 256"),
         (["--tp", "2", "--limit", "0"], "--limit is 0; it must be at least 1"),
-        (["--tp", "2", "--json"], "--json goes without --tp"),
+        (["--tp", "2", "--json"], "--json cannot be combined with --tp"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )

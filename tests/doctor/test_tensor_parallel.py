@@ -60,7 +60,7 @@ def test_a_model_that_does_not_say_is_refused(tmp_path: Path, text: str) -> None
 def test_what_does_not_end_in_time_says_so(tmp_path: Path) -> None:
     done = doctor("--tp", "2", "--model", str(config(tmp_path)), "--limit", "1")
     assert done.returncode == 1
-    assert done.stderr.endswith("or not all was measured within --limit 1 s.\n")
+    assert done.stderr.endswith("or the measurement took longer than --limit 1 s.\n")
 
 
 def test_a_line_says_plan_and_gain() -> None:

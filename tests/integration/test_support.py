@@ -99,12 +99,12 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "LoRA with this vLLM version": (plain(), {"enable_lora": True}),
     "LoRA on a mixture-of-experts model": (QWEN3_MOE, {"enable_lora": True}),
     "expert parallelism": (QWEN3_MOE, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-    "quantised weights": (
+    "weight quantisation": (
         plain(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}),
         {"dtype": "float16"},
     ),
     "batch invariance": (plain(), {}),
-    "microbatches": (plain(), {"enable_dbo": True}),
+    "microbatching": (plain(), {"enable_dbo": True}),
     "context parallelism": (plain(), {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
 }
 

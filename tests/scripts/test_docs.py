@@ -37,7 +37,7 @@ def test_every_option_has_a_meaning() -> None:
     ("schema", "words"),
     [
         ({"type": "boolean"}, "`true`, `false`"),
-        ({"type": "integer", "minimum": 2}, "an integer, at least 2"),
+        ({"type": "integer", "minimum": 2}, "an integer of at least 2"),
         ({"type": "integer", "minimum": 1, "maximum": 4096}, "an integer from 1 to 4096"),
         ({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}, "a number above 0"),
         ({"enum": ["auto", "ptx"], "type": "string"}, '`"auto"`, `"ptx"`'),
