@@ -29,8 +29,9 @@ VLLM = {"2.10.0.post4": "0.23.0"}
 """torch_npu -> vLLM and vllm-ascend, which have the same number."""
 CUDA_PARTS = ("libtorch_cuda*.so", "libc10_cuda.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
 WITHOUT_VLLM = """
-    attrs filelock fsspec hypothesis iniconfig Jinja2 MarkupSafe mpmath networkx numpy packaging pluggy psutil pytest
-    pytest-timeout PyYAML Pygments setuptools sortedcontainers sympy typing_extensions
+    annotated-types attrs filelock fsspec hypothesis iniconfig Jinja2 MarkupSafe mpmath networkx numpy packaging pluggy
+    psutil pydantic pydantic_core pytest pytest-timeout PyYAML Pygments setuptools sortedcontainers sympy
+    typing-inspection typing_extensions
 """.split()
 BUILD_VLLM = ["cmake", "ninja", "wheel"]
 CPU_LIBRARY = "FASTATTENTION_CPU_LIBRARY"
@@ -160,7 +161,7 @@ class AscendEnvironment:
         self._pip("--only-binary", ":all:", f"vllm-ascend=={version}")
 
     def _pins(self) -> list[str]:
-        return [self.torch_npu, TORCH[self.torch_npu], CONSTRAINTS.read_text()]
+        return [self.torch_npu, TORCH[self.torch_npu], CONSTRAINTS.read_text(), *WITHOUT_VLLM]
 
     def _stub_inputs(self) -> list[str]:
         return [Path(stub_libraries.__file__).read_text()]

@@ -12,6 +12,7 @@ an attribute is in neither.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -325,6 +326,23 @@ class DeviceImplsOwn:
     supports_mtp_with_cp_non_trivial_interleave_size: Any = PassedOn()
     supports_pcp: Any = PassedOn()
     supports_quant_query_input: Any = PassedOn()
+
+
+def owning(answers: type[Any]) -> Callable[[type[Any]], type[Any]]:
+    """Give a class those answers as its own attributes, where it may have no other base.
+
+    vllm-ascend assigns ``__class__`` of layers with an int8 cache. Python allows that only among classes with one base.
+    """
+
+    def decorate(cls: type[Any]) -> type[Any]:
+        for name in vars(answers):
+            if isinstance(vars(answers)[name], PassedOn):
+                answer = PassedOn()
+                answer.__set_name__(cls, name)
+                setattr(cls, name, answer)
+        return cls
+
+    return decorate
 
 
 class BuilderClaims:

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import vllm_ascend.ops  # noqa: F401  before attention_v1: they import each other
 from torch import nn
+from vllm import forward_context
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -86,7 +88,7 @@ def asked(
         max_num_batched_tokens=256,
         max_num_seqs=REQUESTS,
     )
-    vars(config.parallel_config).update(local_world_size=1, tensor_parallel_size=1)
+    vars(config.parallel_config).update(local_world_size=1, tensor_parallel_size=1, data_parallel_size=1)
     vars(config.cache_config).update(
         cache_dtype="auto", kv_offloading_size=None, kv_sharing_fast_prefill=False, num_gpu_blocks_override=None
     )
@@ -231,9 +233,11 @@ class Model:
                     [self.history[index][request], torch.stack([keys, values])], dim=1
                 )
             out = torch.full_like(query, -7.0)
-            computed = layer.impl.forward(
-                layer, query, key, value, layer.kv_cache, metadata[layer.layer_name], output=out
-            )
+            of_this_pass = SimpleNamespace(attn_metadata=metadata, capturing=False)
+            with mock.patch.object(forward_context, "_forward_context", of_this_pass):
+                computed = layer.impl.forward(
+                    layer, query, key, value, layer.kv_cache, metadata[layer.layer_name], output=out
+                )
             self.compare(computed[:tokens].double(), self.problem(index, query, new))
             assert (computed[tokens:] == -7.0).all()
 

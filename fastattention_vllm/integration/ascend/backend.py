@@ -17,7 +17,7 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionBackend, AscendAtt
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendRuntime
-from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn
+from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn, owning
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.refusal import Refusal
@@ -38,7 +38,8 @@ class FastAttentionAscendBackend(DevicesOwn, AscendAttentionBackend):
         return FastAttentionAscendImpl
 
 
-class FastAttentionAscendImpl(DeviceImplsOwn, AscendAttentionBackendImpl):
+@owning(DeviceImplsOwn)
+class FastAttentionAscendImpl(AscendAttentionBackendImpl):
     """One attention layer."""
 
     def __init__(
