@@ -21,6 +21,7 @@ NOT_VLLMS = {
     "ascend/device:AscendRuntime.prepare:get_ascend_config().enable_cpu_binding": "an option of vllm-ascend's",
     "ascend/platform:_honouring:get_attn_backend_cls._fastattention": "a mark on our own function",
     "ascend/row_parallel:_tiling:_get_row_parallel_op._fastattention": "a mark on our own function",
+    "claims:owning.decorate:setattr": "attributes of our own classes",
     "compat:without_fp8_cache:cache.cache_dtype": "an option of vLLM's, for the time of one call",
     "compat:set_kv_bytes:cache.kv_cache_memory_bytes": "an option of vLLM's",
     "compat:set_kv_bytes:cache.cpu_kvcache_space_bytes": "an option of vLLM's",
