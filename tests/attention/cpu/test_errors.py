@@ -77,7 +77,11 @@ def i32(*values: int) -> torch.Tensor:
             {"block_table": i32(0, 1, 9, 1, 2, 0).view(2, 3), "seq_lens": i32(33, 3)},
             r"\[0\]\[2\] is 9, but page numbers",
         ),
-        (PAGED, {"block_table": i32(0, len(PAGED.key), 1, 2).view(2, 2)}, r"\[0\]\[1\] is 6, but page numbers go from 0 to 5"),
+        (
+            PAGED,
+            {"block_table": i32(0, len(PAGED.key), 1, 2).view(2, 2)},
+            r"\[0\]\[1\] is 6, but page numbers go from 0 to 5",
+        ),
         (
             PAGED,
             {"block_table": i32(0, -1, 2, 1, 2, 0).view(2, 3)},
@@ -241,7 +245,9 @@ class TestAbi:
 
 def test_unknown_instruction_sets_are_refused() -> None:
     before = cpu.isa()
-    with pytest.raises(ValueError, match=r"instruction set sse9 is not usable on this machine; choose one of: .*scalar"):
+    with pytest.raises(
+        ValueError, match=r"instruction set sse9 is not usable on this machine; choose one of: .*scalar"
+    ):
         set_isa("sse9")
     assert cpu.isa() == before
 
