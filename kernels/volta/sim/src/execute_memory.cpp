@@ -20,7 +20,7 @@ uint32_t extended(const Instruction& instruction, uint32_t value) {
 
 int num_words(const Instruction& instruction) { return std::max(1, instruction.width / 4); }
 
-// One lane's load into, or store from, as many registers as the width asks for.
+// Loads of all lanes, into as many registers as the width needs.
 struct LaneLoad {
   Lanes words[4] = {};
 
@@ -216,7 +216,7 @@ void ldc(Step& step) {
   load.write(step);
 }
 
-// One warp runs until it waits, so memory is always in the order that fences ask for.
+// Each warp runs until it waits, so memory accesses are always in the order that fences require.
 void fence(Step&) {}
 
 constexpr NumberFormat kInteger = NumberFormat::kInteger;
@@ -229,7 +229,7 @@ const std::vector<Opcode>& memory_opcodes() {
   static const auto* opcodes = new std::vector<Opcode>{
       {"LDG", Pipe::kMemory, Cost::kGlobalLoad, kInteger, kGlobalWords, ldg},
       {"STG", Pipe::kMemory, Cost::kGlobalStore, kInteger, kGlobalWords, stg},
-      // Generic addresses: those of shared and local memory are mapped nowhere, so they fault.
+      // Generic addresses. Those of shared and local memory are not mapped, so they cause an error.
       {"LD", Pipe::kMemory, Cost::kGlobalLoad, kInteger, kGlobalWords, ldg},
       {"ST", Pipe::kMemory, Cost::kGlobalStore, kInteger, kGlobalWords, stg},
       {"LDS", Pipe::kMemory, Cost::kSharedLoad, kInteger, kSharedWords, lds},
