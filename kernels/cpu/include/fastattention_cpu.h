@@ -103,8 +103,8 @@ typedef struct fa_kv_write {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t page_size;
-  int32_t dtype;               /* of key and value; not fp8 */
-  int32_t kv_dtype;            /* of the cache */
+  int32_t dtype;               /* fa_dtype of key and value; not fp8 */
+  int32_t kv_dtype;            /* fa_dtype of the cache */
   float key_scale;             /* positive and finite; 1 unless kv_dtype is fp8 */
   float value_scale;           /* like key_scale */
   const int64_t* slot_mapping; /* [num_tokens] */

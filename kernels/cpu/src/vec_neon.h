@@ -46,7 +46,7 @@ inline bool any_greater(Vec a, Vec b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
 inline Vec load(const float* p) { return vld1q_f32(p); }
 inline Vec load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 inline Vec load(const BFloat16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
-// Each of 4 bytes becomes the upper byte of 16 bits.
+// Each of the 4 bytes becomes the upper byte of 16 bits.
 inline uint16x4_t load_upper_bytes(const void* p) {
   uint32_t bytes;
   __builtin_memcpy(&bytes, p, sizeof(bytes));

@@ -28,7 +28,7 @@ class Gpu:
     """Possible sizes of shared memory."""
 
     def l1_kib(self, shared_bytes: int) -> int:
-        """Size of L1 if the resident CTAs together use so many bytes of shared memory."""
+        """Size of L1 in KiB if the resident CTAs together use ``shared_bytes`` of shared memory."""
         carve_out = next((kib for kib in self.carve_outs_kib if kib * 1024 >= shared_bytes), self.carve_outs_kib[-1])
         return self.data_kib - carve_out
 

@@ -173,7 +173,7 @@ class Simulation:
         return SmTime.of(fields, tuple(spots))
 
     def l1_kib(self, resident: int) -> int:
-        """Size of L1 in KiB if so many CTAs of the latest launch are resident."""
+        """Size of L1 in KiB if ``resident`` CTAs of the latest launch are on an SM."""
         return self.gpu.l1_kib(resident * self._shared_bytes)
 
     # ---------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ namespace {
 std::vector<Range> tensors;
 
 // The last accesses to two bytes of shared memory, and the barriers passed by then. If two threads access them and one
-// writes, a barrier must lie in between: of the warp for threads of one warp, otherwise of the block.
+// writes, a barrier must separate the accesses: of the warp for threads of one warp, otherwise of the block.
 constexpr int kNobody = -1, kMany = -2;
 struct Access {
   int thread = kNobody;  // kMany: several threads of one warp

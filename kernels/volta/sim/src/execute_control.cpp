@@ -119,7 +119,7 @@ void bmov(Step& step) {
   }
 }
 
-// BAR.SYNC barrier, threads: waits until so many threads have arrived. BAR.ARV arrives and does not wait. Only whole
+// BAR.SYNC barrier, threads: waits until that many threads have arrived. BAR.ARV arrives and does not wait. Only whole
 // warps are supported.
 void bar(Step& step) {
   const uint32_t barrier = step.num_operands() == 0 ? 0 : step.uniform(0);
@@ -138,7 +138,7 @@ void bar(Step& step) {
     return;
   }
   if (!step.warp.at_barrier.empty() && step.warp.cta_barrier != static_cast<int>(barrier)) {
-    fail("lanes of one warp wait at barriers %d and %u at once.", step.warp.cta_barrier, barrier);
+    fail("lanes of one warp wait at barriers %d and %u at the same time.", step.warp.cta_barrier, barrier);
   }
   step.warp.cta_barrier = static_cast<int>(barrier);
   step.warp.barrier_threads = static_cast<int>(threads);

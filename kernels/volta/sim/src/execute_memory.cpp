@@ -60,8 +60,7 @@ void for_each_lane(const Step& step, Function function) {
   }
 }
 
-// --- global
-// -----------------------------------------------------------------------------------------------------------
+// --- global ---------------------------------------------------------------------------------------------------------
 
 WideLanes global_addresses(const Step& step, size_t number) {
   const Operand& operand = address_operand(step, number);
@@ -105,8 +104,7 @@ void stg(Step& step) {
   record_global(step, addresses);
 }
 
-// --- shared
-// -----------------------------------------------------------------------------------------------------------
+// --- shared ---------------------------------------------------------------------------------------------------------
 
 Lanes shared_addresses(const Step& step, size_t number) {
   const Operand& operand = address_operand(step, number);
@@ -173,8 +171,7 @@ void atoms(Step& step) {
   record_shared(step, addresses);
 }
 
-// --- local and constant
-// -----------------------------------------------------------------------------------------------
+// --- local and constant ---------------------------------------------------------------------------------------------
 
 uint8_t* local(const Step& step, size_t operand_number, size_t lane) {
   const Operand& operand = address_operand(step, operand_number);

@@ -20,7 +20,7 @@ int64_t data_cycles(const Access& access, int bytes_per_cycle) {
 MemoryPath::MemoryPath(const fa_sim_timing& timing, fa_sim_time& time)
     : timing_(timing), time_(time), l1_(static_cast<size_t>(timing.l1_kib) * 1024 / kSectorBytes) {}
 
-// Occupies the path for so many cycles. Returns the first of them.
+// Occupies the path for `cycles` cycles, not before `earliest`. Returns the first of them.
 int64_t MemoryPath::enter(int64_t earliest, int64_t cycles) {
   const int64_t begin = std::max(earliest, path_free_);
   path_free_ = begin + cycles;
