@@ -21,7 +21,7 @@ const void* parameters;
 
 unsigned char* stacks() {
   static auto* const memory = [] {
-    const size_t bytes = kMostThreads * kStackBytes;
+    const size_t bytes = kMaxThreads * kStackBytes;
     void* const all = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) return static_cast<unsigned char*>(nullptr);
     return static_cast<unsigned char*>(all);
@@ -164,11 +164,11 @@ extern "C" __attribute__((visibility("default"))) const char* fa_emulator_run(
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const unsigned threads = size[0] * size[1] * size[2];
   block.failure.clear();
-  if (threads == 0 || threads > kMostThreads) {
+  if (threads == 0 || threads > kMaxThreads) {
     block.failure = "a block has " + std::to_string(threads) + " threads, but can have 1 to 1024.";
   } else if (size[1] != 1 || size[2] != 1) {
     block.failure = "the emulator runs one-dimensional blocks only.";
-  } else if (shared_bytes > kMostShared) {
+  } else if (shared_bytes > kMaxShared) {
     block.failure = "a block has at most 98304 bytes of shared memory, not " + std::to_string(shared_bytes) + ".";
   } else if (stacks() == nullptr) {
     block.failure = "there is not enough memory for the stacks of a block's threads.";

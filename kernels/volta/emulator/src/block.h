@@ -12,7 +12,7 @@
 namespace volta_emulator {
 
 constexpr int kLanes = 32;
-constexpr int kMostThreads = 1024;
+constexpr int kMaxThreads = 1024;
 
 struct Index {
   unsigned x, y, z;

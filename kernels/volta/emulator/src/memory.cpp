@@ -9,7 +9,7 @@
 
 // The array that kernels declare as `extern __shared__ uint4 shared[]` in functions with C linkage.
 extern "C" {
-alignas(16) unsigned char shared[volta_emulator::kMostShared];
+alignas(16) unsigned char shared[volta_emulator::kMaxShared];
 }
 
 namespace volta_emulator {
@@ -46,7 +46,7 @@ struct Cell {
   Access write, read;
 };
 constexpr size_t kCell = 2;
-Cell cells[kMostShared / kCell];
+Cell cells[kMaxShared / kCell];
 
 std::string access_name(size_t bytes, bool writes) {
   return thread_name(block.running) + (writes ? " writes " : " reads ") + std::to_string(bytes) + " bytes ";
@@ -92,7 +92,7 @@ void touch(const void* address, size_t bytes, size_t alignment, bool writes) {
     fail(access_name(bytes, writes) + "at an address that is not a multiple of " + std::to_string(alignment) + ".");
   }
   const auto begin = reinterpret_cast<uintptr_t>(::shared);
-  if (at >= begin && at < begin + kMostShared) return touch_shared(at - begin, bytes, writes);
+  if (at >= begin && at < begin + kMaxShared) return touch_shared(at - begin, bytes, writes);
   auto after = std::upper_bound(tensors.begin(), tensors.end(), at,
                                 [](uintptr_t value, const Range& range) { return value < range.begin; });
   if (after == tensors.begin() || at + bytes > (after - 1)->begin + (after - 1)->bytes) {

@@ -8,7 +8,7 @@
 
 namespace volta_emulator {
 
-constexpr uint32_t kMostShared = 96 * 1024;
+constexpr uint32_t kMaxShared = 96 * 1024;
 
 struct Range {
   uint64_t begin, bytes;

@@ -10,8 +10,8 @@ constexpr uint32_t kSectorBytes = 32, kSectorsPerLine = 4;
 
 // The maximum number of distinct words that lanes [begin, end) access in one bank.
 uint32_t passes(uint32_t lanes, const std::array<uint32_t, kLanes>& addresses, int words, int begin, int end) {
-  constexpr int kMostWords = kLanes * 4;
-  uint32_t wanted[kMostWords];
+  constexpr int kMaxWords = kLanes * 4;
+  uint32_t wanted[kMaxWords];
   int count = 0;
   for (int lane = begin; lane < end; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;

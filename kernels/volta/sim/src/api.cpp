@@ -136,10 +136,10 @@ FA_EXPORT int32_t fa_sim_set_instruction_limit(fa_sim* sim, uint64_t limit) {
 FA_EXPORT int32_t fa_sim_set_launch(fa_sim* sim, const uint32_t grid[3], const uint32_t block[3], uint32_t shared_bytes,
                                     uint32_t local_bytes) {
   return guarded(sim, [&] {
-    constexpr uint64_t kMostThreads = 1024;
+    constexpr uint64_t kMaxThreads = 1024;
     const uint64_t threads = uint64_t{block[0]} * block[1] * block[2];
-    const bool too_long = block[0] > kMostThreads || block[1] > kMostThreads || block[2] > kMostThreads;
-    if (threads == 0 || too_long || threads > kMostThreads) {
+    const bool too_long = block[0] > kMaxThreads || block[1] > kMaxThreads || block[2] > kMaxThreads;
+    if (threads == 0 || too_long || threads > kMaxThreads) {
       fail("a block must have 1 to 1024 threads, not %u x %u x %u.", block[0], block[1], block[2]);
     }
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) fail("every dimension of a grid must be at least 1.");
