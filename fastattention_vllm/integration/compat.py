@@ -164,6 +164,16 @@ def num_blocks_of(kv_cache: torch.Tensor) -> int:
     return kv_cache.shape[1] if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 else kv_cache.shape[0]
 
 
+def uses_this_backend(vllm_config: VllmConfig) -> bool:
+    """Whether the attention layers of a configured engine are this package's; without a choice, only on CPUs."""
+    from vllm.platforms import current_platform
+
+    backend = vllm_config.attention_config.backend
+    if backend is not None:
+        return backend.name == BACKEND_NAME
+    return type(current_platform).__name__ == "FastAttentionCpuPlatform" and not has_compiled_cpu_ops()
+
+
 def check_worker_class(vllm_config: VllmConfig, base: type[Any], instead: str = "remove --worker-cls") -> None:
     """Refuse a ``--worker-cls`` that does not do what ``base`` does for this package.
 

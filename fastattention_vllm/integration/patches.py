@@ -108,13 +108,26 @@ PATCHES = (
         sites=("serving/server_end:limit_waiting:module.Server.shutdown",),
     ),
     Patch(
-        names=("the loaders of vllm.v1.engine.async_llm and uvicorn.server",),
-        why="The two functions above are replaced when their modules are imported. Importing them here would cost "
-        "every worker process 1.5 seconds.",
-        remove_when="both patches above are removed",
+        names=("uvicorn.server.Server.startup",),
+        why="The metrics and the status of this backend are part of vLLM's own server. Its endpoint plugins have to be "
+        "named in VLLM_PLUGINS.",
+        remove_when="vLLM loads endpoint plugins that are not named",
+        sites=("serving/server_start:attach_at_start:module.Server.startup",),
+    ),
+    Patch(
+        names=("a method fastattention_stats, added to vllm.v1.worker.worker_base.WorkerBase",),
+        why="collective_rpc calls methods of the worker, and a worker extension belongs to the user.",
+        remove_when="a plugin can register a method for collective_rpc",
+        sites=("serving/worker_stats:add_method:setattr",),
+    ),
+    Patch(
+        names=("the loaders of vllm.v1.engine.async_llm, vllm.v1.worker.worker_base and uvicorn.server",),
+        why="What is replaced in them is replaced when they are imported. Importing them here would cost every process "
+        "1.5 seconds.",
+        remove_when="the patches of these modules are removed",
         sites=(
-            "serving/server_end:once_imported:sys.meta_path.insert",
-            "serving/server_end:_Watch.find_spec:spec.loader.exec_module",
+            "serving/once_imported:once_imported:sys.meta_path.insert",
+            "serving/once_imported:_Watch.find_spec:spec.loader.exec_module",
         ),
     ),
     Patch(

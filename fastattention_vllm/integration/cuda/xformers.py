@@ -155,6 +155,10 @@ class FastAttentionXformersImpl(Layer):
                 "support; serve another model."
             )
 
+    @property
+    def kernels_name(self) -> str:
+        return f"xformers {xformers.version()}"
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         logger.info_once(
             "Attention kernels: xformers %s, selected by volta_fallback because %s.",
