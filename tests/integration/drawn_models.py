@@ -26,7 +26,7 @@ from transformers.models.bloom.modeling_bloom import BloomGelu
 from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import Layers, Limits, PlacementError, plan
 from tests import reference_models as reference
-from tests.reference_models import VOCAB, decoder_shape, save_random
+from tests.reference_models import VOCAB, RoundedCache, Rounding, decoder_shape, save_random
 
 FULL, WINDOWED = "F", "W"
 KIND_NAMES = {FULL: "full_attention", WINDOWED: "sliding_attention"}
@@ -140,10 +140,11 @@ class Forced:
             if isinstance(getattr(module, "gelu_impl", None), BloomGelu):
                 module.gelu_impl = torch.nn.GELU()
 
-    def logprobs(self, text: Sequence[int]) -> torch.Tensor:
-        """``[tokens, vocabulary]``: row i is of what follows token i."""
+    def logprobs(self, text: Sequence[int], rounding: Rounding | None = None) -> torch.Tensor:
+        """``[tokens, vocabulary]``: row i is of what follows token i. ``rounding`` is applied to keys and values."""
+        cache = RoundedCache(self.model.config, rounding, rounding) if rounding else None
         with torch.no_grad():
-            return self.model(torch.tensor([text])).logits[0].float().log_softmax(-1)
+            return self.model(torch.tensor([text]), past_key_values=cache).logits[0].float().log_softmax(-1)
 
 
 def draw_model(numbers: random.Random) -> Model:
