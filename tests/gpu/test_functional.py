@@ -93,7 +93,7 @@ def test_queries_before_the_first_key_see_nothing() -> None:
     assert lse[..., 30:].isfinite().all()
 
 
-def test_no_query_and_no_key() -> None:
+def test_empty_queries_and_keys() -> None:
     q, k, v = (tensor.cuda() for tensor in half(*batch(seqlen_k=0)))
     out, lse, _ = fast_attn_func(q, k, v, return_attn_probs=True)
     assert (out == 0).all()

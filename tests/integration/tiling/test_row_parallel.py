@@ -124,7 +124,7 @@ def config(blocks: Any, ranks: int = 2) -> Any:
     )
 
 
-def test_nothing_is_replaced_unless_asked_for(registry: dict[str, Any]) -> None:
+def test_nothing_is_replaced_unless_requested(registry: dict[str, Any]) -> None:
     row_parallel.install(config("off"))
     row_parallel.install(config(2, ranks=1))
     assert NAME not in registry
