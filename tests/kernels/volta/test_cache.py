@@ -47,7 +47,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("on", "step"), [(emulated, 1), (simulated, 7), more(simulated, 1)], ids=name)
-def test_every_number_is_cast_as_torch_does(on: attention.Machines, step: int, dtype: torch.dtype) -> None:
+def test_every_fp16_number_is_cast_as_torch_does(on: attention.Machines, step: int, dtype: torch.dtype) -> None:
     """All numbers of fp16, or each seventh, divided by two scales: infinity and NaN, subnormal numbers, ties."""
     numbers = torch.arange(1 << 16, dtype=torch.int32)[::step]
     numbers = numbers[: len(numbers) // 512 * 512].to(torch.int16).view(FP16).view(-1, 8, 64)

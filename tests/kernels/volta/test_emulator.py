@@ -329,7 +329,7 @@ SLID_OUT = {
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("page_size", [0, 16, 784])
 @pytest.mark.parametrize("kind", SLID_OUT)
-def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int, architecture: int) -> None:
+def test_pages_that_left_the_window_are_ignored(kind: str, page_size: int, architecture: int) -> None:
     """Not by a weight of 0 either: infinity times 0 is no number."""
     problem = slid_out(replace(SLID_OUT[kind], page_size=page_size))
     assert problem.value.isinf().any()
@@ -353,7 +353,7 @@ def test_prefill_in_parts_of_what_a_window_leaves() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: int) -> None:
+def test_rows_that_see_no_key_with_sinks_of_minus_infinity(kind: str, count: int) -> None:
     """Fewer keys than queries: the first rows have a sum of nothing, even where a sink of -inf joins it."""
     lengths = (2, 1) if kind == "decode" else (20, 12)
     problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
