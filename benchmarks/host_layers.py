@@ -77,9 +77,9 @@ def main() -> int:
 
 
 def in_a_process_of_its_own(name: str) -> list[Row]:
-    """An engine that ends leaves GPU memory behind in its process, one that was refused even more."""
+    """Run an engine in a separate process, because an engine leaves GPU memory behind, especially a refused one."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        # Of an option given twice, the last counts.
+        # The last value of a repeated option applies.
         command = [sys.executable, __file__, *sys.argv[1:], "--engines", name, "--json", file.name]
         if subprocess.run(command, check=False).returncode not in (0, 1):
             sys.exit(f"the engine {name!r} failed; its messages are above.")

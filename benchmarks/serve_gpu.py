@@ -85,7 +85,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
     try:
         for name, backend in BACKENDS.items():
             servers.append(Server(name, [*command, *backend], os.environ, folder / f"{name}.log"))
-            servers[-1].wait_until_healthy()  # one after the other: each sees how much memory is left
+            servers[-1].wait_until_healthy()  # one after the other, because each checks how much memory is left
         for number in range(options.rounds):
             for concurrency in options.concurrency:
                 for server in in_turn(servers, number):

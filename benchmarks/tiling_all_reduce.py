@@ -57,9 +57,9 @@ SHAPES = {  # of a sweep's cuts
     "small last": [5, 5, 5, 1],
 }
 WORST = 1e-2
-"""Largest difference to the plain layer, as a part of its largest number, before the run is given up."""
+"""Largest allowed difference from the plain layer, relative to its largest number. A larger one stops the run."""
 SHORT = 2048
-"""Up to so many tokens there are three times as many rounds: what takes a tenth of a millisecond varies more."""
+"""Up to this many tokens there are three times as many rounds, because times of 0.1 ms vary more."""
 
 
 def main() -> int:
@@ -93,8 +93,10 @@ def main() -> int:
 
 
 def describe(told: Told, before: Sequence[Told]) -> Row:
-    """In the form of every result. The peer is the plain layer of the same place, which was told ``before``; nothing
-    takes less time than the longer one of matmul and all-reduce."""
+    """A result in the common form. The peer is the plain layer of the same case, which is in ``before``.
+
+    The limit is the longer one of matmul and all-reduce.
+    """
     if "note" in told:
         return Row(case=told["note"], metric="overlap note", unit="", ours=None, **told)
     case = f"{told['model']} {told['layer']}, {told['ranks']} ranks, {told['link']}"
@@ -119,7 +121,7 @@ def describe(told: Told, before: Sequence[Told]) -> Row:
 
 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
-    """One rank."""
+    """Runs on each rank."""
     link, options = said
     here = join(rank, folder, link, options.sweep or options.collectives or collectives_of(link), options.ranks)
     models = TINY if options.tiny else {name: LAYERS[name] for name in options.models}
@@ -199,7 +201,7 @@ def sweep(
     options: argparse.Namespace,
     tell: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Each collective alone, and cuts of several shapes by it, with and without multiprocessors left free."""
+    """Time each collective alone, and splits of several shapes with it, with and without free multiprocessors."""
     timer = LayerTimer(collectives, plain_layer, weight, max(options.tokens))
     for tokens in options.tokens:
         works = [timer.matmul(tokens), plain_sum(timer, tokens), timer.plain(tokens)]
@@ -225,7 +227,7 @@ def sweep(
 
 
 def launch(work: Callable[[], object]) -> float:
-    """Milliseconds that Python needs to order a work."""
+    """Milliseconds that Python needs to launch a work."""
     times = []
     for _ in range(5):
         if torch.cuda.is_available():

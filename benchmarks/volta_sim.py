@@ -51,7 +51,7 @@ KINDS = ("method", "prefill", "decode", "masks")
 def sweep(
     content: Cubin | None, tokens: Sequence[int], head_sizes: Sequence[int], kinds: Sequence[str]
 ) -> list[Callable[[], Measured]]:
-    """All rows, those first that say most. Without ``content`` there is no peer."""
+    """All rows, the most informative first. Without ``content`` there is no peer."""
     jobs: list[Callable[[], Measured]] = []
     if content is not None and "method" in kinds:
         jobs += [functools.partial(method_row, content, *line) for line in PUBLISHED if line[0] in head_sizes]

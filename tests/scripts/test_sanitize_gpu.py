@@ -121,7 +121,7 @@ def test_tests_that_do_not_run_are_a_failure(
     """The real command without stand-ins: without a GPU all tests are skipped."""
     install(machine, ALL_SEEN | {"memcheck": None})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert sanitize_gpu.main(["-k", "every_number_is_cast"]) == 1
+    assert sanitize_gpu.main(["-k", "every_fp16_number_is_cast"]) == 1
     printed = capsys.readouterr().out
     assert "8 skipped" in printed
     assert "no test passed" in printed
