@@ -194,7 +194,7 @@ def _hidden(
     if mode == 0:
         if mask is None:
             return torch.zeros(queries, keys, dtype=torch.bool)
-        assert queries == 1, "a full mask is only supported for one query token"
+        assert queries == 1, "a whole mask is only supported for one query token"
         assert mask.dtype in (torch.bool, torch.int8, torch.uint8)
         return mask.reshape(len(mask), -1)[sequence, :keys].bool()[None]
     assert mask is not None
