@@ -459,7 +459,7 @@ def test_layers_that_cannot_be_placed_stop_the_start(
         Model(asked, [None] * 2, host_kv_layers=1)
 
 
-def test_layers_whose_class_vllm_ascend_replaced_are_no_candidates(asked: SimpleNamespace) -> None:
+def test_layers_whose_class_vllm_ascend_replaced_are_not_candidates(asked: SimpleNamespace) -> None:
     layer = Model(asked, [None] * 2, host_kv_layers=0).layers[0]
     assert hasattr(layer.impl, "host_window")
     layer.impl.__class__ = AscendAttentionBackendImpl

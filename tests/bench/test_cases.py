@@ -22,7 +22,7 @@ def test_a_parsed_case_prints_as_it_was_written(text: str) -> None:
     assert parse_case(str(parse_case(text))) == parse_case(text)
 
 
-def test_what_a_case_means() -> None:
+def test_meaning_of_a_case() -> None:
     assert parse_case("prefill bf16 (32,8,128) 512 on 8K") == Case(
         kind="prefill",
         dtype="bf16",

@@ -124,7 +124,7 @@ def test_cpu_time_of_other_processes() -> None:
     assert foreign_share(2.0, 2.1, 2.0) == 0.0, "the system's CPU accounting is coarser than our clock"
 
 
-def test_cpu_time_covers_what_a_server_uses(server: Server) -> None:
+def test_cpu_time_covers_a_servers_usage(server: Server) -> None:
     before, own, everyone = server.cpu_seconds(), serving.own_cpu_seconds(), serving.machine_cpu_seconds()
     used = 0.0
     for _ in range(2000):  # a few hundred requests suffice

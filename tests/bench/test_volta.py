@@ -343,7 +343,7 @@ class WallClock(Clock):
         return 0.1
 
 
-def test_the_table_keeps_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_failures(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     everyone = [
         Played(OURS, clock, [0.02]),

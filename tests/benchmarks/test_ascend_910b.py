@@ -52,7 +52,7 @@ def test_right_answers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert all(rates[name] > 0 for name in ("memory", "cpu", "link", "cpu_beside_link")), rates
 
 
-def test_a_key_too_many_is_noticed(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_additional_key_is_detected(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def off_by_one(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         wrong = given | ({"sparse_mode": 4, "next_tokens": 1} if given["sparse_mode"] == 3 else {})
         return ascend_operator.npu_fused_infer_attention_score(**wrong)

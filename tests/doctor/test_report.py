@@ -51,7 +51,7 @@ def test_the_report_describes_this_machine(here: report.Facts) -> None:
         assert 1e8 < here.memory.bandwidth < 1e13
 
 
-def test_it_runs_without_extras_and_without_vllm() -> None:
+def test_the_doctor_runs_without_extras_and_without_vllm() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS, "doctor", "--json"],
         capture_output=True,

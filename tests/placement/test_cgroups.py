@@ -33,7 +33,7 @@ def files(tree: Path, group: str, **contents: str) -> None:
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def test_without_limits_there_are_none(tree: Path) -> None:
+def test_no_limits_are_found_without_limits(tree: Path) -> None:
     assert (cgroups.memory_left(), cgroups.cpus()) == (None, None)
     own(tree, "0::/user.slice\n")
     files(tree, "user.slice", memory__max="max", cpu__max="max 100000")

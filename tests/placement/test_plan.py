@@ -287,7 +287,7 @@ def test_a_model_without_a_cache_needs_no_plan() -> None:
 
 
 @given(models(), st.integers(0, 1 << 22), st.integers(0, 1 << 22), st.data())
-def test_blocks_are_as_many_as_both_sides_hold(
+def test_both_sides_limit_the_number_of_blocks(
     model: tuple[Layers, KvSize], device_bytes: int, host_bytes: int, data: st.DataObject
 ) -> None:
     placement = data.draw(st.sampled_from(list(every_split(*model))))
@@ -303,7 +303,7 @@ def test_blocks_are_as_many_as_both_sides_hold(
         assert placement.slabs == len(placement.host), "one block table shares nothing"
 
 
-def test_a_step_takes_the_time_to_read_what_its_layers_see() -> None:
+def test_a_step_takes_as_long_as_reading_the_kv_of_its_layers() -> None:
     layers = Layers(full=(0, 2), windowed=(1, 3))
     size = KvSize(16, 16 * 1000, full_layers=2, windowed_layers=2, window=100, tokens_per_step=64)
     placement = plan(layers, size, [2, 3], PLENTY)

@@ -278,7 +278,7 @@ class TestLibrary:
     def test_the_instruction_set_can_be_forced(self, name: str) -> None:
         assert python("print(cpu.isa())", FASTATTENTION_CPU_ISA=name).stdout == f"{name}\n"
 
-    def test_the_fastest_instruction_set_is_taken(self) -> None:
+    def test_the_fastest_instruction_set_is_chosen(self) -> None:
         assert python("print(cpu.isa())", FASTATTENTION_CPU_ISA="").stdout == f"{cpu.usable_isas()[0]}\n"
 
     def test_an_unusable_instruction_set_stops_with_the_usable_ones(self) -> None:

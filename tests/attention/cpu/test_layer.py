@@ -66,7 +66,7 @@ def test_steps(layer: dict[str, Any], lengths: list[list[tuple[int, int]]], data
         assert (out[len(expected) :] == 7.0).all(), "padding rows must not change"
 
 
-def test_another_dtype_or_number_of_heads_is_taken() -> None:
+def test_another_dtype_or_number_of_heads_is_accepted() -> None:
     (step,) = steps_of({}, [[(3, 20), (1, 40)]])
     attention = LayerAttention(step, torch.empty_like(step.query))
     for other in (step.query.half(), step.query.repeat(1, 2, 1)):

@@ -168,7 +168,7 @@ def alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torc
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_forked_child_computes_with_a_pool_of_its_own() -> None:
+def test_a_forked_child_computes_with_its_own_pool() -> None:
     cpu.set_num_threads(4)
     problem = CASE.build()
     expected = run(problem)

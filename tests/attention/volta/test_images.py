@@ -165,7 +165,7 @@ def test_missing_images_are_reported(images: Path) -> None:
         volta._variant("decode", 64)
 
 
-def test_the_launcher_reads_what_was_built(images: Path) -> None:
+def test_the_launcher_reads_the_built_images(images: Path) -> None:
     read = volta._variant("decode", 64)
     assert read == Variant(**variants.describe(VARIANT))
     assert (read.threads, read.rows, read.shared_bytes) == (VARIANT.threads, VARIANT.rows, VARIANT.shared_bytes)

@@ -132,7 +132,7 @@ def test_another_backend_is_refused_rather_than_replaced() -> None:
         Platform.get_attn_backend_cls(AttentionBackendEnum.TRITON_ATTN, None)
 
 
-def test_a_vllm_with_kernels_of_its_own_keeps_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_with_compiled_kernels_keeps_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "has_compiled_cpu_ops", lambda: True)
     assert not Platform._uses_fastattention(None)
     assert Platform._uses_fastattention(compat.ensure_backend_member())

@@ -53,7 +53,7 @@ class TestKvBytes:
     def test_default_is_shared_by_the_ranks(self) -> None:
         assert kv_bytes_per_rank(None, self.SIZE, 1024, 0, 2) == 2 * GIB
 
-    def test_a_long_request_may_take_up_to_half_of_what_is_free(self) -> None:
+    def test_a_long_request_may_take_up_to_half_of_the_free_memory(self) -> None:
         tokens = 16 * (6 * GIB // self.BLOCK)
         assert kv_bytes_per_rank(None, self.SIZE, tokens, 0, 1) == 6 * GIB + self.BLOCK
 

@@ -290,7 +290,7 @@ def test_a_budget_too_small_for_one_request_is_refused_with_the_length_that_fits
         pass
 
 
-def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list[str]) -> None:
+def test_the_log_predicts_the_time_that_host_layers_add_per_token(model: Path, log: list[str]) -> None:
     """It uses the measured rates of reading KV, by the CPU alone or by both; without rates it predicts nothing."""
     with small_blocks(model, **host(3)) as llm:
         layers = host_layers_of(llm)
