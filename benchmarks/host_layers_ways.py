@@ -1,8 +1,8 @@
-"""What host_layers.py compares, with a prompt in the cache, on the same pages.
+"""The variants that host_layers.py compares, with a prompt in the cache, on the same pages.
 
 Used by: host_layers.py.
 
-    stock     vLLM's own backend, at the contexts that it holds in the capped memory
+    stock     vLLM's own backend, at the contexts that fit into the limited memory
     device    this backend with all of the GPU's memory and no host layers
     host      host layers, and three ways to decode: the GPU reads all host KV over the link ("stream all"), the CPU
               attends to all of it ("CPU alone"), and what the start-up measurement chose ("auto")

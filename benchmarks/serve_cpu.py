@@ -5,10 +5,10 @@
 Run by: users who decide between this package and vLLM's CPU build, and contributors who change a CPU path.
 Needs: `make setup`, and an otherwise idle machine. PATH is the Python of an environment with a CPU build of vLLM.
 
-Both servers are up throughout and asked in turn, one idle while the other answers. The model is a Llama shape with
+Both servers run throughout and are measured in turn, one idle while the other answers. The model is a Llama shape with
 random weights and few layers. Prompts are distinct and reach the servers' prefix caches before anything is timed. The
-time of attention within our step is not measured inside the server: it is the kernel's own time in `fastattention
-bench cpu` for the same shape, times the layers. There no K and V are in a cache, so for short prompts it is an upper
+time of attention within our step is not measured inside the server: it is the kernel's own time in `fastattention bench
+cpu` for the same shape, times the layers. There K and V are not in a CPU cache, so for short prompts it is an upper
 bound.
 """
 

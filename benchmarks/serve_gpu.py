@@ -1,12 +1,12 @@
-"""`vllm bench serve` against this backend without host layers and against vLLM's own FLASH_ATTN: do they cost nothing?
+"""`vllm bench serve` against this backend without host layers and against vLLM's own FLASH_ATTN: is there any cost?
 
     python benchmarks/serve_gpu.py --json FILE
 
 Run by: contributors who change what runs on GPUs of compute capability 8.0 or newer.
 Needs: such a GPU with about 40 GiB of memory, and vLLM's CUDA build.
 
-Both servers are on the same GPU throughout and are asked in turn, one idle while the other answers. The model has the
-shape and the size of an 8B Llama (fastattention_vllm/demo).
+Both servers are on the same GPU throughout and are measured in turn, one idle while the other answers. The model has
+the shape and the size of an 8B Llama (fastattention_vllm/demo).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Row-parallel linear layers of 8B and 70B models in blocks, against the plain layer: what is hidden, what is lost.
+"""Row-parallel linear layers of 8B and 70B models in blocks, against the plain layer: what is hidden and what is lost.
 
     python benchmarks/tiling_all_reduce.py --ranks 2 --links nvlink host --json FILE     # on GPUs of one machine
     python benchmarks/tiling_all_reduce.py --ranks 2 --links gloo --tiny --json FILE     # anywhere
@@ -7,14 +7,14 @@
 Run by: contributors who change tiling-AllReduce, and owners of several GPUs (`fastattention doctor --tp` is shorter).
 Needs: as many NVIDIA GPUs as ranks; none with `--links gloo --tiny`. matplotlib for pictures.
 
-"host" sets NCCL_P2P_DISABLE=1: all bytes between GPUs pass through host memory, as between V100s on PCIe without P2P.
-A row is a layer, a number of tokens and a way: "plain" (matmul, then NCCL's all-reduce), "auto" (what
-`tiling_all_reduce: "auto"` does, after calibrating itself), "2", "4" and "8" (as many equal blocks). Times are medians
-of rounds in which all ways take turns, averaged over the ranks, by events on the GPU. "hidden" is (matmul + all-reduce
-- time) / min(matmul, all-reduce), both alone and of the plain layer; "speedup" is plain / time. "ordering ms" is the
-time that Python takes to enqueue the work; it is not part of the other times. Each way's result is compared with the
-plain layer's. `--sweep COLLECTIVE...` times cuts by each of these collectives (see parallel/named_collectives.py)
-instead.
+"host" sets NCCL_P2P_DISABLE=1: all bytes between GPUs pass through host memory, as between V100s on PCIe without P2P. A
+row is a layer, a number of tokens and a variant: "plain" (matmul, then NCCL's all-reduce), "auto" (what
+`tiling_all_reduce: "auto"` does, after calibrating itself), "2", "4" and "8" (that many equal blocks). Times are
+medians of rounds in which all variants alternate, averaged over the ranks, by events on the GPU. "hidden" is (matmul +
+all-reduce - time) / min(matmul, all-reduce), both measured alone in the plain layer; "speedup" is plain / time.
+"ordering ms" is the time that Python takes to enqueue the work; it is not part of the other times. Each variant's
+result is compared with the plain layer's. `--sweep COLLECTIVE...` times splits with each of these collectives (see
+parallel/named_collectives.py) instead.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--min-tokens", type=int, default=2048, help="auto cuts none below")
-    parser.add_argument("--collectives", nargs="+", help="for auto to choose from")
+    parser.add_argument("--min-tokens", type=int, default=2048, help="auto splits no shorter steps")
+    parser.add_argument("--collectives", nargs="+", help="collectives from which auto chooses")
     parser.add_argument(
         "--sweep", nargs="+", metavar="COLLECTIVE", help="time cuts by each of these collectives instead"
     )
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a link, after which it is ended")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--draw", type=saved_report, help="draw the timelines in this file of an earlier run, and end")
-    parser.add_argument("--timeline", type=Path, help="picture of them")
+    parser.add_argument("--timeline", type=Path, help="file for the picture of the timelines")
     options = parser.parse_args()
     if options.draw:
         draw(json.loads(options.draw.read_text())["rows"], options.timeline or options.draw.with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""A whole decoder layer of an 8B or 70B model at prefill under tensor parallelism: what tiling-AllReduce saves of it.
+"""A whole decoder layer of an 8B or 70B model at prefill with tensor parallelism: the time that tiling-AllReduce saves.
 
     python benchmarks/tiling_layer.py --ranks 2 --links nvlink host --json FILE     # on GPUs of one machine
     python benchmarks/tiling_layer.py --ranks 2 --links gloo --tiny --json FILE     # anywhere
@@ -7,17 +7,17 @@ Run by: contributors who change tiling-AllReduce.
 Needs: as many NVIDIA GPUs as ranks; none with `--links gloo --tiny`.
 
 A layer is qkv_proj, causal attention, o_proj, gate_up_proj, activation, down_proj, and two sums over the ranks; norms
-and rotary embeddings, which are the same in all ways, are left out. The ways:
+and rotary embeddings, which are the same in all variants, are left out. The variants:
 
-    plain   one matmul, one sum, each after the other, as vLLM does it
-    linear  o_proj and down_proj in blocks of rows, as `tiling_all_reduce: "auto"` does it
+    plain   one matmul, then one sum, as in vLLM
+    linear  o_proj and down_proj in blocks of rows, as with `tiling_all_reduce: "auto"`
     full    the paper's form: attention of a block of rows, its o_proj, its sum while the next block attends; and
             gate_up_proj, activation and down_proj of a block of rows, its sum while the next block is computed
 
-Blocks of "full" are the fastest of a few cuts, each timed first. "ms" is the median of rounds in which the ways take
-turns, the mean of the ranks; "first token s" is that times the model's layers, which is the time to the first token
-but for embeddings, norms and sampling. Each way's result is compared with the plain one's. `--ranks 1` has but the
-plain way.
+Blocks of "full" are the fastest of a few splits, which are timed first. "ms" is the median of rounds in which the
+variants alternate, averaged over the ranks. "first token s" is that time multiplied by the model's number of layers:
+the time to the first token without embeddings, norms and sampling. Each result is compared with the plain one.
+`--ranks 1` has only the plain variant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one decoding layer of the V100's kernels costs the host: launched eagerly, and replayed as a CUDA graph.
+"""The host time of one decoding layer of the V100's kernels: launched eagerly, and replayed as a CUDA graph.
 
     python benchmarks/volta_launch_cost.py --kernels ptx-sm_75 --json FILE
 
@@ -38,7 +38,7 @@ AT_A_TIME = 100
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default="auto", help="auto, ptx or ptx-sm_75")
-    parser.add_argument("--rounds", type=int, default=20, help=f"of {AT_A_TIME} layers")
+    parser.add_argument("--rounds", type=int, default=20, help=f"rounds of {AT_A_TIME} layers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if reason := bench.why_not(options.kernels):

@@ -82,12 +82,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there, after each one")
     parser.add_argument("--plot", type=Path, help="draw a PNG")
     parser.add_argument(
-        "--from", dest="sources", type=saved_report, nargs="+", help="simulate nothing, join these; later rows count"
+        "--from",
+        dest="sources",
+        type=saved_report,
+        nargs="+",
+        help="join these results instead of simulating; later rows replace earlier ones",
     )
     parser.add_argument("--libtorch", type=Path, help=f"libtorch_cuda.so of the PyPI wheel {volta_peer.WHEEL}")
     parser.add_argument("--no-peer", action="store_true", help="leave the peer out, and its download")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS), help="lengths of prefill")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="of rows")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="kinds of rows")
     parser.add_argument("--head-sizes", type=int, nargs="*", default=list(HEAD_SIZES))
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 180)
