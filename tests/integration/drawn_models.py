@@ -111,7 +111,7 @@ class Model:
         return self.kv_heads, self.head_size, self.window, self.seed, self.shared
 
     def kv_size(self, block_size: int, tokens_per_step: int) -> KvSize:
-        """The size in blocks; a block of a layer counts as one byte."""
+        """The KV size in blocks: each layer has one byte per block."""
         return KvSize(block_size, 1, self.own.count(FULL), self.own.count(WINDOWED), self.window, tokens_per_step)
 
     def possible_host_layers(self) -> list[tuple[int, ...]]:

@@ -151,7 +151,7 @@ def test_functions(tmp_path: Path) -> None:
 
 
 THREADS = {"a shuffle in half a warp": 80}
-"""Numbers of threads, for the cases with other than 64."""
+"""Number of threads for the cases that do not have 64."""
 FAILURES = {
     "a shuffle of some lanes": (
         "if (lane < 16) a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
