@@ -97,11 +97,11 @@ class Laid:
         for name, kind in struct._fields_:
             if kind is ctypes.c_void_p and getattr(struct, name):
                 setattr(struct, name, moved(getattr(struct, name)))
-        room = bytearray(offset)
-        room[: ctypes.sizeof(struct)] = bytes(struct)
+        memory = bytearray(offset)
+        memory[: ctypes.sizeof(struct)] = bytes(struct)
         for begin, size in storages.items():
-            room[begins[begin] : begins[begin] + size] = ctypes.string_at(begin, size)
-        path.write_bytes(room)
+            memory[begins[begin] : begins[begin] + size] = ctypes.string_at(begin, size)
+        path.write_bytes(memory)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         begin = self.begins[tensor.data_ptr()]
