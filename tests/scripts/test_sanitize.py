@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer; and that these would speak up."""
+"""The kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, which must find planted bugs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.more
 @pytest.mark.timeout(2700)
 def test_the_sanitizers_report_the_planted_bugs_and_nothing_else() -> None:
-    """Over a part of the kernel tests; `make sanitize` runs all of them."""
+    """This runs a part of the kernel tests; `make sanitize` runs all of them."""
     command = [sys.executable, str(ROOT / "scripts" / "sanitize.py"), "--self-check", "--every", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout)
