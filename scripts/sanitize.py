@@ -114,7 +114,7 @@ SANITIZERS = (
             "tests/attention/cpu/test_memory.py",
             "tests/attention/cpu/test_roofline.py",
             "-k",
-            "((test_cpu_threads or test_cpu_start) and not fork) or discarded or split_and_merged or (slots and 700)"
+            "((test_threads or test_start) and not fork) or discarded or split_and_merged or (slots and 700)"
             " or test_roofline",
         ),
         bugs=(

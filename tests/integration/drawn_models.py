@@ -142,7 +142,7 @@ class Forced:
                 module.gelu_impl = torch.nn.GELU()
 
     def logprobs(self, text: Sequence[int], rounding: Rounding | None = None) -> torch.Tensor:
-        """``[tokens, vocabulary]``: row i is the distribution after token i. ``rounding`` is applied to keys and values."""
+        """``[tokens, vocabulary]``: row i is the distribution after token i, with all keys and values rounded."""
         cache = RoundedCache(self.model.config, rounding, rounding) if rounding else None
         with torch.no_grad():
             return self.model(torch.tensor([text]), past_key_values=cache).logits[0].float().log_softmax(-1)
