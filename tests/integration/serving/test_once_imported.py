@@ -20,7 +20,7 @@ assert "vllm.v1.engine.async_llm" not in sys.modules
 """
 
 
-def test_a_module_is_changed_once_it_is_imported() -> None:
+def test_a_module_is_patched_when_it_is_imported() -> None:
     subprocess.run([sys.executable, "-c", LATER], check=True)
 
 
