@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Totals over all host layers. Each step adds to them layer by layer, which takes less than a microsecond per layer."""
+    """Totals over all host layers. Each step adds to them layer by layer, in less than a microsecond per layer."""
 
     cpu_seconds: float = 0.0
     """Time of attention on the CPU, until its result was there."""

@@ -44,12 +44,19 @@ class FreshMetrics:
         await self.app(scope, receive, send)
 
 
-def attach(app: FastAPI) -> None:
-    """Add the routes and the metrics to vLLM's application, before it serves its first request."""
+def attach(app: FastAPI, served: Any) -> FreshMetrics:
+    """Add the routes and the metrics to vLLM's application, before it serves its first request.
+
+    Args:
+        served: the application with whatever the server has wrapped around it.
+
+    Returns:
+        The application to serve instead.
+    """
     channel = Channel(app.state.engine_client)
     REGISTRY.register(WorkerMetrics(channel))
-    app.add_middleware(FreshMetrics, channel=channel)
     app.include_router(router(channel, api_keys(app)))
+    return FreshMetrics(served, channel)
 
 
 def api_keys(app: FastAPI) -> list[str]:

@@ -35,7 +35,8 @@ def attach_at_start(module: Any) -> None:
         if computes_attention(self.config.app):
             from fastattention_vllm.integration.serving.routes import STATUS, attach
 
-            attach(self.config.app)
+            # The application has built its middleware by now, so it is wrapped from outside.
+            self.config.loaded_app = attach(self.config.app, self.config.loaded_app)
             logger.info("Numbers of this backend: /metrics (fastattention:...) and %s.", STATUS)
         await original(self, *args, **kwargs)
 

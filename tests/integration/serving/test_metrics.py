@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from fastattention_vllm.integration.serving import metrics, routes, server_start
 from fastattention_vllm.integration.serving.channel import Channel
 from fastattention_vllm.integration.serving.worker_stats import METHOD, HostLayerStats, TilingStats, WorkerStats
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 HOST = HostLayerStats(
     host_layers=3,
     device_layers=1,
@@ -81,7 +84,7 @@ def application(engine: Any, registry: CollectorRegistry, api_key: list[str] | N
     return app
 
 
-async def get(app: FastAPI, path: str, **more: Any) -> httpx.Response:
+async def get(app: Any, path: str, **more: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         return await client.get(path, follow_redirects=True, **more)
 
@@ -100,8 +103,7 @@ def test_a_scrape_shows_every_worker(registry: CollectorRegistry) -> None:
 
     async def scrape() -> str:
         app = application(Engine(worker(0), worker(1, None)), registry)
-        routes.attach(app)
-        return (await get(app, "/metrics")).text
+        return (await get(routes.attach(app, app), "/metrics")).text
 
     found = samples(asyncio.run(scrape()))
     assert found["fastattention:attention_layers", "place=host", "rank=0"] == 3
@@ -121,11 +123,25 @@ def test_a_scrape_shows_every_worker(registry: CollectorRegistry) -> None:
     assert not [name for name in found if name[0].startswith("fastattention:streamed") and "rank=1" in name]
 
 
+def test_the_page_lists_every_metric_with_its_labels(registry: CollectorRegistry) -> None:
+    async def scrape() -> str:
+        app = application(Engine(worker(0)), registry)
+        return (await get(routes.attach(app, app), "/metrics")).text
+
+    shown = {
+        (sample.name, *sorted(sample.labels))
+        for family in text_string_to_metric_families(asyncio.run(scrape()))
+        for sample in family.samples
+    } | {("fastattention:refused_requests_total",)}
+    rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| `fastattention:")]
+    listed = {(name.strip(" `"), *sorted(re.findall(r"`(\w+)`", labels))) for name, labels in rows}
+    assert listed == shown
+
+
 def test_the_status_has_the_same_numbers(registry: CollectorRegistry) -> None:
     async def ask() -> Any:
         app = application(Engine(worker(0)), registry)
-        routes.attach(app)
-        return (await get(app, routes.STATUS)).json()
+        return (await get(routes.attach(app, app), routes.STATUS)).json()
 
     status = asyncio.run(ask())
     assert status["schema_version"] == 1
@@ -137,8 +153,7 @@ def test_the_status_has_the_same_numbers(registry: CollectorRegistry) -> None:
 def test_a_server_with_a_key_asks_for_it(registry: CollectorRegistry, sent: str | None, code: int) -> None:
     async def ask() -> httpx.Response:
         app = application(Engine(worker(0)), registry, ["other", "right"])
-        routes.attach(app)
-        return await get(app, routes.STATUS, headers={"Authorization": sent} if sent else {})
+        return await get(routes.attach(app, app), routes.STATUS, headers={"Authorization": sent} if sent else {})
 
     assert asyncio.run(ask()).status_code == code
 
@@ -187,8 +202,7 @@ def test_an_engine_that_fails_ends_no_scrape(registry: CollectorRegistry) -> Non
 
     async def scrape() -> httpx.Response:
         app = application(Dead(), registry)
-        routes.attach(app)
-        return await get(app, "/metrics")
+        return await get(routes.attach(app, app), "/metrics")
 
     answer = asyncio.run(scrape())
     assert answer.status_code == 200
@@ -202,7 +216,7 @@ def test_only_servers_of_this_backend_are_extended(
 
     class Server:
         def __init__(self, app: Any) -> None:
-            self.config = SimpleNamespace(app=app)
+            self.config = SimpleNamespace(app=app, loaded_app=app)
 
         async def startup(self, sockets: Any = None) -> None:
             started.append(self.config.app)
@@ -215,9 +229,10 @@ def test_only_servers_of_this_backend_are_extended(
         other = Engine()
         other.vllm_config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
         apps = [application(Engine(worker(0)), registry), application(other, registry), FastAPI()]
-        for app in apps:
-            await Server(app).startup()
-        return [(await get(app, routes.STATUS)).status_code for app in apps]
+        servers = [Server(app) for app in apps]
+        for server in servers:
+            await server.startup()
+        return [(await get(server.config.loaded_app, routes.STATUS)).status_code for server in servers]
 
     assert asyncio.run(start()) == [200, 404, 404]
     assert len(started) == 3
