@@ -75,7 +75,9 @@ def instead_of_float16(model_type: str) -> str:
     serve = "serve a model that runs in float16 (Llama, Qwen2.5, Qwen3, Mistral)"
     if model_type in SOFT_CAPPED:
         return serve
-    return f"{serve}, or install xformers and pass --dtype float32 and {ASK}, which is slower and takes twice the memory"
+    return (
+        f"{serve}, or install xformers and pass --dtype float32 and {ASK}, which is slower and takes twice the memory"
+    )
 
 
 def _model_type(vllm_config: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +37,7 @@ FLOAT32 = r", or install xformers and pass --dtype float32 and --additional-conf
 
 
 @pytest.fixture(params=[(7, 0), (7, 5)], ids=["V100", "T4"])
-def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """The platform says what vLLM's CUDA platform says on these GPUs: their capability, and no bfloat16."""
     kind = type(current_platform)
     monkeypatch.setattr(kind, "get_device_capability", lambda device_id=0: DeviceCapability(*request.param))
@@ -47,7 +46,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(vllm.config.model, "_check_valid_dtype", vllm.config.model._check_valid_dtype)
     monkeypatch.setattr(kind, "apply_config_platform_defaults", kind.apply_config_platform_defaults)
     start.install()
-    yield request.param
+    return (request.param[0], request.param[1])
 
 
 def arguments(folder: Path, **named: Any) -> EngineArgs:
