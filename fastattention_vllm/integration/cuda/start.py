@@ -48,9 +48,9 @@ def refuse_float16(capability: tuple[int, int]) -> None:
             from fastattention_vllm.integration.cuda import xformers
 
             raise Refusal(
-                f"model type {model_type!r} does not run in float16, because its activations exceed float16's range "
-                f"and vLLM refuses it, and this GPU (compute capability {capability[0]}.{capability[1]}) has no "
-                f"bfloat16; {xformers.instead_of_float16(model_type)}."
+                f"model type {model_type!r} does not run in float16, because it is numerically unstable there, and "
+                f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bfloat16; "
+                f"{xformers.instead_of_float16(model_type)}."
             )
         return check(model_type, dtype)
 

@@ -54,8 +54,8 @@ def check_asked(vllm_config: Any, reason: str) -> None:
         model_type = _model_type(vllm_config)
         if "dtype" in reason and compat.refuses_float16(model_type):
             raise Refusal(
-                f"{reason}, and vLLM refuses float16 for model type {model_type!r}, because its activations exceed "
-                f"float16's range; {instead_of_float16(model_type)}."
+                f"{reason}, and model type {model_type!r} does not run in float16, because it is numerically unstable "
+                f"there; {instead_of_float16(model_type)}."
             )
         raise Refusal(f"{reason}; {half} install xformers and pass {ASK} to run the model with it, more slowly.")
     if xformers.version() is None:

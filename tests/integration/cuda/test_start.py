@@ -60,7 +60,7 @@ def test_float16_is_refused_with_what_to_serve(capability: tuple[int, int], tmp_
         arguments(tmp_path, dtype="float16").create_model_config()
     shown = sentence(stop.value)
     assert shown is not None
-    assert shown.startswith("fastattention: model type 'gemma3_text' does not run in float16, because its activations")
+    assert shown.startswith("fastattention: model type 'gemma3_text' does not run in float16, because it is numeric")
     assert f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bfloat16" in shown
     assert re.search(SERVE + FLOAT32, shown), shown
 
@@ -82,7 +82,9 @@ def test_float32_which_vllm_chooses_instead_is_refused_before_any_process_starts
         arguments(tmp_path, dtype="auto").create_engine_config()
     shown = sentence(stop.value)
     assert shown is not None
-    assert shown.startswith("fastattention: the model's dtype is float32, but the Volta kernels need float16, and vLLM")
+    assert shown.startswith(
+        "fastattention: the model's dtype is float32, but the Volta kernels need float16, and model"
+    )
     assert "pass --dtype float16" not in shown
     assert re.search(SERVE + FLOAT32, shown), shown
 
@@ -91,8 +93,8 @@ def test_float32_which_vllm_chooses_instead_is_refused_before_any_process_starts
 @pytest.mark.parametrize(
     ("model_type", "text"),
     [
-        ("gemma2", f"vLLM refuses float16 for model type 'gemma2', .*; {SERVE}\\.$"),
-        ("glm4", f"vLLM refuses float16 for model type 'glm4', .*; {SERVE}{FLOAT32}$"),
+        ("gemma2", f"model type 'gemma2' does not run in float16, .*; {SERVE}\\.$"),
+        ("glm4", f"model type 'glm4' does not run in float16, .*; {SERVE}{FLOAT32}$"),
         ("llama", "need float16; pass --dtype float16, or install xformers"),
     ],
 )
