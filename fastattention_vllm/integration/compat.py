@@ -281,6 +281,13 @@ def calculates_kv_scales(vllm_config: VllmConfig) -> bool:
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
 
 
+def refuses_float16(model_type: str) -> bool:
+    """Whether vLLM refuses float16 for this model type. 0.19 to 0.33: a table in vLLM's configuration of the model."""
+    from vllm.config import model
+
+    return model_type in getattr(model, "_FLOAT16_NOT_SUPPORTED_MODELS", {})
+
+
 def requested_kv_bytes(vllm_config: VllmConfig) -> int | None:
     """KV cache bytes per rank as set by the user, with --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE.
 

@@ -67,6 +67,17 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("vllm.config.model._check_valid_dtype", "the apply_config_platform_defaults of vLLM's CUDA platforms"),
+        why="On GPUs of compute capability 7.x, vLLM recommends bfloat16, which they lack, for models that do not run "
+        "in float16. Models that the kernels refuse are refused before any process is started. On the V100, "
+        "torch.compile is off by default. vLLM has no hook for any of these.",
+        remove_when="plugins can check a configuration and set defaults on built-in platforms",
+        sites=(
+            "cuda/start:refuse_float16:module._check_valid_dtype",
+            "cuda/start:check_and_set_defaults:platform.apply_config_platform_defaults",
+        ),
+    ),
+    Patch(
         names=("the impl, attn_backend and kv_sharing_target_layer_name of attention layers",),
         why="A host layer looks like a layer that shares the cache of a device layer, so that the scheduler, prefix "
         "caching and preemption still work with one set of block ids.",

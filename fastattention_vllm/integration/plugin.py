@@ -37,6 +37,10 @@ def register() -> None:
             "with its own CPU kernels and without fastattention."
         )
     compat.ensure_backend_member()
+    if compat.backend_path() == compat.BACKENDS["cuda"]:
+        from fastattention_vllm.integration.cuda import start
+
+        start.install()
     ascend.install()
     server_end.install()
     server_start.install()
