@@ -13,6 +13,7 @@ vLLM's block manager, and counts sliding-window layers by the tokens that they h
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -206,7 +207,8 @@ def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> in
     return low * block
 
 
-def _candidates(layers: Layers, size: KvSize) -> list[LayerPlacement]:
+@functools.lru_cache(maxsize=1)
+def _candidates(layers: Layers, size: KvSize) -> Sequence[LayerPlacement]:
     """All splits that keep the block tables, with at least one layer of each kind on the device."""
     found = []
     for full in _device_counts(layers.full, layers.fixed):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fastattention_vllm.plan.errors import PlanError
 
 GIB = 1 << 30
+TABLES_FILE, MEASURED_FILE = "hardware.json", "measured.json"
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -95,7 +96,7 @@ class Constant(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     value: Positive
-    unit: str
+    what: str
     source: Annotated[str, Field(min_length=1)]
 
 
@@ -105,7 +106,7 @@ class Curve(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     points: Annotated[tuple[tuple[Positive, Fraction], ...], Field(min_length=2)]
-    unit: str
+    what: str
     source: Annotated[str, Field(min_length=1)]
 
     def at(self, number: float) -> float:
@@ -124,15 +125,15 @@ class Measured(BaseModel):
 
     linear_fraction: Constant
     device_memory_fraction: Constant
-    layer_seconds: Constant
-    all_reduce_seconds: Constant
-    launch_seconds: Constant
-    stream_seconds: Constant
+    layer_us: Constant
+    all_reduce_us: Constant
+    launch_ms: Constant
+    stream_ms: Constant
     link_beside_cpu: Constant
-    cpu_core_bytes: Constant
-    driver_bytes: Constant
-    server_bytes: Constant
-    cpu_by_bytes: Curve
+    core_gb_per_s: Constant
+    driver_gib: Constant
+    server_gib: Constant
+    cpu_by_mib: Curve
     cpu_by_group: Curve
 
 
@@ -155,7 +156,7 @@ class Machine:
     @property
     def free_host_bytes(self) -> int:
         """Host memory of one rank beside vLLM's processes."""
-        return max(0, int(self.host.memory_gib * GIB) // self.ranks - int(measured().server_bytes.value))
+        return max(0, int(self.host.memory_gib * GIB) // self.ranks - int(measured().server_gib.value * GIB))
 
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
@@ -167,12 +168,12 @@ def _load(name: str, model: type[AnyModel]) -> AnyModel:
 
 @functools.cache
 def tables() -> Tables:
-    return _load("hardware.json", Tables)
+    return _load(TABLES_FILE, Tables)
 
 
 @functools.cache
 def measured() -> Measured:
-    return _load("measured.json", Measured)
+    return _load(MEASURED_FILE, Measured)
 
 
 def machine(gpu: str, ranks: int, host: str | None = None, **changes: float | None) -> Machine:

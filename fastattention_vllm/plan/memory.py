@@ -151,7 +151,7 @@ def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:
 
 def device_memory(shape: ModelShape, machine: Machine, request: Request) -> DeviceMemory:
     ranks, constants = machine.ranks, measured()
-    weights, driver = weight_bytes(shape, request, ranks), int(constants.driver_bytes.value)
+    weights, driver = weight_bytes(shape, request, ranks), int(constants.driver_gib.value * GIB)
     activations = activation_bytes(
         tokens=request.batched_tokens,
         sequences=MAX_NUM_SEQS,
@@ -272,12 +272,13 @@ def _why_not(layers: Layers, size: KvSize, machine: Machine, limits: Limits) -> 
     need = machine.ranks * limits.requests * size.of_request(limits.tokens)
     device, host = machine.ranks * limits.device_bytes, machine.ranks * limits.host_bytes
     longest = longest_request(layers, size, limits)
-    shorter = f"use --context {longest}, " if longest else "use "
+    less = [f"--context {longest}"] if longest else []
+    less += ["fewer --requests"] if limits.requests > 1 else []
     return (
         f"{limits.requests} request(s) of {limits.tokens} tokens need {need / GIB:.1f} GiB of KV cache, but "
         f"{machine.ranks} x {machine.device.name} have {device / GIB:.1f} GiB left for it, the limit for host layers "
-        f"is {host / GIB:.1f} GiB, and no layer is split; {shorter}a larger --tp, or a host with more memory (--host, "
-        "--host-gib, --host-kv-gib)."
+        f"is {host / GIB:.1f} GiB, and no layer is split; use {', '.join([*less, 'a larger --tp'])}, "
+        "or a host with more memory (--host, --host-gib, --host-kv-gib)."
     )
 
 

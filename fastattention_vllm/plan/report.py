@@ -252,10 +252,10 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
         found.append("Speeds are without tiling-AllReduce, which hides a part of the sums over the devices.")
     if shape.windowed_layers:
         found.append(f"{len(shape.windowed_layers)} layers see {shape.window} tokens, and keep no more.")
-    constant = measured().launch_seconds
+    constant = measured().launch_ms
     if plan.placement.host:
         found.append(
-            f"{1e3 * constant.value:g} ms per host layer to launch the device's work were measured beside an H200; a "
+            f"{constant.value:g} ms per host layer to launch the device's work were measured beside an H200; a "
             "slower CPU takes longer."
         )
     return found

@@ -24,6 +24,7 @@ from fastattention_vllm.plan.model import ModelShape
 Limit = Literal["FLOPs", "device memory", "host memory", "CPU cores", "link", "links between devices", "launches"]
 ALL_REDUCES = 2
 """Sums over the ranks in each layer."""
+MIB = 1 << 20
 ELEMENT = 2
 """Bytes of an activation or a weight."""
 
@@ -54,8 +55,8 @@ def host_rates(machine: Machine, layer_bytes: int, heads_per_kv_head: int) -> tu
     """Rates of one rank, and what limits its CPUs. ``layer_bytes``: one layer's KV of all ranks and requests."""
     constants, ranks = measured(), machine.ranks
     memory = 1e9 * machine.host.read_gb_per_s / ranks
-    fraction = min(constants.cpu_by_bytes.at(layer_bytes), constants.cpu_by_group.at(heads_per_kv_head))
-    cores = constants.cpu_core_bytes.value * machine.host.cores / ranks
+    fraction = min(constants.cpu_by_mib.at(layer_bytes / MIB), constants.cpu_by_group.at(heads_per_kv_head))
+    cores = 1e9 * constants.core_gb_per_s.value * machine.host.cores / ranks
     cpu = min(fraction * memory, cores)
     link = min(machine.host.link_bytes(ranks), memory)
     # Both read the same memory. The link keeps most of its rate there, and the CPU gets the rest.
@@ -80,7 +81,7 @@ def decode(plan: MemoryPlan, split: StreamSplit | None = None) -> Prediction:
             parts[limit] += layers * seconds
     host_layers = len(plan.placement.host)
     streams_all = split is not None and split.fraction >= 1
-    launch = host_layers * (constants.stream_seconds if streams_all else constants.launch_seconds).value
+    launch = 1e-3 * host_layers * (constants.stream_ms if streams_all else constants.launch_ms).value
     device = _device_step(plan)
     for limit, seconds in device.items():
         parts[limit] += seconds
@@ -116,7 +117,7 @@ def _device_step(plan: MemoryPlan) -> Parts:
     weights = shape.num_layers * shape.layer_parameters(machine.ranks) + shape.head_parameters(machine.ranks)
     flops = 2 * weights * request.requests / _linear_rate(machine)
     parts = Parts(float)
-    parts["launches"] = shape.num_layers * constants.layer_seconds.value
+    parts["launches"] = 1e-6 * shape.num_layers * constants.layer_us.value
     parts["device memory" if memory >= flops else "FLOPs"] += max(memory, flops)
     parts["links between devices"] += shape.num_layers * _all_reduces(shape, machine, request.requests)
     return parts
@@ -132,7 +133,7 @@ def _all_reduces(shape: ModelShape, machine: Machine, tokens: int) -> float:
     if ranks == 1:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * ELEMENT * tokens * shape.hidden_size
-    return ALL_REDUCES * (measured().all_reduce_seconds.value + moved / (1e9 * machine.peers.gb_per_s))
+    return ALL_REDUCES * (1e-6 * measured().all_reduce_us.value + moved / (1e9 * machine.peers.gb_per_s))
 
 
 def prefill(plan: MemoryPlan) -> Prediction:

@@ -6,10 +6,13 @@ from fastattention_vllm.integration.options import Options
 from scripts.docs import (
     BY_HAND,
     CONFIGURATION_PAGE,
+    GENERATED,
+    PLAN_PAGE,
     SUPPORTED_PAGE,
     code_quoted,
     configuration_page,
     option_meanings,
+    plan_page,
     supported_page,
     values,
 )
@@ -21,6 +24,11 @@ def test_the_page_of_what_runs_is_up_to_date() -> None:
 
 def test_the_page_of_options_is_up_to_date() -> None:
     assert CONFIGURATION_PAGE.read_text() == configuration_page(), "run `make docs`"
+
+
+def test_the_page_of_the_planner_is_up_to_date() -> None:
+    assert GENERATED in PLAN_PAGE.read_text()
+    assert PLAN_PAGE.read_text() == plan_page(), "run `make docs`"
 
 
 def test_what_is_written_by_hand_is_kept() -> None:
