@@ -96,7 +96,7 @@ def rows_of(file: str) -> Iterator[Compared]:
     found = [(match, row) for row in content["rows"] if (match := CASE.fullmatch(row["case"]))]
     cap = float(content["hardware"].split("capped to ")[1].split()[0])
     served = [(int(m["tokens"]), int(m["requests"])) for m, _ in found if "host layers" in m["what"]]
-    # As host_layers.py starts the server: long enough for the requests of all cases.
+    # host_layers.py starts the server with a length that is enough for the requests of all cases.
     longest = max(tokens * requests for tokens, requests in served) + 64 * max(requests for _, requests in served)
     capped = plan(longest, cap)
     for match, row in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated
 
@@ -24,6 +25,12 @@ def tokens_of(text: str) -> int:
     if not found or not int(found[1]):
         raise PlanError(f"--context is {text!r}; write a number of tokens above 0, as in 131072, 128K or 1M.")
     return int(found[1]) * UNITS[found[2].upper()]
+
+
+def check_finite(**options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None and not math.isfinite(value):
+            raise PlanError(f"--{name.replace('_', '-')} is {value}; write a number.")
 
 
 @app.command()
@@ -59,6 +66,15 @@ def plan(
     Exit code: 0 if it fits, 1 if it does not, 2 for bad input.
     """
     try:
+        check_finite(
+            weights_gib=weights_gib,
+            kv_cache_gib=kv_cache_gib,
+            host_gib=host_gib,
+            host_gb_per_s=host_gb_per_s,
+            link_gb_per_s=link_gb_per_s,
+            host_kv_gib=host_kv_gib,
+            utilization=utilization,
+        )
         shape = model.read(folder)
         machine = hardware.machine(
             gpu,

@@ -30,7 +30,7 @@ class Device(Entry):
     """A GPU or an NPU."""
 
     memory_gib: Positive
-    """As PyTorch reports it."""
+    """The amount that PyTorch reports."""
     tflops: Positive
     """Peak of 16-bit matrix products with fp32 sums, without sparsity."""
     gb_per_s: Positive
@@ -43,7 +43,7 @@ class Device(Entry):
 
 class Host(Entry):
     devices: Annotated[int, Field(ge=1)]
-    """As many devices as it has room for."""
+    """Maximum number of devices."""
     cores: Annotated[int, Field(ge=1)]
     memory_gib: Positive
     read_gb_per_s: Positive
@@ -71,7 +71,7 @@ class Kernels(Entry):
     attention_fractions: tuple[tuple[int, Fraction], ...]
     """Up to this head size: the fraction of peak FLOPs that attention over a prompt reaches."""
     state: str
-    """What has run on this hardware."""
+    """Whether these kernels have run on this hardware."""
 
     def attention_fraction(self, head_size: int) -> float:
         for largest, fraction in self.attention_fractions:

@@ -36,7 +36,7 @@ MAX_REQUESTS = 1 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """What must fit."""
+    """The requests that must fit, and the server's options."""
 
     context: int
     """Tokens of one request, prompt and answer."""
@@ -65,9 +65,9 @@ class DeviceMemory:
     workspace: int
     staging: int
     unused: int
-    """What --gpu-memory-utilization leaves to others."""
+    """Memory that --gpu-memory-utilization leaves to other programs."""
     kv: int
-    """What is left for the KV cache."""
+    """Memory that is left for the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class MemoryPlan:
     """The value of that option; None if the default is enough."""
     paper: PaperPlacement
     longest_context: int
-    """Of ``request.requests`` requests, with host layers."""
+    """For ``request.requests`` requests, with host layers."""
     longest_on_device: int
-    """Of one request, without host layers."""
+    """For one request, without host layers."""
     largest_batch: int
     """Number of requests of ``request.context`` tokens, if ``host_kv_requests`` asks for them."""
 

@@ -119,7 +119,12 @@ def read(model: str) -> ModelShape:
         raise PlanError(f"{path} cannot be read as JSON ({error}); download it again.") from error
     if not isinstance(found, dict):
         raise PlanError(f"{path} does not contain a JSON object; download it again.")
-    return shape_of(found, str(path))
+    try:
+        return shape_of(found, str(path))
+    except PlanError:
+        raise
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise PlanError(f"{path} has an entry of an unexpected kind ({error}); download it again.") from error
 
 
 def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
@@ -143,6 +148,8 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         raise PlanError(
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; correct it."
         )
+    if heads > hidden and not config.get("head_dim"):
+        raise PlanError(f"{where}: num_attention_heads {heads} is more than hidden_size {hidden}; correct it.")
     window, windowed = _windows(config, architecture, layers)
     quantisation = config.get("quantization_config") or {}
     return ModelShape(
@@ -212,6 +219,7 @@ def _positions(config: Mapping[str, Any], positions: int) -> int:
     kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
     if not factor or kind in SCALED_ALREADY:
         return positions
+    factor = float(factor)
     if kind == "yarn":
         return max(positions, int(scaling.get("original_max_position_embeddings", positions) * factor))
     return int(positions * factor)

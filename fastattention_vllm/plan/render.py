@@ -81,7 +81,7 @@ def _memory(report: PlanReport) -> RenderableType:
 
 
 def device_parts(report: PlanReport) -> list[tuple[str, int]]:
-    """What a device holds besides KV cache."""
+    """Everything on a device except KV cache."""
     device = report.device
     return [
         ("weights", device.weights),
@@ -92,7 +92,7 @@ def device_parts(report: PlanReport) -> list[tuple[str, int]]:
 
 def _capacity(report: PlanReport) -> RenderableType:
     found = report.capacity
-    table = _table("What fits", "", "")
+    table = _table("Capacity", "", "")
     table.add_row(f"longest context of {report.asked.requests} request(s), tokens", str(found.longest_context))
     table.add_row("longest context of 1 request without host layers", str(found.longest_context_on_device))
     table.add_row(f"requests of {report.asked.context} tokens at once", str(found.largest_batch))

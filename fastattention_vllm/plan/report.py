@@ -36,7 +36,7 @@ class Hardware(Part):
     host: str
     kernels: str
     state: str
-    """What has run on this hardware."""
+    """Whether these kernels have run on this hardware."""
     host_memory_bytes: int
     sources: list[str]
 
@@ -66,7 +66,7 @@ class Paper(Part):
 
 
 class DeviceBytes(Part):
-    """Of each device. ``kv`` is what vLLM allocates, of which the requests need ``kv_needed``."""
+    """Memory of one device. vLLM allocates ``kv`` bytes of KV cache, and the requests need ``kv_needed`` of them."""
 
     total: int
     weights: int
@@ -80,27 +80,27 @@ class DeviceBytes(Part):
 
 
 class HostBytes(Part):
-    """Of the host. ``pool`` is what all ranks allocate at start, of which the requests need ``kv_needed``."""
+    """Memory of the host. All ranks allocate ``pool`` bytes at start, and the requests need ``kv_needed`` of them."""
 
     total: int
     pool: int
     kv_needed: int
     limit: int
-    """What the ranks' limits allow together."""
+    """The sum of the ranks' limits."""
 
 
 class Capacity(Part):
     longest_context: int
-    """Of so many requests as asked for."""
+    """For the requested number of requests."""
     longest_context_on_device: int
-    """Of one request without host layers."""
+    """For one request, without host layers."""
     largest_batch: int
     """Requests of the asked context, if host_kv_requests asks for them."""
 
 
 class Speed(Part):
     seconds: float
-    """Of the prompt, or of one decoding step."""
+    """One prompt, or one decoding step."""
     tokens_per_second: float
     limited_by: speed.Limit
     parts: dict[speed.Limit, float]
@@ -113,7 +113,7 @@ class PlanReport(Part):
     hardware: Hardware
     asked: Asked
     auto: Places
-    """By the function that the server calls with ``host_kv_layers`` "auto"."""
+    """Chosen by the function that the server calls with ``host_kv_layers`` "auto"."""
     paper: Paper
     device: DeviceBytes
     host: HostBytes

@@ -32,9 +32,9 @@ ELEMENT = 2
 @dataclass(frozen=True)
 class Prediction:
     seconds: float
-    """Of one step, or of one prompt."""
+    """One step, or one prompt."""
     tokens_per_second: float
-    """Of all requests together."""
+    """All requests together."""
     limited_by: Limit
     """The part that takes longest."""
     parts: dict[Limit, float]
@@ -90,7 +90,7 @@ def decode(plan: MemoryPlan, split: StreamSplit | None = None) -> Prediction:
 
 
 def _host_layer(plan: MemoryPlan, layer_bytes: int, split: StreamSplit | None) -> tuple[Limit, float]:
-    """What limits one host layer's attention, and its seconds. ``layer_bytes``: of one rank and all requests."""
+    """Limit and seconds of one host layer's attention. ``layer_bytes``: its KV on one rank, all requests together."""
     shape, machine = plan.shape, plan.machine
     rates, cpu_limit = host_rates(machine, layer_bytes * machine.ranks, shape.heads_per_kv_head)
     chosen = split or stream_split(rates)

@@ -80,6 +80,7 @@ def test_the_options_reach_the_plan() -> None:
         ((folder("llama2-7b"), "--gpu", "v100-32g", "--context", "8K"), 2, "longer than the model's 4096 positions"),
         ((folder("llama2-7b"), "--gpu", "v100-32g", "--context", "8KB"), 2, "--context is '8KB'; write a number"),
         ((folder("llama2-7b"), "--gpu", "v100-32g", "--kv-dtype", "int4"), 2, "--kv-dtype int4 is not supported"),
+        ((folder("llama2-7b"), "--gpu", "v100-32g", "--weights-gib", "inf"), 2, "--weights-gib is inf"),
         ((folder("llama2-70b"), "--gpu", "v100-32g"), 1, "the weights take 128.5 GiB per device"),
         ((folder("pangu-71b"), "--gpu", "v100-32g", "--tp", "8"), 1, "use --context 260864, a larger --tp"),
     ],

@@ -125,6 +125,7 @@ def test_the_longest_context_is_vllms(scaling: dict[str, Any] | None, positions:
         ({"hidden_size": ...}, "has no hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"num_attention_heads": 128}, "num_attention_heads 128 is more than hidden_size 64"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
     ],
 )
@@ -143,6 +144,9 @@ def test_folders_and_files_that_are_not_there(tmp_path: Path) -> None:
         read(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PlanError, match="cannot be read as JSON"):
+        read(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(changed(rope_scaling={"type": "linear", "factor": "two"})))
+    with pytest.raises(PlanError, match="has an entry of an unexpected kind"):
         read(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(PlanError, match="does not contain a JSON object"):

@@ -40,7 +40,7 @@ def test_json_is_read_back() -> None:
 
 
 def test_the_schema_is_the_one_of_this_version() -> None:
-    """Who changes a field raises ``schema_version``, and this list."""
+    """A change of a field needs a higher ``schema_version``, and a change here."""
     schema = PlanReport.model_json_schema()
     fields = {"schema_version", "model", "hardware", "asked", "auto", "paper", "device", "host", "capacity"}
     assert set(schema["properties"]) == fields | {"prefill", "decode", "serve", "notes"}
