@@ -102,6 +102,28 @@ def test_ray_is_refused_where_no_executor_runs_on_cpus(has_executor: bool, monke
     compat.check_ray(config)
 
 
+class Worker:
+    """Stands for the class that allocates memory."""
+
+
+class OwnWorker(Worker):
+    pass
+
+
+@pytest.mark.parametrize("named", [f"{__name__}.Worker", f"{__name__}.OwnWorker", OwnWorker])
+def test_a_worker_class_that_inherits_is_allowed(named: object) -> None:
+    compat.check_worker_class(with_worker(named), Worker)
+
+
+def test_a_worker_class_that_does_not_allocate_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"Enum is not supported: .*test_compat\.Worker.*host_kv_layers to 0"):
+        compat.check_worker_class(with_worker("enum.Enum"), Worker, compat.HOST_LAYERS_OFF)
+
+
+def with_worker(named: object) -> Any:
+    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=named))
+
+
 @pytest.mark.parametrize("asked", [None, False, True])
 @pytest.mark.parametrize(("has_runner", "has_triton"), [(True, True), (True, False), (False, True), (False, False)])
 def test_the_v2_runner_is_missed_only_where_it_is_chosen(

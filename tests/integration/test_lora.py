@@ -41,7 +41,9 @@ def make_adapter(base: Path, adapter: Path, merged: Path, seed: int) -> None:
     model.save_pretrained(merged)
 
 
-def test_adapters_equal_hugging_face(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host_layers", [0, 2], ids=["device layers", "host layers"])
+def test_adapters_equal_hugging_face(tmp_path: Path, host_layers: int) -> None:
+    options = {"fastattention": {"host_kv_layers": host_layers}}
     base = save_random(llama(4, 2, 64), tmp_path / "base")
     prompts = random_prompts([3, 20, 70])
     expected = [hugging_face_answers(base, prompts[:1], MAX_TOKENS)[0]]
@@ -51,7 +53,7 @@ def test_adapters_equal_hugging_face(tmp_path: Path) -> None:
         make_adapter(base, adapter, merged, seed=number)
         expected += hugging_face_answers(merged, prompts[number : number + 1], MAX_TOKENS)
         requests.append(LoRARequest(f"adapter{number}", number, str(adapter)))
-    with engine(base, enable_lora=True, max_loras=2, max_lora_rank=RANK) as llm:
+    with engine(base, enable_lora=True, max_loras=2, max_lora_rank=RANK, additional_config=options) as llm:
         check(generate(llm, prompts, lora_request=requests), expected)
         with pytest.raises(ValueError, match="prompt_logprobs=1"):
             llm.generate([{"prompt_token_ids": prompts[0]}], SamplingParams(prompt_logprobs=1), use_tqdm=False)

@@ -85,7 +85,7 @@ def test_odd_addresses_and_sizes_touch_nothing_else(size: int, offset: int, disc
     assert (buffer[:begin] == 7).all()
     assert (buffer[begin + size :] == 7).all()
     if whole_pages(begin - aligned, size) == 0:
-        assert achieved == cpu_memory.MemoryPlacement(0, 0, "The range holds no whole huge page.")
+        assert achieved == cpu_memory.MemoryPlacement(0, 0, "The range does not contain a whole huge page.")
 
 
 @pytest.mark.parametrize(

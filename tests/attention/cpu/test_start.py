@@ -68,7 +68,7 @@ def test_meanwhile_other_threads_wait_and_this_one_is_refused() -> None:
             lambda: cpu.set_num_threads(3),
             cpu.measure_wake,
         ):
-            with pytest.raises(ValueError, match="finish the attention that this thread has started first"):
+            with pytest.raises(ValueError, match="this thread has started attention and must finish it first"):
                 call()
         assert not found
     thread.join()
@@ -80,7 +80,7 @@ def test_meanwhile_other_threads_wait_and_this_one_is_refused() -> None:
 def test_only_who_started_may_finish() -> None:
     problem = CASE.build()
     never = cpu.Running(problem, problem.query, None)
-    with pytest.raises(ValueError, match="this thread has started no attention"):
+    with pytest.raises(ValueError, match="this thread has not started attention, so it cannot finish it"):
         never.finish()
     refused: list[str] = []
 
@@ -94,7 +94,7 @@ def test_only_who_started_may_finish() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert refused == ["this thread has started no attention."]
+    assert refused == ["this thread has not started attention, so it cannot finish it."]
 
 
 def test_a_start_that_is_refused_needs_no_finish() -> None:

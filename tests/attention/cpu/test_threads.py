@@ -339,11 +339,11 @@ wait_for(lambda: status("voluntary_ctxt_switches") != before[0])
 @pytest.mark.parametrize(
     ("count", "cpus", "message"),
     [
-        (0, None, "num_threads must lie between 1 and 4096, but is 0."),
-        (5000, None, "num_threads must lie between 1 and 4096, but is 5000."),
+        (0, None, "num_threads must be between 1 and 4096, not 0."),
+        (5000, None, "num_threads must be between 1 and 4096, not 5000."),
         (1, [100_000], "CPU 100000 is offline or outside this process's cpuset"),
         (1, [0, 100_000], "CPU 100000 is offline"),
-        (2, [-1], "there is no CPU -1."),
+        (2, [-1], "cpus contains -1, which is not a CPU number."),
         (2, [100_000], "CPU 100000 is offline or outside this process's cpuset"),
         (2, [100_000, 0], "CPU 100000 is offline"),  # the caller's, to which no worker would be pinned
     ],

@@ -122,7 +122,7 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slot_mapping": torch.tensor([0, 32])}, r"slot_mapping\[1\] is 32, but the cache has 32 slots"),
+        ({"slot_mapping": torch.tensor([0, 32])}, r"slot_mapping\[1\] is 32, but the cache has only 32 slots"),
         ({"slot_mapping": torch.tensor([0, 1], dtype=torch.int32)}, "slot_mapping must be a contiguous int64 vector"),
         ({"slot_mapping": torch.arange(4)}, "slot_mapping has 4 tokens, but key has only 3"),
         ({"value": torch.zeros(3, 2, 32)}, r"value must be \[3, 2, 64\]"),

@@ -15,6 +15,7 @@ from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.cpus import physical_cpus
 
@@ -53,6 +54,22 @@ class TestBinding:
         assert self.bound(2) == ["nobind"], "again, by a second engine"
         (tmp_path / "cpu.max").write_text("800000 100000\n")
         assert self.bound(1) == [",".join(map(str, range(1000, 1008)))]
+
+    @pytest.mark.parametrize("reserved", [1, 3])
+    def test_reserved_cpus_stay_free(self, monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
+        monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(10, 18)))
+        monkeypatch.setattr(topology, "quota_is_smaller", lambda: False)
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", str(reserved))
+        assert self.bound(1) == [",".join(map(str, range(10, 18 - reserved)))]
+        assert ",".join(self.bound(2)) == ",".join(map(str, range(10, 18 - reserved)))
+
+    @pytest.mark.parametrize("reserved", [-1, 8, 100])
+    def test_reserving_every_cpu_is_refused(self, monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
+        monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(8)))
+        monkeypatch.setattr(topology, "quota_is_smaller", lambda: False)
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", str(reserved))
+        with pytest.raises(Refusal, match=f"VLLM_CPU_NUM_OF_RESERVED_CPU={reserved} is not between 0 and 7"):
+            self.bound(1)
 
     def test_what_the_user_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_BIND, "0|0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,16 +155,23 @@ def test_a_page_has_its_own_layers_heads() -> None:
     assert (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size) == (10, 32, 8, HEAD_SIZE)
 
 
+class Backend(Enum):
+    FASTATTENTION = "ours"
+    OTHER = "another"
+
+
 def refused_with_host_layers(**changes: Any) -> Any:
     """A configuration that asks for nothing, but for ``changes`` (by part and name)."""
     parts: dict[str, dict[str, Any]] = {
         "cache_config": {"kv_sharing_fast_prefill": False},
         "parallel_config": {
             "data_parallel_size": 1,
+            "pipeline_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
         },
         "model_config": {"enable_sleep_mode": False},
+        "attention_config": {"backend_per_kind": {"sliding_window": Backend.FASTATTENTION}},
         "speculative_config": {},
     }
     for part, values in changes.items():
@@ -175,6 +183,8 @@ def refused_with_host_layers(**changes: Any) -> Any:
     ("changes", "named"),
     [
         ({"parallel_config": {"data_parallel_size": 2}}, "data parallelism"),
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
+        ({"attention_config": {"backend_per_kind": {"full_attention": Backend.OTHER}}}, "backend_per_kind"),
         ({"parallel_config": {"enable_dbo": True}}, "--enable-dbo"),
         ({"parallel_config": {"ubatch_size": 2}}, "--enable-dbo"),
         ({"speculative_config": {"enable_adaptive_verification": True}}, "adaptive verification"),

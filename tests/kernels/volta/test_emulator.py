@@ -155,38 +155,38 @@ THREADS = {"a shuffle in half a warp": 80}
 FAILURES = {
     "a shuffle of some lanes": (
         "if (lane < 16) a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
-        r"thread 16 of block \(0, 0, 0\) is at its end, thread 0 of its warp at a shuffle\.",
+        r"thread 16 of block \(0, 0, 0\) is at its end, but thread 0 of its warp is at a shuffle\.",
     ),
     "two barriers": (
         "if (lane < 16) __syncwarp(); else __syncthreads();",
-        r"thread 16 .* is at a barrier of the block, thread 0 of its warp at a barrier of the warp\.",
+        r"thread 16 .* is at a barrier of the block, but thread 0 of its warp is at a barrier of the warp\.",
     ),
     "two products": (
         "float d[8] = {}; if (lane & 1) multiply_by_rows(d, 0, 0, 0, 0); else multiply_by_columns(d, 0, 0, 0, 0);",
-        r"thread 1 .* is at a matrix product, thread 0 of its warp at a matrix product",
+        r"thread 1 .* is at a matrix product, but thread 0 of its warp is at a matrix product",
     ),
     "a barrier that a warp misses": (
         "if (lane < 32) __syncthreads();",
-        r"thread 0 .* is at a barrier of the block, thread 32 has ended\.",
+        r"thread 0 .* is at a barrier of the block, but thread 32 has ended\.",
     ),
     "a shuffle in half a warp": (
         "a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
-        "thread 64 .* is at a shuffle, its warp has 16 threads only",
+        "thread 64 .* is at a shuffle, but its warp has only 16 threads",
     ),
     "rows of matrices behind shared memory": (
         "u32 x[4]; load_matrices(x, shared + 64, lane & 31, 0);",
-        r"thread \d+ .* reads 16 bytes at 1\d\d\d of shared memory, which has 1024",
+        r"thread \d+ .* reads 16 bytes at 1\d\d\d of shared memory, which has only 1024 bytes",
     ),
-    "a mask": ("__syncwarp(3);", "names some lanes of its warp"),
+    "a mask": ("__syncwarp(3);", "uses a mask of some lanes, but the emulator supports"),
     "behind shared memory": (
         "numbers[256 - 31 + lane] = 0.0f;",
-        r"thread \d+ .* writes 4 bytes at 10\d\d of shared memory, which has 1024\.",
+        r"thread \d+ .* writes 4 bytes at 10\d\d of shared memory, which has only 1024 bytes\.",
     ),
     "a vector across chunks": (
         "numbers[lane] = 0; __syncthreads(); uint4 x = *reinterpret_cast<uint4*>(numbers + 1); a.floats[lane] = x.y;",
-        "reads 16 bytes at an address that is no multiple of 16",
+        "reads 16 bytes at an address that is not a multiple of 16",
     ),
-    "nothing was written": ("a.floats[lane] = numbers[lane];", "at .* of shared memory, which nobody has written"),
+    "nothing was written": ("a.floats[lane] = numbers[lane];", "at .* of shared memory, which has not been written"),
     "another lane's number, at once": (
         "numbers[lane] = 0; __syncthreads(); numbers[lane] = lane; a.floats[lane] = numbers[lane ^ 1];",
         r"thread \d+ .* 4 bytes at \d+ of shared memory with no barrier since thread \d+ (wrote|read) there\.",
@@ -199,7 +199,7 @@ FAILURES = {
         "if (lane == 0) numbers[0] = 1; __syncthreads(); a.floats[lane] = numbers[0]; if (lane == 40) numbers[0] = 2;",
         r"(writes .* with no barrier since (several threads|thread \d+) read|reads .* since thread 40 wrote)",
     ),
-    "behind a tensor": ("a.floats[lane + 33] = 0;", r"thread \d+ .* writes 4 bytes where no tensor is"),
+    "behind a tensor": ("a.floats[lane + 33] = 0;", r"thread \d+ .* writes 4 bytes outside of all tensors"),
 }
 
 
@@ -224,7 +224,7 @@ def test_launches_that_cannot_be(tmp_path: Path) -> None:
         kernel.execute(0)
     for block, shared, said in (
         ((1056, 1, 1), 0, "a block has 1056 threads, but can have 1 to 1024"),
-        ((32, 2, 1), 0, "a block is a row of threads"),
+        ((32, 2, 1), 0, "the emulator runs one-dimensional blocks only"),
         ((32, 1, 1), 98305, "at most 98304 bytes of shared memory, not 98305"),
     ):
         kernel.launch((1, 1, 1), block, bytes(24), shared)
@@ -438,5 +438,5 @@ def test_every_barrier_is_needed(source: str, number: int, architecture: int, tm
     prefill = source == "prefill.cu"
     problem = Case((90,), (300,), 4, 2, dtype=FP16).build() if prefill else LONG.build()
     compute: Any = attention.prefill if prefill else attention.decode
-    with pytest.raises(EmulationError, match=r"with no barrier since|nobody has written"):
+    with pytest.raises(EmulationError, match=r"with no barrier since|has not been written"):
         compute(problem, without_it, architecture=architecture)

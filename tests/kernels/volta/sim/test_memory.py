@@ -198,9 +198,9 @@ def test_more_local_memory_than_there_is() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"block": (33, 32, 1)}, "33 x 32 x 1 threads is not one of 1 to 1024"),
-        ({"block": (0, 1, 1)}, "0 x 1 x 1 threads is not"),
-        ({"grid": (1, 0, 1)}, "a grid must not be empty"),
+        ({"block": (33, 32, 1)}, "a block must have 1 to 1024 threads, not 33 x 32 x 1"),
+        ({"block": (0, 1, 1)}, "threads, not 0 x 1 x 1"),
+        ({"grid": (1, 0, 1)}, "every dimension of a grid must be at least 1"),
         ({"parameters": b""}, "touch takes 20 bytes of parameters, not 0"),
         ({"dynamic_shared_bytes": 98305}, "98304 bytes of shared memory, not 98305"),
     ],

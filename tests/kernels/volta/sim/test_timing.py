@@ -253,7 +253,7 @@ class TestOneSm:
         with pytest.raises(TypeError, match=r"l3_latency is not a parameter of the timing: .*l2_latency"):
             default_timing(l3_latency=5)
         for changes, said in (
-            ({"l2_latency": -1}, "must not be negative, like -1"),
+            ({"l2_latency": -1}, "must not be negative, but one is -1"),
             ({"memory_queue": 0}, "must be at least 1, not 0"),
             ({"l2_bytes_per_cycle": 0.0}, "l2_bytes_per_cycle must be more than 0"),
         ):

@@ -135,7 +135,7 @@ def test_global_variables_are_refused() -> None:
         ("HMMA.884.F32.F16.STEP0 R0, R2, R4, R6", "C and D of a matrix product must have the same type"),
         ("LDS.128 R253, [RZ]", "operand 0 reaches beyond the last register"),
         ("LDS.64 R0, [0x4]", "shared address 0x4 .* is not a multiple of the access's size"),
-        ("BAR.SYNC 0x1, 0x21", "waits for 33 threads, no multiple of 32"),
+        ("BAR.SYNC 0x1, 0x21", "waits for 33 threads, which is not a multiple of 32"),
     ],
 )
 def test_an_instruction_that_cannot_be_executed(text: str, said: str) -> None:
@@ -152,7 +152,7 @@ def test_a_matrix_product_by_a_part_of_the_warp() -> None:
 
 
 def test_lanes_that_wait_for_lanes_that_never_come() -> None:
-    said = "warp 0 is deadlocked at 0x0030: lanes 0x0000000f wait for lanes 0xfffffff0, which never come"
+    said = "warp 0 is deadlocked at 0x0030: lanes 0x0000000f wait for lanes 0xfffffff0, which never arrive"
     with pytest.raises(SimulationError, match=said):
         Listing(
             "S2R R1, SR_LANEID",
