@@ -16,9 +16,21 @@ from typing import Any
 from fastattention_vllm.placement.stream_split import StreamSplit
 from fastattention_vllm.plan import hardware, speed
 from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
-from fastattention_vllm.plan.model import ModelShape, shape_of
+from fastattention_vllm.plan.model import ModelShape, read, shape_of
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SHAPES = ROOT / "tests" / "plan" / "shapes"
+EXAMPLES = (
+    ("pangu-38b", "v100-32g", 8, None, 262144),
+    ("pangu-71b", "v100-32g", 8, "xeon-pcie3", 262144),
+    ("llama2-7b", "v100-32g", 1, None, 4096),
+    ("llama2-70b", "v100-32g", 8, None, 4096),
+    ("llama3-8b", "t4-16g", 2, None, 8192),
+    ("qwen3-32b", "v100-16g", 8, None, 40960),
+    ("qwen3-32b", "a100-80g", 1, None, 40960),
+)
+"""Model, device, number of devices, host (None: the usual one) and context."""
 CLOSE = 0.25
 CASE = re.compile(r"fp16 \(32,8,128\) (?P<tokens>\d+) tokens b(?P<requests>\d+), (?P<what>.*)")
 WAYS = {"stream all": StreamSplit(1.0), "CPU alone": StreamSplit(0.0), "auto": None}
@@ -154,6 +166,7 @@ def first_token_rows() -> list[tuple[str, float, float]]:
 def lines() -> Iterator[str]:
     """The generated part of docs/plan.md."""
     yield from comparison()
+    yield from examples()
     yield from ("", "## Devices and hosts", "")
     yield "| `--gpu` | memory, GiB | TFLOPS | GB/s | usual host | kernels | source |"
     yield "|---|---|---|---|---|---|---|"
@@ -179,6 +192,25 @@ def lines() -> Iterator[str]:
         else:
             value = f"{found.value:g}"
         yield f"| {found.what} | {value} | {found.source} |"
+
+
+def examples() -> Iterator[str]:
+    yield from ("", "## Examples", "")
+    yield "One request of the given length. The shapes are in `tests/plan/shapes`. Those of the two PanGu models are"
+    yield "inferred, because only their numbers of parameters are published. L_GPU is our reconstruction of the paper's"
+    yield "formula."
+    yield ""
+    yield "| model | machine | context | host layers | L_GPU | host KV, GiB | prefill, tokens/s | decode, tokens/s |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, gpu, ranks, host, context in EXAMPLES:
+        machine = hardware.machine(gpu, ranks, host)
+        found = plan_memory(read(str(SHAPES / name)), machine, Request(context))
+        prefill, decode = speed.prefill(found), speed.decode(found)
+        places = f"{len(found.placement.host)} of {found.shape.num_layers} | {found.paper.device_layers}"
+        speeds = " | ".join(f"{number(one.tokens_per_second)} ({one.limited_by})" for one in (prefill, decode))
+        where = f"{ranks} x `{gpu}` in `{machine.host_key}`"
+        pool = ranks * found.host_kv_needed / hardware.GIB
+        yield f"| {name} | {where} | {context:,} | {places} | {pool:.0f} | {speeds} |"
 
 
 def comparison() -> Iterator[str]:

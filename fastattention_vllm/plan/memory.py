@@ -30,8 +30,7 @@ from fastattention_vllm.plan.model import ModelShape
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 MAX_NUM_SEQS = 256
-"""vLLM's default, for which it reserves logits."""
-MAX_REQUESTS = 1 << 20
+"""vLLM's default of requests at once. It reserves memory for the logits of so many."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,10 @@ class Request:
     """Limit of the KV memory per device; None: what is left."""
     host_kv_gib: float | None = None
     """Limit of host memory for host layers per rank; None: chosen here."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        return max(MAX_NUM_SEQS, self.requests)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ class MemoryPlan:
     longest_on_device: int
     """For one request, without host layers."""
     largest_batch: int
-    """Number of requests of ``request.context`` tokens, if ``host_kv_requests`` asks for them."""
+    """Number of requests of ``request.context`` tokens, if ``host_kv_requests`` asks for them; at most
+    ``request.max_num_seqs``."""
+    largest_batch_on_device: int
+    """The same without host layers."""
 
     @property
     def limits(self) -> Limits:
@@ -154,7 +160,7 @@ def device_memory(shape: ModelShape, machine: Machine, request: Request) -> Devi
     weights, driver = weight_bytes(shape, request, ranks), int(constants.driver_gib.value * GIB)
     activations = activation_bytes(
         tokens=request.batched_tokens,
-        sequences=MAX_NUM_SEQS,
+        sequences=request.max_num_seqs,
         hidden=shape.hidden_size,
         intermediate=shape.intermediate_size,
         vocabulary=shape.vocab_size,
@@ -230,7 +236,8 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         paper=paper_placement(shape, machine.ranks, request, device, per_token),
         longest_context=longest_request(layers, size, bound),
         longest_on_device=min(shape.max_positions, size.longest_request(device.kv)),
-        largest_batch=_largest_batch(layers, size, replace(bound, tokens=request.context)),
+        largest_batch=_largest_batch(layers, size, replace(bound, tokens=request.context), request.max_num_seqs),
+        largest_batch_on_device=min(request.max_num_seqs, _batch_on_device(size, device.kv, request.context)),
     )
 
 
@@ -282,13 +289,17 @@ def _why_not(layers: Layers, size: KvSize, machine: Machine, limits: Limits) -> 
     )
 
 
-def _largest_batch(layers: Layers, size: KvSize, limits: Limits) -> int:
+def _batch_on_device(size: KvSize, device_bytes: int, tokens: int) -> int:
+    """Every request needs its blocks, and all share vLLM's null block."""
+    null = size.null_block()
+    return max(0, device_bytes - null) // (size.of_request(tokens) - null)
+
+
+def _largest_batch(layers: Layers, size: KvSize, limits: Limits, most: int) -> int:
     def fits(requests: int) -> bool:
         return longest_request(layers, size, replace(limits, requests=requests)) >= limits.tokens
 
-    low, high = 1, 2
-    while high < MAX_REQUESTS and fits(high):
-        low, high = high, 2 * high
+    low, high = 1, most + 1  # low fits, high is not asked
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -95,7 +95,10 @@ def _capacity(report: PlanReport) -> RenderableType:
     table = _table("Capacity", "", "")
     table.add_row(f"longest context of {report.asked.requests} request(s), tokens", str(found.longest_context))
     table.add_row("longest context of 1 request without host layers", str(found.longest_context_on_device))
-    table.add_row(f"requests of {report.asked.context} tokens at once", str(found.largest_batch))
+    table.add_row(
+        f"requests of {report.asked.context} tokens at once (at most --max-num-seqs)", str(found.largest_batch)
+    )
+    table.add_row(f"requests of {report.asked.context} tokens without host layers", str(found.largest_batch_on_device))
     return Group(table, Text())
 
 
@@ -109,7 +112,8 @@ def _speeds(report: PlanReport) -> RenderableType:
 def _speed(found: Speed) -> Sequence[str]:
     share = found.parts[found.limited_by] / found.seconds
     seconds = f"{found.seconds:.3g} s" if found.seconds >= 1 else f"{1e3 * found.seconds:.3g} ms"
-    return f"{found.tokens_per_second:.4g}", seconds, f"{found.limited_by} ({share:.0%})"
+    rate = f"{found.tokens_per_second:,.0f}" if found.tokens_per_second >= 100 else f"{found.tokens_per_second:.3g}"
+    return rate, seconds, f"{found.limited_by} ({share:.0%})"
 
 
 def picture(report: PlanReport) -> RenderableType:

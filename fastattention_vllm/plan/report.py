@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fastattention_vllm.plan import speed
 from fastattention_vllm.plan.hardware import Machine, measured
-from fastattention_vllm.plan.memory import MAX_NUM_SEQS, DeviceMemory, MemoryPlan
+from fastattention_vllm.plan.memory import DeviceMemory, MemoryPlan
 from fastattention_vllm.plan.model import ModelShape
 
 PAPER = "our reconstruction of the paper's formula (arXiv 2410.16663, section 4.4); the server does not use it"
@@ -95,7 +95,9 @@ class Capacity(Part):
     longest_context_on_device: int
     """For one request, without host layers."""
     largest_batch: int
-    """Requests of the asked context, if host_kv_requests asks for them."""
+    """Requests of that context at once, if host_kv_requests asks for them; at most --max-num-seqs."""
+    largest_batch_on_device: int
+    """The same without host layers."""
 
 
 class Speed(Part):
@@ -173,6 +175,7 @@ def report(plan: MemoryPlan, folder: str) -> PlanReport:
             longest_context=plan.longest_context,
             longest_context_on_device=plan.longest_on_device,
             largest_batch=plan.largest_batch,
+            largest_batch_on_device=plan.largest_batch_on_device,
         ),
         prefill=as_speed(speed.prefill(plan)),
         decode=as_speed(speed.decode(plan)),
@@ -213,7 +216,7 @@ def serve_words(plan: MemoryPlan, folder: str) -> list[str]:
     if machine.ranks > 1:
         words += ["--tensor-parallel-size", str(machine.ranks)]
     words += ["--max-model-len", str(request.context), "--max-num-batched-tokens", str(request.batched_tokens)]
-    words += ["--max-num-seqs", str(max(MAX_NUM_SEQS, request.requests))]
+    words += ["--max-num-seqs", str(request.max_num_seqs)]
     words += ["--gpu-memory-utilization", f"{request.utilization:g}"]
     if shape.dtype not in machine.kernels.dtypes:
         words += ["--dtype", machine.kernels.dtypes[0]]

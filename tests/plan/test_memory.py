@@ -126,7 +126,14 @@ def test_the_longest_context_and_the_largest_batch_fit_and_no_more(data: st.Data
     assert try_plan(model, computer, dataclasses.replace(request, requests=found.largest_batch))
     if found.longest_context < model.max_positions:
         assert not try_plan(model, computer, dataclasses.replace(request, context=found.longest_context + 1))
-    assert not try_plan(model, computer, dataclasses.replace(request, requests=found.largest_batch + 1))
+    if found.largest_batch < request.max_num_seqs:
+        assert not try_plan(model, computer, dataclasses.replace(request, requests=found.largest_batch + 1))
+    alone = found.largest_batch_on_device
+    assert alone <= found.largest_batch
+    for requests, fits in ((alone, True), (alone + 1, False)):
+        need = requests * (found.size.of_request(request.context) - found.size.null_block()) + found.size.null_block()
+        if 0 < requests <= request.max_num_seqs:
+            assert (need <= found.device.kv) == fits
 
 
 def test_without_host_memory_the_engines_block_manager_decides() -> None:
