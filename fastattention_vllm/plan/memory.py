@@ -200,6 +200,11 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
             f"--context {request.context} is longer than the model's {shape.max_positions} positions; lower it, or use "
             "a config.json with RoPE scaling."
         )
+    if request.batched_tokens < request.max_num_seqs:
+        raise PlanError(
+            f"--batched-tokens {request.batched_tokens} is less than the {request.max_num_seqs} requests that vLLM "
+            f"computes in one step (--max-num-seqs); use {request.max_num_seqs} or more."
+        )
     shape.check_ranks(machine.ranks)
     machine.kernels.attention_fraction(shape.head_size)
     kv_dtype = resolve_kv_dtype(shape, machine, request.kv_dtype)

@@ -88,13 +88,17 @@ class ModelShape:
         return self.num_layers * self.layer_parameters(ranks) + embeddings
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ``PlanError`` if vLLM cannot divide the heads among so many ranks."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        """Raise ``PlanError`` if vLLM cannot divide the heads and MLPs among so many ranks."""
+        heads, kv_heads, wide = self.num_heads, self.num_kv_heads, self.intermediate_size
+        possible = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and wide % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
         if ranks not in possible:
             raise PlanError(
-                f"--tp {ranks} does not divide the model's {heads} query heads and {kv_heads} KV heads; "
-                f"possible values: {', '.join(map(str, possible))}."
+                f"--tp {ranks} does not divide the model's {heads} query heads, {kv_heads} KV heads and "
+                f"intermediate_size {wide}; possible values: {', '.join(map(str, possible))}."
             )
 
 

@@ -1,7 +1,8 @@
 """Predicted speed of prefill and decoding, and what limits each. Pure functions; all constants are in the data files.
 
 Seconds of one decoding step: the attention of the host layers, plus the longer of the device's work and the CPU's work
-to launch it between two host layers. The device waits for the CPU at each host layer, so neither hides the other.
+to launch it between two host layers. The device waits for the CPU at each host layer, so its work does not overlap with
+that attention.
 
     one host layer's attention = (b - H) / (C + P), with C the CPU's rate, P the link's rate beside it, and H the bytes
     that the link brings while the CPU waits; b / C where the CPU works alone, b / P where the link brings everything
@@ -163,6 +164,6 @@ def prefill(plan: MemoryPlan) -> Prediction:
 
 
 def _pairs(begin: int, new: int, window: int) -> int:
-    """Pairs of query and key of a chunk; 0 as window for all keys before."""
+    """Pairs of query and key of a chunk. Without a window (0), a query sees all keys before it."""
     full = new * begin + new * (new + 1) // 2
     return min(full, new * window) if window else full

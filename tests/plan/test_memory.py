@@ -176,6 +176,7 @@ def test_caps_of_the_user_are_kept() -> None:
     [
         ("llama2-7b", "v100-32g", 1, Request(8192), "--context 8192 is longer than the model's 4096 positions"),
         ("llama2-7b", "v100-32g", 3, Request(4096), "--tp 3 does not divide"),
+        ("llama2-7b", "v100-32g", 1, Request(64, batched_tokens=8), "--batched-tokens 8 is less than the 256 requests"),
         ("llama2-7b", "v100-32g", 1, Request(64, kv_dtype="int4"), "--kv-dtype int4 is not supported"),
         ("llama2-7b", "v100-32g", 1, Request(64, kv_dtype="bfloat16"), "--kv-dtype bfloat16 is not supported"),
         ("llama2-7b", "v100-32g", 1, Request(64, kv_cache_gib=99), "--kv-cache-gib 99 is more than"),

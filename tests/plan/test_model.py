@@ -161,3 +161,8 @@ def test_ranks_divide_the_heads(ranks: int, possible: bool) -> None:
         return
     with pytest.raises(PlanError, match=f"--tp {ranks} does not divide .* possible values: 1, 2, 4, 8"):
         found.check_ranks(ranks)
+
+
+def test_ranks_divide_the_mlp() -> None:
+    with pytest.raises(PlanError, match=r"intermediate_size 100; possible values: 1, 2, 4\."):
+        shape_of(changed(intermediate_size=100), "here").check_ranks(8)
