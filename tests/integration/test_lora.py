@@ -1,4 +1,4 @@
-"""LoRA: each request gets its own adapter's answers, equal to Hugging Face with that adapter merged."""
+"""LoRA: each request gets the answers of its adapter, equal to Hugging Face with that adapter merged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.reference_models import hugging_face_answers, llama, random_prompts, 
 
 RANK, ALPHA = 8, 16
 SPREAD = 0.14
-"""Of an adapter's entries: its answers are far from the base model's. Twice as large an adapter amplifies rounding so
-much that two ways of computing the same in fp32 are 1e-4 apart, Hugging Face's own half of that from float64."""
+"""Size of an adapter's entries. It makes answers differ clearly from the base model's. Twice the size would amplify
+rounding so much that two fp32 computations differ by 1e-4; Hugging Face's own result is half of that from float64.
+"""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head")
 
 

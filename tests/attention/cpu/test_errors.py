@@ -1,4 +1,4 @@
-"""Whatever cannot be computed is refused in one sentence that names the value, from Python and from the C ABI."""
+"""Problems that cannot be computed are refused in one sentence that names the value, from Python and the C ABI."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_an_empty_cache_of_sequences_without_keys() -> None:
 
 
 class TestAbi:
-    """What only other callers than our wrapper can get wrong."""
+    """Mistakes that only callers other than our wrapper can make."""
 
     FIELDS = ctypes.c_byte * ctypes.sizeof(cpu_library.AttentionArguments)
 
@@ -253,7 +253,7 @@ def test_unknown_instruction_sets_are_refused() -> None:
 
 
 def test_instruction_sets_come_in_the_order_of_their_speed() -> None:
-    """Where the bf16 dot product is slower than fp32 multiply-adds, which is so on Intel, it comes after them."""
+    """If the bf16 dot product is slower than fp32 multiply-adds, as on Intel, it comes after them."""
     described = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     vendor = next((value.strip() for key, value in described.items() if key.strip() == "vendor_id"), "")
     middle = ["avx512_bf16", "avx512"] if vendor == "AuthenticAMD" else ["avx512", "avx512_bf16"]
@@ -278,7 +278,7 @@ class TestLibrary:
     def test_the_instruction_set_can_be_forced(self, name: str) -> None:
         assert python("print(cpu.isa())", FASTATTENTION_CPU_ISA=name).stdout == f"{name}\n"
 
-    def test_the_fastest_instruction_set_is_taken(self) -> None:
+    def test_the_fastest_instruction_set_is_chosen(self) -> None:
         assert python("print(cpu.isa())", FASTATTENTION_CPU_ISA="").stdout == f"{cpu.usable_isas()[0]}\n"
 
     def test_an_unusable_instruction_set_stops_with_the_usable_ones(self) -> None:
@@ -301,7 +301,7 @@ class TestLibrary:
             cpu_library.library_path()
 
     def test_a_checkout_finds_the_installed_library(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """A Ray worker imports from the source tree, which holds no binary; the editable install does."""
+        """A Ray worker imports from the source tree, which has no binary. The editable install has one."""
         site = tmp_path / "site-packages"
         library = site / "fastattention_vllm" / "lib" / "libfastattention_cpu.so"
         library.parent.mkdir(parents=True)
