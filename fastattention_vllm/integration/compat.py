@@ -170,7 +170,7 @@ def uses_this_backend(vllm_config: VllmConfig) -> bool:
 
     backend = vllm_config.attention_config.backend
     if backend is not None:
-        return backend.name == BACKEND_NAME
+        return bool(backend.name == BACKEND_NAME)
     return type(current_platform).__name__ == "FastAttentionCpuPlatform" and not has_compiled_cpu_ops()
 
 
