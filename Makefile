@@ -58,6 +58,7 @@ mutate: setup-dev ## break the code in many places, one at a time, and check tha
 	$(VENV)/python scripts/mutate.py tests/mutations/parallel.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/ascend.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/doctor.toml
+	$(VENV)/python scripts/mutate.py tests/mutations/plan.toml
 
 build: setup      ## build the CPU kernels into .venv
 

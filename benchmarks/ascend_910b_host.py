@@ -14,9 +14,10 @@ from ascend_910b_steps import ALLOWED, PAGE, reported, verdict
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.bench.report import Row, compared
 from fastattention_vllm.placement import calibrate, host_memory, npu
-from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup, StreamSplit
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.pinning import NpuPinning
 from fastattention_vllm.placement.step import Batch, divide
+from fastattention_vllm.placement.stream_split import StreamSplit
 
 HOST_CACHE = 1 << 30
 """Bytes of the layer in host memory."""

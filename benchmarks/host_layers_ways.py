@@ -77,7 +77,7 @@ def measure(
 
 def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
     from fastattention_vllm.integration.host_layers import layers as host_layers
-    from fastattention_vllm.placement.host_attention import StreamSplit
+    from fastattention_vllm.placement.stream_split import StreamSplit
 
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
         options.batch

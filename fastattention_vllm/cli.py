@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import sys
 
-NEEDED_BY_BENCH = ("typer", "rich")
+NEEDED = ("typer", "rich")
+"""By all commands but doctor."""
 USAGE = """\
 Usage: fastattention COMMAND [OPTIONS]
 
@@ -14,6 +15,7 @@ FastAttention for vLLM.
 
 Commands:
   doctor  Say what this machine can run, and what to do about problems.
+  plan    Predict memory and speed of a model on a machine; needs fastattention-vllm[plan].
   bench   Measure attention kernels; needs fastattention-vllm[bench].
 
 `fastattention COMMAND --help` lists the options."""
@@ -23,16 +25,21 @@ def main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if command == "doctor":
         sys.exit(importlib.import_module("fastattention_vllm.doctor.command").main(arguments))
-    if command == "bench":
-        missing = [name for name in NEEDED_BY_BENCH if importlib.util.find_spec(name) is None]
+    if command in ("plan", "bench"):
+        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
-            sys.exit(f"fastattention bench needs {' and '.join(missing)}: pip install 'fastattention-vllm[bench]'")
-        importlib.import_module("fastattention_vllm.bench.command").app()
+            sys.exit(
+                f"fastattention {command} needs {' and '.join(missing)}: pip install 'fastattention-vllm[{command}]'"
+            )
+        if command == "plan":
+            importlib.import_module("fastattention_vllm.plan.command").app(arguments, prog_name="fastattention plan")
+        else:
+            importlib.import_module("fastattention_vllm.bench.command").app()
         return
     if command in ("-h", "--help"):
         print(USAGE)
         return
-    print(f"fastattention: there is no command {command!r}; choose doctor or bench.", file=sys.stderr)
+    print(f"fastattention: there is no command {command!r}; choose doctor, plan or bench.", file=sys.stderr)
     sys.exit(2)
 
 

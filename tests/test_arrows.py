@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "integration": {PACKAGE, "attention", "placement", "parallel"},
     "bench": {"attention", "placement", "parallel"},
     "doctor": {PACKAGE, "attention", "placement", "parallel", "integration", "bench"},
+    "plan": {"placement"},
     "demo": set(),
-    "cli": {"bench", "doctor"},
+    "cli": {"bench", "doctor", "plan"},
 }
 LEVELS = (
     {"refusal", "patches"},

@@ -1,4 +1,4 @@
-"""Measures how fast the CPU and the link read host KV, and derives the share of each in a decoding step.
+"""Measures how fast the CPU and the link read host KV. stream_split.py derives the share of each in a decoding step.
 
 Both read the same memory and slow each other down. The link helps only if the CPU alone does not reach the memory's
 rate (few cores, or many query heads per KV head). So the rates are measured while both read at the same time.
@@ -9,49 +9,19 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
-from fastattention_vllm.placement.host_attention import HostAttention, StreamSplit
+from fastattention_vllm.placement.host_attention import HostAttention
 from fastattention_vllm.placement.link import Link
+from fastattention_vllm.placement.stream_split import Rates
 
 SAMPLE_BYTES = 2 << 30
 """Size of the sample of the pool. It is larger than any CPU cache, and small enough to be read quickly."""
-ENOUGH = 0.9
-"""The fraction of the memory's rate at which the CPU needs no help."""
-HAND_OVER_SECONDS = 0.0009
-"""Time between two host layers' attention, in which only the link is busy (benchmarks/notes/host_layers.md)."""
 ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second."""
-
-    memory: float
-    """Plain reads by the attention threads."""
-    cpu: float
-    """K and V read by CPU attention."""
-    link: float
-    """Copies from host to device."""
-    cpu_beside_link: float
-    link_beside_cpu: float
-
-
-def stream_split(rates: Rates) -> StreamSplit:
-    """Split so that CPU and link finish together; 0 if the CPU alone is fast enough.
-
-    The CPU reads at rate C and the link at rate P. When the CPU begins, the link has already copied H bytes. So B bytes
-    take (B - H) / (C + P) from then on.
-    """
-    if rates.cpu >= ENOUGH * rates.memory:
-        return StreamSplit(0.0)
-    fraction = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
-    return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS))
 
 
 def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:

@@ -26,9 +26,8 @@ from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
+from fastattention_vllm.placement.stream_split import StreamSplit
 
-MIN_SPLIT_BYTES = 512 << 20
-"""Bytes of KV per layer. With fewer bytes, the CPU alone was faster (benchmarks/notes/host_layers.md)."""
 MIN_STREAMED_BYTES = 1 << 20
 """Bytes. A smaller copy is not worth its cost."""
 
@@ -92,22 +91,6 @@ class StepSplit:
     """Bytes of the blocks of ``fetched``."""
     streamed_bytes: int
     """Bytes of the blocks of ``streamed``."""
-
-
-@dataclass(frozen=True)
-class StreamSplit:
-    """How much of the decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
-
-    fraction: float
-    """The device's fraction of the bytes after its head start, 0 to 1."""
-    head_start: int = 0
-    """Bytes per layer that are copied while the CPU waits for its next query."""
-
-    def of(self, size: int) -> float:
-        """The device's fraction of ``size`` bytes, the contexts of one layer."""
-        if size < MIN_SPLIT_BYTES and self.head_start:
-            return 0.0
-        return min(1.0, self.fraction + (1.0 - self.fraction) * self.head_start / max(size, 1))
 
 
 @dataclass

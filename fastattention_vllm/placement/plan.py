@@ -13,6 +13,7 @@ vLLM's block manager, and counts sliding-window layers by the tokens that they h
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -108,6 +109,19 @@ def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[
     return _of_indices(layers, size, [int(index) for index in wanted])
 
 
+def blocks_needed(placement: LayerPlacement, limits: Limits) -> int:
+    """Number of blocks that the requests need, over all block tables."""
+    return -(
+        -_need(placement.device_size, limits) // (placement.device_size.layers_per_group() * placement.bytes_per_block)
+    )
+
+
+def longest_request(layers: Layers, size: KvSize, limits: Limits) -> int:
+    """The longest request, up to ``limits.tokens``, of which ``limits.requests`` fit with "auto"; 0 if none does."""
+    above = dataclasses.replace(limits, tokens=limits.tokens + size.block_size)
+    return min(limits.tokens, _longest_request(_candidates(layers, size), above))
+
+
 def spread(layers: Sequence[int], count: int) -> tuple[int, ...]:
     """``count`` evenly spaced elements of ``layers``, beginning with the first."""
     return tuple(layers[i * len(layers) // count] for i in range(count))
@@ -161,7 +175,7 @@ def _of_count(layers: Layers, size: KvSize, count: int) -> LayerPlacement:
 def _automatic(layers: Layers, size: KvSize, limits: Limits) -> LayerPlacement:
     candidates = _candidates(layers, size)
     on_device = [c for c in candidates if _need(c.device_size, limits) <= limits.device_bytes]
-    fitting = [c for c in on_device if c.host_bytes(_blocks(c, limits)) <= limits.host_bytes]
+    fitting = [c for c in on_device if c.host_bytes(blocks_needed(c, limits)) <= limits.host_bytes]
     if fitting:
         return min(fitting, key=lambda c: (_read_bytes(c.host_size, limits.tokens), len(c.host)))
     longest = _longest_request(candidates, limits)
@@ -181,7 +195,8 @@ def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> in
     def fits(blocks: int) -> bool:
         asked = dataclasses.replace(limits, tokens=blocks * block)
         return any(
-            _need(c.device_size, asked) <= limits.device_bytes and c.host_bytes(_blocks(c, asked)) <= limits.host_bytes
+            _need(c.device_size, asked) <= limits.device_bytes
+            and c.host_bytes(blocks_needed(c, asked)) <= limits.host_bytes
             for c in candidates
         )
 
@@ -192,7 +207,8 @@ def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> in
     return low * block
 
 
-def _candidates(layers: Layers, size: KvSize) -> list[LayerPlacement]:
+@functools.lru_cache(maxsize=1)
+def _candidates(layers: Layers, size: KvSize) -> Sequence[LayerPlacement]:
     """All splits that keep the block tables, with at least one layer of each kind on the device."""
     found = []
     for full in _device_counts(layers.full, layers.fixed):
@@ -245,13 +261,6 @@ def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
 def _need(size: KvSize, limits: Limits) -> int:
     """Bytes that the requests need, including vLLM's null block once."""
     return limits.requests * (size.of_request(limits.tokens) - size.null_block()) + size.null_block()
-
-
-def _blocks(placement: LayerPlacement, limits: Limits) -> int:
-    """Number of blocks that the requests need, over all block tables."""
-    return -(
-        -_need(placement.device_size, limits) // (placement.device_size.layers_per_group() * placement.bytes_per_block)
-    )
 
 
 def _read_bytes(size: KvSize, tokens: int) -> int:

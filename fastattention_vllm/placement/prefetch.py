@@ -16,11 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fastattention_vllm.placement.budget import NUM_BUFFERS, STAGING_BYTES
 from fastattention_vllm.placement.link import Link
-
-STAGING_BYTES = 128 << 20
-"""Size of each staging buffer, unless a block is larger. There are two per device, whatever the number of layers."""
-NUM_BUFFERS = 2
 
 
 class PrefetchError(RuntimeError):

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import host_attention, npu, prefetch
-from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
+from fastattention_vllm.placement.host_attention import HostLayerGroup
+from fastattention_vllm.placement.stream_split import StreamSplit
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import npu_streams, stand_in  # noqa: F401  a fixture
 from tests.ascend.test_attention import bound  # noqa: F401  a fixture

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.placement import host_attention, link, npu, pinning
-from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
+from fastattention_vllm.placement.host_attention import HostLayerGroup
+from fastattention_vllm.placement.stream_split import StreamSplit
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import stand_in
 from tests.ascend.test_schema import meta

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.placement import calibrate, host_attention, host_memory, link, prefetch
-from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit
+from fastattention_vllm.placement.host_attention import HostLayerGroup
 from fastattention_vllm.placement.pinning import CudaPinning
+from fastattention_vllm.placement.stream_split import StreamSplit
 from tests.placement.scenario import Model, Scenario, some_steps
 
 pytestmark = pytest.mark.usefixtures("exact_weights")

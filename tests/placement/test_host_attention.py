@@ -22,9 +22,10 @@ from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import host_attention, prefetch
 from fastattention_vllm.placement import step as steps
-from fastattention_vllm.placement.host_attention import HostLayerGroup, StreamSplit, merge
+from fastattention_vllm.placement.host_attention import HostLayerGroup, merge
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.step import Batch, divide
+from fastattention_vllm.placement.stream_split import StreamSplit
 from tests.attention import oracle
 from tests.placement.scenario import Model, Request, Scenario, Work
 

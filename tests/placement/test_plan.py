@@ -19,6 +19,7 @@ from fastattention_vllm.placement.plan import (
     Limits,
     PlacementError,
     indices_text,
+    longest_request,
     plan,
     spread,
 )
@@ -152,6 +153,17 @@ def test_a_request_that_does_not_fit_is_refused_with_the_longest_that_does(
     if longest:
         assert try_plan(layers, size, "auto", with_tokens(limits, longest))
     if longest + 1 < limits.tokens:
+        assert not try_plan(layers, size, "auto", with_tokens(limits, longest + 1))
+
+
+@given(models(), LIMITS)
+def test_the_longest_request_fits_and_a_longer_one_does_not(model: tuple[Layers, KvSize], limits: Limits) -> None:
+    layers, size = model
+    longest = longest_request(layers, size, limits)
+    assert 0 <= longest <= limits.tokens
+    if longest:
+        assert try_plan(layers, size, "auto", with_tokens(limits, longest))
+    if longest < limits.tokens:
         assert not try_plan(layers, size, "auto", with_tokens(limits, longest + 1))
 
 

@@ -6,10 +6,13 @@ from fastattention_vllm.integration.options import Options
 from scripts.docs import (
     BY_HAND,
     CONFIGURATION_PAGE,
+    GENERATED,
+    PLAN_PAGE,
     SUPPORTED_PAGE,
     code_quoted,
     configuration_page,
     option_meanings,
+    plan_page,
     supported_page,
     values,
 )
@@ -21,6 +24,11 @@ def test_the_supported_page_is_up_to_date() -> None:
 
 def test_the_configuration_page_is_up_to_date() -> None:
     assert CONFIGURATION_PAGE.read_text() == configuration_page(), "run `make docs`"
+
+
+def test_the_plan_page_is_up_to_date() -> None:
+    assert GENERATED in PLAN_PAGE.read_text()
+    assert PLAN_PAGE.read_text() == plan_page(), "run `make docs`"
 
 
 def test_handwritten_text_is_kept() -> None:

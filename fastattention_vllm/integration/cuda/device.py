@@ -11,12 +11,10 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.placement.budget import HOST_BLOCK
 from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import CudaLink, Link
 from fastattention_vllm.placement.pinning import CudaPinning
-
-HOST_BLOCK = 128
-"""Tokens per block. With blocks of 16 tokens, the CPU reaches 0.9 of the rate (benchmarks/notes/host_layers.md)."""
 
 
 def preferred_block_size(otherwise: int) -> int:

@@ -12,14 +12,12 @@ from fastattention_vllm.integration import binding
 from fastattention_vllm.integration.host_layers.device import local_rank
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import budget
 from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_attention import Device
-from fastattention_vllm.placement.prefetch import NUM_BUFFERS, STAGING_BYTES
 
 logger = init_logger("vllm.fastattention")
 
-WORKSPACE = 1 << 30
-"""Device memory that "auto" reserves, in addition to activations, for libraries' workspaces and captured graphs."""
 SPIN_SECONDS = 0.003
 """How long attention threads spin. They stay awake between host layers, because their CPUs are idle while the device
 computes."""
@@ -81,13 +79,14 @@ class AcceleratorRuntime:
         device_module: Any = torch.get_device_module(self.device)
         free, total = device_module.mem_get_info(self.device)
         model, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
-        tokens, seqs = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
-        hidden = model.hidden_size
-        wide = 3 * getattr(model, "intermediate_size", 4 * hidden) // ranks
-        # A host layer merges partial results in fp32: two of them, and two in the model's dtype.
-        merged = 12 * tokens * config.model_config.get_num_attention_heads(config.parallel_config)
-        merged *= config.model_config.get_head_size()
-        activations = 2 * tokens * (4 * hidden + wide) + 8 * seqs * model.vocab_size + merged
-        used = total - free
-        utilization = config.cache_config.gpu_memory_utilization
-        return int(max(0, total * utilization - used - activations - WORKSPACE - NUM_BUFFERS * STAGING_BYTES))
+        activations = budget.activation_bytes(
+            tokens=config.scheduler_config.max_num_batched_tokens,
+            sequences=config.scheduler_config.max_num_seqs,
+            hidden=model.hidden_size,
+            intermediate=getattr(model, "intermediate_size", 4 * model.hidden_size),
+            vocabulary=model.vocab_size,
+            heads=config.model_config.get_num_attention_heads(config.parallel_config),
+            head_size=config.model_config.get_head_size(),
+            ranks=ranks,
+        )
+        return budget.device_kv_bytes(total, total - free, activations, config.cache_config.gpu_memory_utilization)

@@ -32,12 +32,13 @@ from fastattention_vllm.integration.options import decide_host_layers, options_o
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
-from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup, StreamSplit
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, indices_text
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
+from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,7 +63,7 @@ class HostLayers:
     length_is_fitted: bool = False
     """Whether vLLM fits the maximum length to the memory that :meth:`clamp` leaves."""
     pool: HostPool | None = None
-    rates: calibrate.Rates | None = None
+    rates: Rates | None = None
     """None if they were not measured."""
     rehearsed: int = 0
     """Tokens of the longest step that vLLM's profiling has measured so far."""
@@ -126,7 +127,7 @@ class HostLayers:
         elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
             self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
-            split = calibrate.stream_split(rates)
+            split = stream_split(rates)
             logger.info(
                 "Host memory: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
                 "copies at the same time: %.1f and %.1f GB/s). When decoding, the device reads %.0f %% of the host KV "
@@ -354,9 +355,9 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     return lines
 
 
-def decode_rate(rates: calibrate.Rates) -> float:
-    """Bytes per second of host KV: by CPU and link together where both read it (:func:`calibrate.stream_split`)."""
-    together = calibrate.stream_split(rates).fraction > 0
+def decode_rate(rates: Rates) -> float:
+    """Bytes per second of host KV: by CPU and link together where both read it (:func:`stream_split`)."""
+    together = stream_split(rates).fraction > 0
     return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
 
 

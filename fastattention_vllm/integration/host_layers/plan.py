@@ -9,6 +9,7 @@ from fastattention_vllm.integration.compat import BACKEND_NAME
 from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement.budget import host_kv_bytes
 from fastattention_vllm.placement.host_memory import GIB, available_bytes
 from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, PlacementError, plan
 
@@ -143,4 +144,4 @@ def host_budget(asked_gib: float | None, local_ranks: int, spoken_for: int) -> i
     """
     if asked_gib is not None:
         return int(asked_gib * GIB)
-    return max(0, available_bytes() // local_ranks - spoken_for) // 2
+    return host_kv_bytes(available_bytes() // local_ranks, spoken_for)

@@ -28,8 +28,8 @@ from fastattention_vllm.integration.host_layers.layers import HostLayers, descri
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import host_attention, host_memory, prefetch
 from fastattention_vllm.placement.calibrate import Rates
-from fastattention_vllm.placement.host_attention import StreamSplit
 from fastattention_vllm.placement.plan import indices_text
+from fastattention_vllm.placement.stream_split import StreamSplit
 from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
 from tests.integration.test_fp8_kv_cache import LENGTHS as FP8_LENGTHS

@@ -1,0 +1,54 @@
+"""How the CPU and the link share the reading of host KV in a decoding step. Pure functions over numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_SPLIT_BYTES = 512 << 20
+"""Bytes of KV per layer. With fewer bytes, the CPU alone was faster (benchmarks/notes/host_layers.md)."""
+ENOUGH = 0.9
+"""The fraction of the memory's rate at which the CPU needs no help."""
+HAND_OVER_SECONDS = 0.0009
+"""Time between two host layers' attention, in which only the link is busy (benchmarks/notes/host_layers.md)."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second."""
+
+    memory: float
+    """Plain reads by the attention threads."""
+    cpu: float
+    """K and V read by CPU attention."""
+    link: float
+    """Copies from host to device."""
+    cpu_beside_link: float
+    link_beside_cpu: float
+
+
+@dataclass(frozen=True)
+class StreamSplit:
+    """How much of the decoding requests' contexts the device reads over the link while the CPU attends to the rest."""
+
+    fraction: float
+    """The device's fraction of the bytes after its head start, 0 to 1."""
+    head_start: int = 0
+    """Bytes per layer that are copied while the CPU waits for its next query."""
+
+    def of(self, size: int) -> float:
+        """The device's fraction of ``size`` bytes, the contexts of one layer."""
+        if size < MIN_SPLIT_BYTES and self.head_start:
+            return 0.0
+        return min(1.0, self.fraction + (1.0 - self.fraction) * self.head_start / max(size, 1))
+
+
+def stream_split(rates: Rates) -> StreamSplit:
+    """Split so that CPU and link finish together; 0 if the CPU alone is fast enough.
+
+    The CPU reads at rate C and the link at rate P. When the CPU begins, the link has already copied H bytes. So B bytes
+    take (B - H) / (C + P) from then on.
+    """
+    if rates.cpu >= ENOUGH * rates.memory:
+        return StreamSplit(0.0)
+    fraction = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
+    return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS))

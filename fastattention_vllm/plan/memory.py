@@ -1,0 +1,324 @@
+"""Which layers' KV caches are where, and the bytes of everything. The decisions are those of ``placement``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from fastattention_vllm.placement.budget import (
+    HOST_BLOCK,
+    NUM_BUFFERS,
+    STAGING_BYTES,
+    WORKSPACE,
+    activation_bytes,
+    device_kv_bytes,
+    host_kv_bytes,
+)
+from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.placement.plan import (
+    LayerPlacement,
+    Layers,
+    Limits,
+    PlacementError,
+    blocks_needed,
+    longest_request,
+    plan,
+)
+from fastattention_vllm.plan.errors import DoesNotFitError, PlanError
+from fastattention_vllm.plan.hardware import GIB, Machine, measured
+from fastattention_vllm.plan.model import ModelShape
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+MAX_NUM_SEQS = 256
+"""vLLM's default of requests at once. It reserves memory for the logits of so many."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The requests that must fit, and the server's options."""
+
+    context: int
+    """Tokens of one request, prompt and answer."""
+    requests: int = 1
+    kv_dtype: str = "auto"
+    batched_tokens: int = 8192
+    """--max-num-batched-tokens."""
+    utilization: float = 0.9
+    """--gpu-memory-utilization."""
+    weights_gib: float | None = None
+    """Weights of all devices together; None: 2 bytes per parameter."""
+    kv_cache_gib: float | None = None
+    """Limit of the KV memory per device; None: what is left."""
+    host_kv_gib: float | None = None
+    """Limit of host memory for host layers per rank; None: chosen here."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        return max(MAX_NUM_SEQS, self.requests)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device."""
+
+    total: int
+    weights: int
+    driver: int
+    activations: int
+    workspace: int
+    staging: int
+    unused: int
+    """Memory that --gpu-memory-utilization leaves to other programs."""
+    kv: int
+    """Memory that is left for the KV cache."""
+
+
+@dataclass(frozen=True)
+class PaperPlacement:
+    """Our reconstruction of the paper's formula (arXiv 2410.16663, section 4.4), over all devices together."""
+
+    device_layers: int
+    """L_GPU."""
+    host_layers: int
+    """L_CPU."""
+    layer_bytes: int
+    """kappa: one layer's KV cache."""
+    free_bytes: int
+    """n * (M - A) - W."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    shape: ModelShape
+    machine: Machine
+    request: Request
+    kv_dtype: str
+    device: DeviceMemory
+    layers: Layers
+    size: KvSize
+    placement: LayerPlacement
+    host_budget: int
+    """Limit of one rank's host layers."""
+    host_kv_gib: float | None
+    """The value of that option; None if the default is enough."""
+    paper: PaperPlacement
+    longest_context: int
+    """For ``request.requests`` requests, with host layers."""
+    longest_on_device: int
+    """For one request, without host layers."""
+    largest_batch: int
+    """Number of requests of ``request.context`` tokens, if ``host_kv_requests`` asks for them; at most
+    ``request.max_num_seqs``."""
+    largest_batch_on_device: int
+    """The same without host layers."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.device.kv, self.host_budget, self.request.context, self.request.requests)
+
+    @property
+    def device_kv_needed(self) -> int:
+        blocks = blocks_needed(self.placement, self.limits)
+        return blocks * self.placement.device_size.null_block()
+
+    @property
+    def host_kv_needed(self) -> int:
+        """Bytes of one rank."""
+        return self.placement.host_bytes(blocks_needed(self.placement, self.limits))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one layer on one rank."""
+        return self.size.bytes_per_block // self.size.block_size
+
+
+def weight_bytes(shape: ModelShape, request: Request, ranks: int) -> int:
+    """Bytes on one device."""
+    if request.weights_gib is not None:
+        return int(request.weights_gib * GIB) // ranks
+    if shape.quantisation:
+        raise PlanError(
+            f"the weights are quantised ({shape.quantisation}), and the planner does not count their bytes; pass "
+            "--weights-gib with the size of the weight files."
+        )
+    return 2 * shape.parameters(ranks)
+
+
+def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:
+    kernels = machine.kernels
+    if asked == "auto":
+        return shape.dtype if shape.dtype in kernels.dtypes else kernels.dtypes[0]
+    if asked not in kernels.kv_dtypes:
+        raise PlanError(
+            f"--kv-dtype {asked} is not supported by {kernels.name}; use one of auto, {', '.join(kernels.kv_dtypes)}."
+        )
+    return asked
+
+
+def device_memory(shape: ModelShape, machine: Machine, request: Request) -> DeviceMemory:
+    ranks, constants = machine.ranks, measured()
+    weights, driver = weight_bytes(shape, request, ranks), int(constants.driver_gib.value * GIB)
+    activations = activation_bytes(
+        tokens=request.batched_tokens,
+        sequences=request.max_num_seqs,
+        hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        vocabulary=shape.vocab_size,
+        heads=shape.num_heads // ranks,
+        head_size=shape.head_size,
+        ranks=ranks,
+    )
+    total = machine.device_bytes
+    kv = device_kv_bytes(total, weights + driver, activations, request.utilization)
+    staging = NUM_BUFFERS * STAGING_BYTES
+    if not kv:
+        need = (weights + driver + activations + WORKSPACE + staging) / request.utilization
+        raise DoesNotFitError(
+            f"the weights take {weights / GIB:.1f} GiB per device, and with all buffers {need / GIB:.1f} GiB are "
+            f"needed where {machine.device.name} has {total / GIB:.1f} GiB; use a larger --tp, a larger device, or a "
+            "smaller --batched-tokens."
+        )
+    if request.kv_cache_gib is not None:
+        if request.kv_cache_gib * GIB > kv:
+            raise PlanError(
+                f"--kv-cache-gib {request.kv_cache_gib:g} is more than the {kv / GIB:.2f} GiB that are left for the KV "
+                "cache on a device; lower it."
+            )
+        kv = int(request.kv_cache_gib * GIB)
+    unused = total - weights - driver - activations - WORKSPACE - staging - kv
+    return DeviceMemory(total, weights, driver, activations, WORKSPACE, staging, unused, kv)
+
+
+def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> MemoryPlan:
+    """Choose the layers, as the engine does with ``host_kv_layers`` "auto".
+
+    Raises:
+        PlanError: bad input, or it does not fit; says what would.
+    """
+    if request.context > shape.max_positions:
+        raise PlanError(
+            f"--context {request.context} is longer than the model's {shape.max_positions} positions; lower it, or use "
+            "a config.json with RoPE scaling."
+        )
+    if request.batched_tokens < request.max_num_seqs:
+        raise PlanError(
+            f"--batched-tokens {request.batched_tokens} is less than the {request.max_num_seqs} requests that vLLM "
+            f"computes in one step (--max-num-seqs); use {request.max_num_seqs} or more."
+        )
+    shape.check_ranks(machine.ranks)
+    machine.kernels.attention_fraction(shape.head_size)
+    kv_dtype = resolve_kv_dtype(shape, machine, request.kv_dtype)
+    device = device_memory(shape, machine, request)
+    per_token = 2 * shape.kv_heads_per_rank(machine.ranks) * shape.head_size * ELEMENT_BYTES[kv_dtype]
+    layers = Layers(shape.full_layers, shape.windowed_layers)
+    size = KvSize(
+        block_size=HOST_BLOCK,
+        bytes_per_block=HOST_BLOCK * per_token,
+        full_layers=len(layers.full),
+        windowed_layers=len(layers.windowed),
+        window=shape.window,
+        tokens_per_step=request.batched_tokens,
+    )
+    placement, budget, asked = _place(layers, size, device.kv, machine, request)
+    if placement.host and ELEMENT_BYTES[kv_dtype] == 1:
+        raise PlanError(
+            f"--kv-dtype {kv_dtype} is not supported with host layers, which {request.requests} request(s) of "
+            f"{request.context} tokens need here; use --kv-dtype auto, or lower --context to "
+            f"{size.longest_request(device.kv)}."
+        )
+    bound = Limits(device.kv, _largest_budget(machine, request), shape.max_positions, request.requests)
+    return MemoryPlan(
+        shape=shape,
+        machine=machine,
+        request=request,
+        kv_dtype=kv_dtype,
+        device=device,
+        layers=layers,
+        size=size,
+        placement=placement,
+        host_budget=budget,
+        host_kv_gib=asked,
+        paper=paper_placement(shape, machine.ranks, request, device, per_token),
+        longest_context=longest_request(layers, size, bound),
+        longest_on_device=min(shape.max_positions, size.longest_request(device.kv)),
+        largest_batch=_largest_batch(layers, size, replace(bound, tokens=request.context), request.max_num_seqs),
+        largest_batch_on_device=min(request.max_num_seqs, _batch_on_device(size, device.kv, request.context)),
+    )
+
+
+def _largest_budget(machine: Machine, request: Request) -> int:
+    """The most host memory that the user may give to one rank's host layers."""
+    if request.host_kv_gib is None:
+        return machine.free_host_bytes
+    return int(request.host_kv_gib * GIB)
+
+
+def _place(
+    layers: Layers, size: KvSize, device_bytes: int, machine: Machine, request: Request
+) -> tuple[LayerPlacement, int, float | None]:
+    """The placement, the limit of host memory, and the option ``host_kv_gib`` if it must be set for that."""
+    limits = Limits(device_bytes, host_kv_bytes(machine.free_host_bytes), request.context, request.requests)
+    largest = replace(limits, host_bytes=_largest_budget(machine, request))
+    if request.host_kv_gib is not None:
+        if largest.host_bytes > machine.free_host_bytes:
+            raise PlanError(
+                f"--host-kv-gib {request.host_kv_gib:g} per rank is more than the {machine.free_host_bytes / GIB:.1f} "
+                f"GiB that host {machine.host_key} has for each of {machine.ranks} rank(s); lower it."
+            )
+        limits = largest
+    try:
+        return plan(layers, size, "auto", limits), limits.host_bytes, request.host_kv_gib
+    except PlacementError:
+        pass
+    try:
+        placement = plan(layers, size, "auto", largest)
+    except PlacementError as error:
+        raise DoesNotFitError(_why_not(layers, size, machine, largest)) from error
+    # A tenth of a GiB more than needed, because the option has so many digits.
+    asked = math.ceil(10 * placement.host_bytes(blocks_needed(placement, largest)) / GIB) / 10
+    asked = min(asked, largest.host_bytes / GIB)
+    return placement, int(asked * GIB), asked
+
+
+def _why_not(layers: Layers, size: KvSize, machine: Machine, limits: Limits) -> str:
+    need = machine.ranks * limits.requests * size.of_request(limits.tokens)
+    device, host = machine.ranks * limits.device_bytes, machine.ranks * limits.host_bytes
+    longest = longest_request(layers, size, limits)
+    less = [f"--context {longest}"] if longest else []
+    less += ["fewer --requests"] if limits.requests > 1 else []
+    return (
+        f"{limits.requests} request(s) of {limits.tokens} tokens need {need / GIB:.1f} GiB of KV cache, but "
+        f"{machine.ranks} x {machine.device.name} have {device / GIB:.1f} GiB left for it, the limit for host layers "
+        f"is {host / GIB:.1f} GiB, and no layer is split; use {', '.join([*less, 'a larger --tp'])}, "
+        "or a host with more memory (--host, --host-gib, --host-kv-gib)."
+    )
+
+
+def _batch_on_device(size: KvSize, device_bytes: int, tokens: int) -> int:
+    """Every request needs its blocks, and all share vLLM's null block."""
+    null = size.null_block()
+    return max(0, device_bytes - null) // (size.of_request(tokens) - null)
+
+
+def _largest_batch(layers: Layers, size: KvSize, limits: Limits, most: int) -> int:
+    def fits(requests: int) -> bool:
+        return longest_request(layers, size, replace(limits, requests=requests)) >= limits.tokens
+
+    low, high = 1, most + 1  # low fits, high is not asked
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def paper_placement(
+    shape: ModelShape, ranks: int, request: Request, device: DeviceMemory, per_token: int
+) -> PaperPlacement:
+    """L_GPU = min(L, floor((n * (M - A) - W) / kappa)).
+
+    M is a device's memory as far as vLLM may use it, and A is everything in it that is neither weights nor KV cache.
+    """
+    free = ranks * device.kv  # M - A is the weights and the KV cache of a device
+    layer_bytes = request.requests * request.context * per_token * ranks
+    on_device = max(0, min(shape.num_layers, free // layer_bytes))
+    return PaperPlacement(on_device, shape.num_layers - on_device, layer_bytes, free)

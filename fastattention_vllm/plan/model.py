@@ -1,0 +1,229 @@
+"""The shape of a model, as its config.json describes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastattention_vllm.plan.errors import PlanError
+
+GATED = 3
+PLAIN = 2
+MLP_MATRICES = {
+    "LlamaForCausalLM": GATED,
+    "MistralForCausalLM": GATED,
+    "Qwen2ForCausalLM": GATED,
+    "Qwen3ForCausalLM": GATED,
+    "GemmaForCausalLM": GATED,
+    "Gemma2ForCausalLM": GATED,
+    "Gemma3ForCausalLM": GATED,
+    "Phi3ForCausalLM": GATED,
+    "GPTNeoXForCausalLM": PLAIN,
+}
+"""Architectures whose weights and attention this planner counts: the number of matrices in an MLP."""
+TIED_BY_DEFAULT = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+GEMMA3_PATTERN = 6
+"""In Gemma-3, every sixth layer sees the whole context."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+OTHER_ATTENTION = {
+    "kv_lora_rank": "multi-head latent attention (MLA)",
+    "linear_num_value_heads": "linear attention",
+    "attention_chunk_size": "chunked attention",
+    "num_kv_shared_layers": "layers that share a KV cache",
+}
+"""Keys of a config.json whose attention is not counted here."""
+SCALED_ALREADY = ("default", "su", "longrope", "llama3")
+"""Kinds of RoPE scaling that do not multiply max_position_embeddings in vLLM."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    mlp_matrices: int
+    tied_embeddings: bool
+    window: int
+    """Number of tokens that a windowed layer sees; 0 without such layers."""
+    windowed_layers: tuple[int, ...]
+    quantisation: str
+    """The method by which the weights are quantised; empty if they are not."""
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        return tuple(index for index in range(self.num_layers) if index not in self.windowed_layers)
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def kv_heads_per_rank(self, ranks: int) -> int:
+        """With more ranks than KV heads, vLLM keeps copies."""
+        return max(1, self.num_kv_heads // ranks)
+
+    def layer_parameters(self, ranks: int = 1) -> int:
+        """One layer's matrices on one of ``ranks`` ranks."""
+        query_and_output = 2 * self.hidden_size * self.num_heads * self.head_size // ranks
+        key_and_value = 2 * self.hidden_size * self.kv_heads_per_rank(ranks) * self.head_size
+        mlp = self.mlp_matrices * self.hidden_size * self.intermediate_size // ranks
+        return query_and_output + key_and_value + mlp
+
+    def head_parameters(self, ranks: int = 1) -> int:
+        """The matrix of logits on one rank."""
+        return self.vocab_size * self.hidden_size // ranks
+
+    def parameters(self, ranks: int = 1) -> int:
+        """All matrices on one rank. Norms and biases, under 0.1 % of them, are left out."""
+        embeddings = self.head_parameters(ranks) * (1 if self.tied_embeddings else 2)
+        return self.num_layers * self.layer_parameters(ranks) + embeddings
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ``PlanError`` if vLLM cannot divide the heads and MLPs among so many ranks."""
+        heads, kv_heads, wide = self.num_heads, self.num_kv_heads, self.intermediate_size
+        possible = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and wide % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
+        if ranks not in possible:
+            raise PlanError(
+                f"--tp {ranks} does not divide the model's {heads} query heads, {kv_heads} KV heads and "
+                f"intermediate_size {wide}; possible values: {', '.join(map(str, possible))}."
+            )
+
+
+def read(model: str) -> ModelShape:
+    """The shape of the model in the folder ``model``.
+
+    Raises:
+        PlanError: there is no such folder or config.json, or the model is of a kind that is not counted.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        raise PlanError(
+            f"{model} is not a folder here; download the model's config.json into a folder and pass that folder, "
+            "because published names are not looked up."
+        )
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"{folder} contains no config.json; download the one of the model into it.") from None
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read as JSON ({error}); download it again.") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"{path} does not contain a JSON object; download it again.")
+    try:
+        return shape_of(found, str(path))
+    except PlanError:
+        raise
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise PlanError(f"{path} has an entry of an unexpected kind ({error}); download it again.") from error
+
+
+def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
+    architecture = _architecture(config, where)
+
+    def size(*names: str, otherwise: int | None = None) -> int:
+        for name in names:
+            value = config.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{where}: {name} is {value!r}, which must be an integer of at least 1; correct it.")
+            return value
+        if otherwise is None:
+            raise PlanError(f"{where} has no {names[0]}; use the config.json that belongs to the model.")
+        return otherwise
+
+    layers, hidden, heads = size("num_hidden_layers"), size("hidden_size"), size("num_attention_heads")
+    kv_heads = size("num_key_value_heads", otherwise=heads)
+    if heads % kv_heads:
+        raise PlanError(
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; correct it."
+        )
+    if heads > hidden and not config.get("head_dim"):
+        raise PlanError(f"{where}: num_attention_heads {heads} is more than hidden_size {hidden}; correct it.")
+    window, windowed = _windows(config, architecture, layers)
+    quantisation = config.get("quantization_config") or {}
+    return ModelShape(
+        architecture=architecture,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=size("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=size("head_dim", otherwise=hidden // heads),
+        vocab_size=size("vocab_size"),
+        max_positions=_positions(config, size("max_position_embeddings")),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float16"),
+        mlp_matrices=MLP_MATRICES[architecture],
+        tied_embeddings=bool(config.get("tie_word_embeddings", architecture in TIED_BY_DEFAULT)),
+        window=window if windowed else 0,
+        windowed_layers=windowed,
+        quantisation=str(quantisation.get("quant_method", "an unnamed method")) if quantisation else "",
+    )
+
+
+def _architecture(config: Mapping[str, Any], where: str) -> str:
+    named = config.get("architectures") or []
+    architecture = str(named[0]) if named else "none"
+    experts = next((name for name in EXPERTS if (config.get(name) or 0) != 0), None)
+    if experts:
+        raise PlanError(
+            f"{where} describes a mixture of experts ({experts} {config[experts]}), which the planner does not count; "
+            "plan a dense model."
+        )
+    for key, attention in OTHER_ATTENTION.items():
+        if config.get(key):
+            raise PlanError(
+                f"{where} describes {attention} ({key} {config[key]}), which the planner does not count; plan a model "
+                "with full or sliding-window attention."
+            )
+    if architecture not in MLP_MATRICES:
+        raise PlanError(
+            f"{where}: the architecture {architecture} is not counted by the planner; it counts "
+            f"{', '.join(MLP_MATRICES)}."
+        )
+    return architecture
+
+
+def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, tuple[int, ...]]:
+    """The window, and the layers that have one."""
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return 0, ()
+    kinds = config.get("layer_types")
+    if kinds:
+        has_window = ["sliding" in str(kind) for kind in kinds[:layers]]
+    elif architecture == "Gemma2ForCausalLM":
+        has_window = [index % 2 == 0 for index in range(layers)]
+    elif architecture == "Gemma3ForCausalLM":
+        pattern = config.get("sliding_window_pattern") or GEMMA3_PATTERN
+        has_window = [(index + 1) % pattern != 0 for index in range(layers)]
+    else:
+        begin = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
+        has_window = [index >= begin for index in range(layers)]
+    return int(window), tuple(index for index, windowed in enumerate(has_window) if windowed)
+
+
+def _positions(config: Mapping[str, Any], positions: int) -> int:
+    """The longest context that vLLM accepts."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+    if not factor or kind in SCALED_ALREADY:
+        return positions
+    factor = float(factor)
+    if kind == "yarn":
+        return max(positions, int(scaling.get("original_max_position_embeddings", positions) * factor))
+    return int(positions * factor)

@@ -1,0 +1,269 @@
+"""The generated part of docs/plan.md: predictions beside what benchmarks/results measured, and the data files' lines.
+
+Used by: docs.py, and the tests of the planner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastattention_vllm.placement.stream_split import StreamSplit
+from fastattention_vllm.plan import hardware, speed
+from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
+from fastattention_vllm.plan.model import ModelShape, read, shape_of
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SHAPES = ROOT / "tests" / "plan" / "shapes"
+EXAMPLES = (
+    ("pangu-38b", "v100-32g", 8, None, 262144),
+    ("pangu-71b", "v100-32g", 8, "xeon-pcie3", 262144),
+    ("llama2-7b", "v100-32g", 1, None, 4096),
+    ("llama2-70b", "v100-32g", 8, None, 4096),
+    ("llama3-8b", "t4-16g", 2, None, 8192),
+    ("qwen3-32b", "v100-16g", 8, None, 40960),
+    ("qwen3-32b", "a100-80g", 1, None, 40960),
+)
+"""Model, device, number of devices, host (None: the usual one) and context."""
+CLOSE = 0.25
+CASE = re.compile(r"fp16 \(32,8,128\) (?P<tokens>\d+) tokens b(?P<requests>\d+), (?P<what>.*)")
+WAYS = {"stream all": StreamSplit(1.0), "CPU alone": StreamSplit(0.0), "auto": None}
+NEEDLE_MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 24170,
+    "max_position_embeddings": 1 << 20,
+    "torch_dtype": "float16",
+}
+"""The model of benchmarks/host_layers.py: the shape of an 8B Llama with the vocabulary of the demo model."""
+FIRST_PROMPT = "the first prompt of the process, with warm-up"
+OLDER = "older code, and memory whose plain read was not measured"
+EXPLAINED = {
+    ("2026-11-22-host-layers-h200-head-start", "vLLM alone", "prefill"): FIRST_PROMPT,
+    ("2026-11-22-host-layers-h200", "vLLM alone", "prefill"): FIRST_PROMPT,
+    ("2026-11-22-host-layers-h200-by-context", "host layers", "CPU alone"): OLDER,
+    ("2026-11-22-host-layers-h200-by-context", "host layers", "auto"): OLDER,
+    ("2026-11-22-host-layers-h200", "host layers", "CPU alone"): OLDER,
+    ("2026-11-22-host-layers-h200", "host layers", "auto"): OLDER,
+}
+"""Why a prediction of this file, placement and column may miss."""
+FILES = (
+    "2026-11-22-host-layers-h200-head-start",
+    "2026-11-22-host-layers-h200-12-gib",
+    "2026-11-22-host-layers-h200-by-context",
+    "2026-11-22-host-layers-h200",
+)
+"""The present code first, then two older states of it."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measured speed, in tokens per second of all requests."""
+
+    file: str
+    tokens: int
+    requests: int
+    placement: str
+    column: str
+    """``prefill``, a way of ``WAYS``, or ``decode`` without host layers."""
+    measured: float
+    predicted: float
+    limited_by: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def close(self) -> bool:
+        return abs(self.error) <= CLOSE
+
+    @property
+    def reason(self) -> str:
+        """Why this one may miss; empty if it must not."""
+        kind = "vLLM alone" if "vLLM alone" in self.placement else "host layers"
+        return EXPLAINED.get((self.file, kind, self.column), "")
+
+
+def needle_shape() -> ModelShape:
+    return shape_of(NEEDLE_MODEL, "the needle model")
+
+
+def host_layer_rows() -> list[Compared]:
+    return [row for file in FILES for row in rows_of(file)]
+
+
+def rows_of(file: str) -> Iterator[Compared]:
+    content = json.loads((RESULTS / f"{file}.json").read_text())
+    found = [(match, row) for row in content["rows"] if (match := CASE.fullmatch(row["case"]))]
+    cap = float(content["hardware"].split("capped to ")[1].split()[0])
+    served = [(int(m["tokens"]), int(m["requests"])) for m, _ in found if "host layers" in m["what"]]
+    # host_layers.py starts the server with a length that is enough for the requests of all cases.
+    longest = max(tokens * requests for tokens, requests in served) + 64 * max(requests for _, requests in served)
+    capped = plan(longest, cap)
+    for match, row in found:
+        if "needles" in row["metric"]:
+            continue
+        tokens, requests = int(match["tokens"]), int(match["requests"])
+        placement, _, way = (
+            match["what"].partition("layers, ") if "layers" in match["what"] else (match["what"], "", "")
+        )
+        if "host" in match["what"]:
+            assert match["what"].startswith(f"{len(capped.placement.host)} host layers"), (file, match["what"])
+            chosen = dataclasses.replace(capped, request=dataclasses.replace(capped.request, context=tokens))
+            chosen = dataclasses.replace(chosen, request=dataclasses.replace(chosen.request, requests=requests))
+            placement = f"{len(capped.placement.host)} host layers"
+        else:
+            chosen = plan(tokens, None)
+        column = "prefill" if "prefill" in row["metric"] else way or "decode"
+        predicted = speed.prefill(chosen) if column == "prefill" else speed.decode(chosen, WAYS.get(column))
+        yield Compared(
+            file,
+            tokens,
+            requests,
+            placement,
+            column,
+            float(row["ours"]),
+            predicted.tokens_per_second,
+            predicted.limited_by,
+        )
+
+
+def plan(tokens: int, cap_gib: float | None) -> MemoryPlan:
+    machine = hardware.machine("h200-141g", 1, "h200-16-cores")
+    return plan_memory(needle_shape(), machine, Request(tokens, kv_cache_gib=cap_gib))
+
+
+def first_token_rows() -> list[tuple[str, float, float]]:
+    """Links, and seconds to the first token of two H200: measured and predicted. 8 of the 32 layers, tiling off."""
+    shape = shape_of({**NEEDLE_MODEL, "num_hidden_layers": 8, "vocab_size": 128256}, "8 layers")
+    found = []
+    for file, link, peers in (
+        ("2026-11-22-first-token-nvlink-2-h200", "NVLink", "nvlink4"),
+        ("2026-11-23-first-token-host-2-h200", "host memory", "pcie5"),
+    ):
+        machine = dataclasses.replace(hardware.machine("h200-141g", 2), peers=hardware.tables().peers[peers])
+        predicted = speed.prefill(plan_memory(shape, machine, Request(8192))).seconds
+        (measured,) = (
+            row["ours"]
+            for row in json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+            if re.search(r" 2 ranks, .* tiling off$", row["case"])
+        )
+        found.append((link, measured / 1e3, predicted))
+    return found
+
+
+def lines() -> Iterator[str]:
+    """The generated part of docs/plan.md."""
+    yield from comparison()
+    yield from examples()
+    yield from ("", "## Devices and hosts", "")
+    yield "| `--gpu` | memory, GiB | TFLOPS | GB/s | usual host | kernels | source |"
+    yield "|---|---|---|---|---|---|---|"
+    tables = hardware.tables()
+    for key, one in tables.devices.items():
+        sizes = f"{one.memory_gib:g} | {one.tflops:g} | {one.gb_per_s:g}"
+        kernels = tables.kernels[one.kernels]
+        yield f"| `{key}` | {sizes} | `{one.host}` | {kernels.name}: {kernels.state} | {one.source} |"
+    yield from ("", "| `--host` | devices | cores | memory, GiB | read, GB/s | to a device, GB/s | to all | source |")
+    yield "|---|---|---|---|---|---|---|---|"
+    for key, host in tables.hosts.items():
+        sizes = f"{host.devices} | {host.cores} | {host.memory_gib:g} | {host.read_gb_per_s:g}"
+        yield f"| `{key}` | {sizes} | {host.link_gb_per_s:g} | {host.links_gb_per_s:g} | {host.source} |"
+    yield from ("", "| link between devices | all-reduce, GB/s | source |", "|---|---|---|")
+    yield from (f"| {peers.name} | {peers.gb_per_s:g} | {peers.source} |" for peers in tables.peers.values())
+    yield from ("", "## Constants", "", "| constant | value | source |", "|---|---|---|")
+    for kernels in tables.kernels.values():
+        fractions = ", ".join(f"{fraction:g} (heads up to {size})" for size, fraction in kernels.attention_fractions)
+        yield f"| attention over a prompt, of peak FLOPs: {kernels.name} | {fractions} | {kernels.source} |"
+    for _, found in hardware.measured():
+        if isinstance(found, hardware.Curve):
+            value = ", ".join(f"{at:g}: {fraction:g}" for at, fraction in found.points)
+        else:
+            value = f"{found.value:g}"
+        yield f"| {found.what} | {value} | {found.source} |"
+
+
+def examples() -> Iterator[str]:
+    yield from ("", "## Examples", "")
+    yield "One request of the given length. The shapes are in `tests/plan/shapes`. Those of the two PanGu models are"
+    yield "inferred, because only their numbers of parameters are published. L_GPU is our reconstruction of the paper's"
+    yield "formula."
+    yield ""
+    yield "| model | machine | context | host layers | L_GPU | host KV, GiB | prefill, tokens/s | decode, tokens/s |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, gpu, ranks, host, context in EXAMPLES:
+        machine = hardware.machine(gpu, ranks, host)
+        found = plan_memory(read(str(SHAPES / name)), machine, Request(context))
+        prefill, decode = speed.prefill(found), speed.decode(found)
+        places = f"{len(found.placement.host)} of {found.shape.num_layers} | {found.paper.device_layers}"
+        speeds = " | ".join(f"{number(one.tokens_per_second)} ({one.limited_by})" for one in (prefill, decode))
+        where = f"{ranks} x `{gpu}` in `{machine.host_key}`"
+        pool = ranks * found.host_kv_needed / hardware.GIB
+        yield f"| {name} | {where} | {context:,} | {places} | {pool:.0f} | {speeds} |"
+
+
+def comparison() -> Iterator[str]:
+    """Measured and predicted speeds."""
+    rows = host_layer_rows()
+    for file in FILES:
+        of_file = [row for row in rows if row.file == file]
+        yield from ("", f"`{file}.json`:", "")
+        yield "| tokens x requests | KV cache | prefill | decode | link alone | CPU alone | automatic |"
+        yield "|---|---|---|---|---|---|---|"
+        for key in dict.fromkeys((row.tokens, row.requests, row.placement) for row in of_file):
+            cells = {row.column: cell(row) for row in of_file if (row.tokens, row.requests, row.placement) == key}
+            columns = " | ".join(cells.get(column, "") for column in ("prefill", "decode", *WAYS))
+            yield f"| {key[0]:,} x {key[1]} | {key[2]} | {columns} |"
+        missed = {row.reason for row in of_file if not row.close}
+        for reason in (FIRST_PROMPT, OLDER):
+            if reason in missed:
+                more = (
+                    f". From 128K tokens on, the CPU alone moved {cpu_rates(file)} of host KV"
+                    if reason == OLDER
+                    else ""
+                )
+                yield from ("", f"Reason for bold cells: {reason}{more}.")
+    present = [row for row in rows if row.file in FILES[:2]]
+    counts = " and ".join(
+        f"{sum(row.close for row in some)} of {len(some)} {name}"
+        for some, name in ((present, "of the present code"), (rows, "in all"))
+    )
+    yield from ("", f"Within {100 * CLOSE:.0f} %: {counts}.", "")
+    yield "| time to first token, two H200, 8 layers, 8192 tokens | measured | predicted |"
+    yield "|---|---|---|"
+    for link, measured, predicted in first_token_rows():
+        error = signed(predicted / measured - 1)
+        yield f"| over {link} | {1e3 * measured:.1f} ms | {1e3 * predicted:.1f} ms ({error}) |"
+
+
+def cpu_rates(file: str) -> str:
+    rates = [
+        row["host_gb_per_s"]
+        for row in json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+        if row["case"].endswith("CPU alone") and int(row["case"].split()[2]) >= 1 << 17
+    ]
+    return f"{min(rates):.0f} to {max(rates):.0f} GB/s"
+
+
+def cell(row: Compared) -> str:
+    error = signed(row.error) if row.close else f"**{signed(row.error)}**"
+    return f"{number(row.measured)}, {number(row.predicted)} ({error})"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def signed(error: float) -> str:
+    return f"{percent:+} %" if (percent := round(100 * error)) else "0 %"

@@ -1,0 +1,204 @@
+"""Placement and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.placement.plan import plan
+from fastattention_vllm.plan.errors import DoesNotFitError, PlanError
+from fastattention_vllm.plan.hardware import GIB, Machine, machine
+from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
+from fastattention_vllm.plan.model import ModelShape
+from tests.plan.drawn import REQUESTS, machines, shapes
+from tests.plan.shapes import shape
+
+K256 = 1 << 18
+
+
+def try_plan(model: ModelShape, computer: Machine, request: Request) -> MemoryPlan | None:
+    try:
+        return plan_memory(model, computer, request)
+    except DoesNotFitError:
+        return None
+
+
+def test_pangu_38b_holds_256k_tokens_on_eight_v100() -> None:
+    found = plan_memory(shape("pangu-38b"), machine("v100-32g", 8), Request(K256))
+    assert 16 <= found.paper.device_layers <= 20
+    assert found.paper.layer_bytes == 2 * K256 * 64 * 128 * 2
+    assert 16 <= len(found.placement.device) <= 20
+    assert found.longest_context == K256
+    assert found.longest_on_device < K256 / 2, "without host layers it does not fit"
+    assert found.host_kv_gib is not None, "more than half of the host's memory"
+    assert 8 * found.host_kv_needed == pytest.approx(len(found.placement.host) * 8 * GIB, rel=0.01)
+
+
+def test_pangu_71b_needs_a_larger_host() -> None:
+    with pytest.raises(DoesNotFitError, match="use --context "):
+        plan_memory(shape("pangu-71b"), machine("v100-32g", 8), Request(K256))
+    found = plan_memory(shape("pangu-71b"), machine("v100-32g", 8, "xeon-pcie3"), Request(K256))
+    assert len(found.placement.host) > len(found.placement.device)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "ranks", "host_layers"),
+    [
+        ("llama2-7b", "v100-16g", 2, 0),
+        ("llama2-70b", "v100-32g", 8, 0),
+        ("llama3-8b", "rtx3090-24g", 1, 0),
+        ("qwen3-32b", "v100-16g", 8, 0),
+        ("qwen3-32b", "a100-80g", 1, 27),
+    ],
+)
+def test_known_models_at_their_longest_context(name: str, gpu: str, ranks: int, host_layers: int) -> None:
+    model = shape(name)
+    found = plan_memory(model, machine(gpu, ranks), Request(model.max_positions))
+    assert len(found.placement.host) == host_layers
+    assert found.longest_context == model.max_positions
+
+
+def test_kappa_of_llama2_70b() -> None:
+    """2 * B * S * H_kv * d * bytes over all devices, with B requests."""
+    found = plan_memory(shape("llama2-70b"), machine("v100-32g", 8), Request(4096, requests=3))
+    assert found.paper.layer_bytes == 2 * 3 * 4096 * 8 * 128 * 2
+    assert found.paper.free_bytes == 8 * found.device.kv
+    assert found.paper.device_layers == 80
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), REQUESTS)
+def test_all_layers_are_placed_and_no_byte_is_planned_twice(data: st.DataObject, request: Request) -> None:
+    model = data.draw(shapes())
+    computer = data.draw(machines(model))
+    found = try_plan(model, computer, request)
+    assume(found is not None)
+    assert found is not None
+    assert sorted(found.placement.device + found.placement.host) == list(range(model.num_layers))
+    assert found.paper.device_layers + found.paper.host_layers == model.num_layers
+    device = found.device
+    parts = (device.weights, device.driver, device.activations, device.workspace, device.staging, device.unused)
+    assert all(part >= 0 for part in parts)
+    assert sum(parts) + device.kv == device.total == computer.device_bytes
+    assert found.device_kv_needed <= found.placement.usable(device.kv, found.host_budget) <= device.kv
+    blocks = found.placement.max_blocks(device.kv, found.host_budget)
+    assert found.host_kv_needed <= found.placement.host_bytes(blocks) or not found.placement.host
+    assert found.host_budget <= computer.free_host_bytes
+    # The very call of the server.
+    assert plan(found.layers, found.size, "auto", found.limits) == found.placement
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), REQUESTS, st.integers(1, 1 << 20))
+def test_more_context_never_frees_bytes(data: st.DataObject, request: Request, longer: int) -> None:
+    model = data.draw(shapes(windows=False))
+    computer = data.draw(machines(model))
+    first, second = sorted((request.context, longer))
+    small = try_plan(model, computer, dataclasses.replace(request, context=first))
+    large = try_plan(model, computer, dataclasses.replace(request, context=second))
+    assert small is not None or large is None, "what is longer fits less"
+    assume(small is not None)
+    assume(large is not None)
+    assert small is not None
+    assert large is not None
+    assert len(small.placement.host) <= len(large.placement.host)
+    assert small.device_kv_needed + small.host_kv_needed <= large.device_kv_needed + large.host_kv_needed
+    assert small.paper.device_layers >= large.paper.device_layers
+    assert small.largest_batch >= large.largest_batch
+    assert small.longest_context == large.longest_context
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data(), REQUESTS)
+def test_the_longest_context_and_the_largest_batch_fit_and_no_more(data: st.DataObject, request: Request) -> None:
+    model = data.draw(shapes())
+    computer = data.draw(machines(model))
+    found = try_plan(model, computer, request)
+    assume(found is not None)
+    assert found is not None
+    assert found.longest_context >= request.context
+    assert found.largest_batch >= request.requests
+    assert try_plan(model, computer, dataclasses.replace(request, context=found.longest_context))
+    assert try_plan(model, computer, dataclasses.replace(request, requests=found.largest_batch))
+    if found.longest_context < model.max_positions:
+        assert not try_plan(model, computer, dataclasses.replace(request, context=found.longest_context + 1))
+    if found.largest_batch < request.max_num_seqs:
+        assert not try_plan(model, computer, dataclasses.replace(request, requests=found.largest_batch + 1))
+    alone = found.largest_batch_on_device
+    assert alone <= found.largest_batch
+    for requests, fits in ((alone, True), (alone + 1, False)):
+        need = requests * (found.size.of_request(request.context) - found.size.null_block()) + found.size.null_block()
+        if 0 < requests <= request.max_num_seqs:
+            assert (need <= found.device.kv) == fits
+
+
+def test_without_host_memory_the_engines_block_manager_decides() -> None:
+    found = plan_memory(shape("llama3-8b"), machine("rtx3090-24g", 1), Request(8192))
+    size = KvSize(block_size=128, bytes_per_block=128 * 4096, full_layers=32)
+    assert found.size == dataclasses.replace(size, tokens_per_step=8192)
+    assert found.longest_on_device == min(8192, size.longest_request(found.device.kv))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kv_dtype", "element"),
+    [("v100-32g", "auto", 2), ("v100-32g", "fp8", 1), ("h200-141g", "auto", 2), ("h200-141g", "fp8_e4m3", 1)],
+)
+def test_kv_dtypes(gpu: str, kv_dtype: str, element: int) -> None:
+    found = plan_memory(shape("llama3-8b"), machine(gpu, 1), Request(4096, kv_dtype=kv_dtype))
+    assert found.kv_bytes_per_token == 2 * 8 * 128 * element
+    if kv_dtype == "auto":
+        assert found.kv_dtype == ("bfloat16" if gpu == "h200-141g" else "float16"), "a V100 has no bf16"
+
+
+def test_the_weights_of_a_quantised_model_are_asked_for() -> None:
+    quantised = dataclasses.replace(shape("llama3-8b"), quantisation="awq")
+    with pytest.raises(PlanError, match=r"quantised \(awq\).*pass --weights-gib"):
+        plan_memory(quantised, machine("t4-16g", 1), Request(4096))
+    found = plan_memory(quantised, machine("t4-16g", 1), Request(4096, weights_gib=5.5))
+    assert found.device.weights == int(5.5 * GIB)
+
+
+def test_caps_of_the_user_are_kept() -> None:
+    model, computer = shape("llama3-8b"), machine("h200-141g", 1, "h200-16-cores")
+    found = plan_memory(model, computer, Request(8192, kv_cache_gib=0.5, host_kv_gib=1.0))
+    assert found.device.kv == GIB // 2
+    assert found.host_budget == GIB
+    assert found.host_kv_gib == 1.0
+    assert found.placement.host
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "ranks", "request_", "said"),
+    [
+        ("llama2-7b", "v100-32g", 1, Request(8192), "--context 8192 is longer than the model's 4096 positions"),
+        ("llama2-7b", "v100-32g", 3, Request(4096), "--tp 3 does not divide"),
+        ("llama2-7b", "v100-32g", 1, Request(64, batched_tokens=8), "--batched-tokens 8 is less than the 256 requests"),
+        ("llama2-7b", "v100-32g", 1, Request(64, kv_dtype="int4"), "--kv-dtype int4 is not supported"),
+        ("llama2-7b", "v100-32g", 1, Request(64, kv_dtype="bfloat16"), "--kv-dtype bfloat16 is not supported"),
+        ("llama2-7b", "v100-32g", 1, Request(64, kv_cache_gib=99), "--kv-cache-gib 99 is more than"),
+        ("llama2-7b", "v100-32g", 1, Request(64, host_kv_gib=1e4), "--host-kv-gib 10000 per rank is more than"),
+        ("pangu-38b", "v100-32g", 8, Request(K256, kv_dtype="fp8"), "--kv-dtype fp8 is not supported with host layers"),
+    ],
+)
+def test_bad_input_is_one_sentence(name: str, gpu: str, ranks: int, request_: Request, said: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_memory(shape(name), machine(gpu, ranks), request_)
+    assert str(error.value).startswith(said)
+    assert not isinstance(error.value, DoesNotFitError)
+
+
+def test_weights_that_do_not_fit() -> None:
+    with pytest.raises(DoesNotFitError, match=r"the weights take 128\.5 GiB per device"):
+        plan_memory(shape("llama2-70b"), machine("v100-32g", 1), Request(4096))
+
+
+def test_a_context_that_does_not_fit_names_one_that_does() -> None:
+    model, computer = shape("pangu-38b"), machine("v100-32g", 4)
+    with pytest.raises(DoesNotFitError) as error:
+        plan_memory(model, computer, Request(K256, requests=2))
+    longest = int(str(error.value).split("--context ")[1].split(",")[0])
+    assert plan_memory(model, computer, Request(longest, requests=2)).longest_context == longest
