@@ -115,10 +115,12 @@ def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Varian
 
 
 def decode_wide(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """A warp for each eight rows."""
-    warps, ctas = WIDE_ROWS // DECODE_ROWS, {64: 7, 128: 3}.get(head_size, 3 if head_size < 128 else 2)
+    """A warp for each ``DECODE_ROWS``. On the V100, the busiest SM has four CTAs of one sequence of 64K keys."""
+    warps, ctas = WIDE_ROWS // DECODE_ROWS, 7 if head_size <= 64 else 4 if head_size <= 128 else 2
+    if cache and 64 < head_size < 128:  # registers
+        ctas = 3
     if architecture == TURING:
-        ctas = 2 if head_size <= 64 else 1
+        ctas = 4 if head_size <= 64 else 2 if head_size <= 128 else 1
     return Variant(
         "decode_wide.cu", "fa_volta_decode_wide", head_size, warps, 32, ctas, cache=cache, architecture=architecture
     )

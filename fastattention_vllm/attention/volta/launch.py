@@ -15,6 +15,8 @@ from typing import Any
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
 """Maximum number of packed rows (query tokens times query heads per KV head) in the decode kernel."""
+WIDE_ROWS = 32
+"""The same in the wide decode kernel."""
 VOLTA, TURING = 70, 75
 """The architectures: 10 times the compute capability."""
 DECODE_PARTS = 64
@@ -39,7 +41,7 @@ class Variant:
 
     name: str
     kind: str
-    """``prefill``, ``decode``, ``combine`` or ``write_kv``."""
+    """``prefill``, ``decode``, ``decode_wide``, ``combine`` or ``write_kv``."""
     kernel: str
     head_size: int
     """0: all head sizes."""
@@ -128,6 +130,21 @@ class WriteKv(ctypes.Structure):
     ]
 
 
+def kind_of(max_rows: int) -> str:
+    """The kind of kernel for sequences of up to ``max_rows`` packed rows."""
+    return "decode" if max_rows <= DECODE_ROWS else "decode_wide" if max_rows <= WIDE_ROWS else "prefill"
+
+
+def decode_tokens(group: int, speculated: int = 0) -> int:
+    """Maximum number of query tokens of a decoding sequence, at least one.
+
+    ``group``: query heads per KV head; ``speculated``: tokens that are proposed for a sequence and step. Sequences with
+    such tokens are decoded as well if the wide kernel has enough rows.
+    """
+    tokens = max(1, DECODE_ROWS // group)
+    return max(tokens, 1 + speculated) if (1 + speculated) * group <= WIDE_ROWS else tokens
+
+
 def min_parts(num_kv_heads: int) -> int:
     """``Split.min_parts`` for decoding."""
     return -(-FEW_CTAS // num_kv_heads)
@@ -190,15 +207,17 @@ def bytes_of_means(head_size: int, rows: int) -> int:
     return 2 * rows * head_size
 
 
-def partial_floats(prefill: Variant, group: int, num_kv_heads: int, max_seqs: int, longest: int) -> int:
+def partial_floats(
+    prefill: Variant, group: int, num_kv_heads: int, max_seqs: int, longest: int, speculated: int = 0
+) -> int:
     """Maximum number of fp32 elements that any launch needs for its parts.
 
-    ``prefill``: the V100's variant for this head size; ``group``: query heads per KV head; ``longest``: maximum number
-    of keys of up to ``max_seqs`` sequences.
+    ``prefill``: the V100's variant for this head size; ``group`` and ``speculated``: as in :func:`decode_tokens`;
+    ``longest``: maximum number of keys of up to ``max_seqs`` sequences.
     """
-    tokens = max(1, DECODE_ROWS // group)
+    rows = decode_tokens(group, speculated) * group
     parts = decode_parts(longest, min_parts(num_kv_heads))
-    decoding = max_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
+    decoding = max_seqs * num_kv_heads * parts * (rows if rows <= WIDE_ROWS else 0)
     cut = PREFILL_WAVES * SMS * prefill.ctas_per_sm * prefill.rows
     return floats_of_parts(prefill.head_size, max(decoding, cut))
 
@@ -216,6 +235,7 @@ def layout(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
 CONSTANTS = {
     "chunk": CHUNK,
     "decode_rows": DECODE_ROWS,
+    "wide_rows": WIDE_ROWS,
     "shortest_part": 128,
     "longest_part": LONGEST_PART,
     "max_parts": DECODE_PARTS,

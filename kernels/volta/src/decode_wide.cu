@@ -25,7 +25,7 @@ constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numb
 constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
 constexpr int kRowsOfPass = 32 / kPitch;                            // that a warp loads at once
 constexpr int kPasses = kTile / kRowsOfPass / kWarps;
-using WarpLane = DecodeLane<HEAD_SIZE, kPitch>;
+using WarpLane = DecodeLane<HEAD_SIZE, kPitch, true>;
 constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_decode_wide(const Split s) {
@@ -157,10 +157,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   if (!has_rows) return;
 
   // Means pass through shared memory in the place of the warp's queries, that whole sectors are written.
-  float inverse[2], factor[2];
+  float inverse[2];
   FA_UNROLL
   for (int r = 0; r < 2; ++r) {
-    factor[r] = lane.meet(reference[r], sum[r]);
+    sum[r] = lane.sum_of_row(sum[r]);
     inverse[r] = sum[r] > 0.0f ? __fdividef(1.0f, sum[r]) : 0.0f;
   }
   Half* const means = reinterpret_cast<Half*>(queries);
@@ -170,8 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     FA_UNROLL
     for (int e = 0; e < kElements; ++e) {
       const int r = WarpLane::row_of(e), column = lane.column(t, e);
-      const float x = lane.met_output(output[t][e] * factor[r]);
-      if (lane.has_output()) means[8 * swizzled_chunk<kPitch>(lane.row(r), column / 8) + column % 8] = to_half(x * inverse[r]);
+      means[8 * swizzled_chunk<kPitch>(lane.row(r), column / 8) + column % 8] = to_half(output[t][e] * inverse[r]);
     }
   }
   const size_t first_of_part = ((static_cast<size_t>(seq) * gridDim.x + kv_head) * s.parts.divisor + part) * s.rows;

@@ -32,6 +32,7 @@ FP16 = torch.float16
 SOON = {
     "prefill": ("causal", "window", "soft cap", "ALiBi", "sinks", "all of it", "no pages"),
     "decode": ("causal", "all of it", "no pages"),
+    "decode_wide": ("causal", "all of it", "no pages"),
 }
 """Features that `make test` tries, at head size 64; `make test-more` tries the others: each head size is compiled."""
 
@@ -76,6 +77,21 @@ def test_decode(head_size: int, changes: dict[str, Any]) -> None:
     attention.check(problem, attention.decode(problem))
 
 
+@pytest.mark.parametrize(("head_size", "changes"), cases("decode_wide"))
+def test_decode_of_many_rows(head_size: int, changes: dict[str, Any]) -> None:
+    """Speculation: four tokens of six heads, one beside them; one key for three tokens, two of which see nothing."""
+    shape = {"num_heads": 12, "num_kv_heads": 2, "padding": 1}
+    problem = Case((4, 1, 3, 5), (300, 129, 1, 5), head_size=head_size, dtype=FP16, **(shape | changes)).build()
+    attention.check(problem, attention.decode(problem))
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(1, 9), (32, 1), (2, 16)])
+def test_rows_of_the_wide_kernel(tokens: int, group: int) -> None:
+    """From the fewest to the most, of one token or many."""
+    problem = Case((tokens,), (150,), group, 1, 64, dtype=FP16).build()
+    attention.check(problem, attention.decode(problem))
+
+
 IN_PARTS = ("causal", "window", "sinks")
 
 
@@ -100,12 +116,13 @@ def test_rows_that_see_nothing(parts: int) -> None:
     attention.check(problem, attention.prefill(problem, count=parts))
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 @pytest.mark.parametrize("head_size", [size if size == 64 else more(size) for size in HEAD_SIZES])
 def test_tiles_are_read_and_written_without_bank_conflicts(kind: str, head_size: int) -> None:
     """Tiles of queries, keys and values. Sums on their way out are not looked at: they pass once, 4 bytes at a time."""
     launch = attention.launch_prefill if kind == "prefill" else attention.launch_decode
-    simulation = launch(Case((2,), (300,), 4, 1, head_size, dtype=FP16).build())[0]
+    heads = 12 if kind == "decode_wide" else 4
+    simulation = launch(Case((2,), (300,), heads, 1, head_size, dtype=FP16).build())[0]
     trace = simulation.trace(0)
     wide = [i for i, facts in enumerate(simulation.instructions) if facts.access.startswith("shared")]
     wide = [i for i in wide if simulation.instructions[i].width == 16]
