@@ -153,21 +153,30 @@ def min_parts(num_kv_heads: int) -> int:
 def part_length(kv_len: int, minimum: int) -> int:
     """Number of keys per part of a decoding sequence. ``problem.h`` has the same function."""
     length = 128
-    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= minimum):
+    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len >= 2 * length * minimum):
         length *= 2
-    return length
+    below, above = _longer_part(length, minimum)
+    return length // 2 * 3 if length < LONGEST_PART and below < kv_len <= above else length
+
+
+def _longer_part(length: int, minimum: int) -> tuple[int, int]:
+    """Above which number of keys, and up to which, parts are half as long again as ``length``."""
+    longer = length // 2 * 3
+    return longer * (-(-15 * minimum // 16) - 1), longer * (5 * minimum // 4)
 
 
 def decode_parts(longest: int, minimum: int) -> int:
     """Maximum number of parts of any sequence with at most ``longest`` keys. Shorter ones may have more parts."""
-    lengths, length = [max(longest, 1)], 128
-    while length < longest:
+    candidates, length = {max(longest, 1)}, 128
+    while length < 2 * longest:
         grows_at = DECODE_PARTS * length + 1
         if length < LONGEST_PART:
             grows_at = min(grows_at, 2 * length * minimum)
-        lengths.append(min(longest, grows_at - 1))
+        # The last sequence with parts of this length, the last before they are longer, and the last with longer ones.
+        ends = (grows_at - 1, *_longer_part(length, minimum))
+        candidates.update(max(1, min(longest, grows_at - 1, end)) for end in ends)
         length *= 2
-    return max(-(-kv_len // part_length(kv_len, minimum)) for kv_len in lengths)
+    return max(-(-kv_len // part_length(kv_len, minimum)) for kv_len in candidates)
 
 
 def prefill_grid(variant: Variant, max_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:

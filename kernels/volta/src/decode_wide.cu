@@ -178,7 +178,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     FA_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane.row(r);
-      if (row < num_rows) s.partial_lse[first_of_part + row] = sum[r] > 0.0f ? reference[r] + __log2f(sum[r]) : -infinity();
+      if (row < num_rows)
+        s.partial_lse[first_of_part + row] = sum[r] > 0.0f ? reference[r] + __log2f(sum[r]) : -infinity();
     }
   }
   __syncwarp();

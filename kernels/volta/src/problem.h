@@ -63,16 +63,20 @@ struct WriteKv {
   float key_scale, value_scale;  // by which they are divided, where they are stored in 8 bits
 };
 
-// Keys of one part of a sequence that is decoded: 128 times a power of two. Long parts are read faster, more of them
-// keep more SMs busy: they grow up to 1024 keys while there are min_parts of them, and beyond that, so that there are
-// 64 at most. It depends on the sequence and the model alone, and so do results, whatever the batch.
+// Keys of one part of a sequence that is decoded: 128 times a power of two, or half as many again. Long parts are read
+// faster, more of them keep more SMs busy: they grow up to 1024 keys while there are min_parts of them, and beyond
+// that, so that there are 64 at most. With min_parts a sequence has 64 blocks of threads. Where parts half as long
+// again make 60 to 80 of them, they are taken: shorter ones would give some of the 80 SMs two blocks and others one. It
+// depends on the sequence and the model alone, and so do results, whatever the batch.
 #ifdef __CUDACC__
 __device__
 #endif
     inline int part_length(int kv_len, int min_parts) {
   int length = 128;
-  while (64 * length < kv_len || (length < 1024 && kv_len / (2 * length) >= min_parts)) length *= 2;
-  return length;
+  while (64 * length < kv_len || (length < 1024 && kv_len >= 2 * length * min_parts)) length *= 2;
+  // Without divisions: a block of threads begins with this.
+  const int longer = length / 2 * 3, fewest = (15 * min_parts + 15) / 16, most = 5 * min_parts / 4;
+  return length < 1024 && kv_len > longer * (fewest - 1) && kv_len <= longer * most ? longer : length;
 }
 
 }  // namespace fastattention

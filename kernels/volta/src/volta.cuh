@@ -128,10 +128,10 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 
 // --- eight rows and 32 keys -----------------------------------------------------------------------------------------
 
-// The four quadpairs of a warp take 8 keys each for the scores, of which a lane has two rows of four keys. Of the output
-// each takes a quarter of the columns, all of which would not fit its registers, so they exchange their weights. Where
-// columns do not come out even, some quadpairs multiply the zeros behind the head. The compiler keeps the addresses of
-// all chunks in registers, unless they are computed for each load.
+// The four quadpairs of a warp take 8 keys each for the scores, of which a lane has two rows of four keys. Of the
+// output each takes a quarter of the columns, all of which would not fit its registers, so they exchange their weights.
+// Where columns do not come out even, some quadpairs multiply the zeros behind the head. The compiler keeps the
+// addresses of all chunks in registers, unless they are computed for each load.
 template <int kHeadSize, int kPitch, bool kComputed = false>
 struct DecodeLane : Lane {
   static constexpr int kColumns = (kHeadSize + 15) / 16;  // pairs of products along the head
