@@ -79,9 +79,10 @@ def test_decode(head_size: int, changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("head_size", "changes"), cases("decode_wide"))
 def test_decode_of_many_rows(head_size: int, changes: dict[str, Any]) -> None:
-    """Speculation: four tokens of six heads, one beside them; one key for three tokens, two of which see nothing."""
+    """Speculation: five tokens of six heads, which fill all parts that there is room for, and one beside them; one key
+    for three tokens, two of which see nothing."""
     shape = {"num_heads": 12, "num_kv_heads": 2, "padding": 1}
-    problem = Case((4, 1, 3, 5), (300, 129, 1, 5), head_size=head_size, dtype=FP16, **(shape | changes)).build()
+    problem = Case((5, 1, 3, 4), (300, 129, 1, 4), head_size=head_size, dtype=FP16, **(shape | changes)).build()
     attention.check(problem, attention.decode(problem))
 
 
@@ -194,4 +195,13 @@ def test_no_sequence_has_more_parts_than_there_is_room_for(length: int, longest:
     for kv_len in (min(length, longest), min(8192, longest), longest):
         parts = -(-kv_len // part_length(kv_len, least))
         assert parts <= decode_parts(longest, least) <= 64
-        assert parts >= min(least, 32, -(-kv_len // 128)), "twice as many would be too many for the sums"
+        assert parts >= min(15 * least / 16, 32, -(-kv_len // 192)), "twice as many would be too many for the sums"
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "keys", "length"),
+    [(4, 2688, 128), (4, 2689, 192), (4, 3000, 192), (4, 3840, 192), (4, 3841, 128), (4, 4096, 256), (8, 4096, 512), (8, 3000, 384)],
+)
+def test_parts_half_as_long_again(kv_heads: int, keys: int, length: int) -> None:
+    """Where a sequence has 60 to 80 CTAs then."""
+    assert part_length(keys, min_parts(kv_heads)) == length
