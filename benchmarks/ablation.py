@@ -1,20 +1,19 @@
-"""The paper's four strategies, each switched off alone and together with others: what that costs, measured or
-simulated.
+"""The paper's four strategies, each switched off alone and with others: the cost, measured or simulated.
 
-    python benchmarks/ablation.py --json FILE             # CPU, simulated V100, and what results/ has of H200
+    python benchmarks/ablation.py --json FILE             # CPU, simulated V100, and recorded H200 results
     python benchmarks/ablation.py --where cpu             # one of cpu, v100, h200
     python benchmarks/ablation.py --from FILE             # the table of a saved run
 
 Run by: contributors who change one of these strategies, for benchmarks/notes/ablation.md.
 Needs: `make setup-dev`. CPU: a compiler, an otherwise idle machine. V100 and H200: no GPU.
 
-Two-level tiling and mask skipping are in the kernels, so the kernels are built without them (cpu_variants.py; for the
-V100, edits of the source as in volta_launches.py). What each build computes is compared with the shipped one or with
-float64:
+Two-level tiling and mask skipping are part of the kernels, so the kernels are built without them (cpu_variants.py; for
+the V100, edits of the source as in volta_launches.py). The results of each build are compared with those of the shipped
+build or with float64:
 
-    one panel       blocks of query rows are as small as the second level's: each reads keys and values for itself
-    one tile        the context is one tile: what a panel of rows works on is as long as that, and fits no cache (CPU)
-    no skipping     every row meets every key, and each score is compared with what its row sees
+one panel       blocks of query rows are as small as those of the second level; each reads keys and values itself one
+tile        the context is one tile: the working set of a panel of rows is as long as that and fits no cache (CPU) no
+skipping     every row is multiplied with every key, and each score is compared with the mask
 
 Tiling-AllReduce and host layers are switched off by their options.
 """

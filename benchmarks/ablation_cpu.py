@@ -1,6 +1,6 @@
-"""The CPU's part of ablation.py: builds without a strategy, in turns on one thread.
+"""The CPU's part of ablation.py: builds without a strategy, measured in turn on one thread.
 
-Used by: ablation.py. It starts this file as `ablation_cpu.py LIBRARY PROBLEM`, a process for each build, and counts
+Used by: ablation.py. It starts this file as `ablation_cpu.py LIBRARY PROBLEM`, one process per build, and measures
 that process's own CPU time.
 """
 
@@ -64,13 +64,13 @@ def cpu_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def ask(library: Path, problem: Mapping[str, Any]) -> subprocess.Popen[str]:
-    """A process of that library's, which answers each line that it is sent."""
+    """Start a process that uses this library and answers each line that it receives."""
     command = [sys.executable, __file__, str(library), json.dumps(problem)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def in_turns(processes: Mapping[str, subprocess.Popen[str]]) -> dict[str, list[float]]:
-    """Seconds of each, by rounds; all outputs must be as the first one's."""
+    """Seconds of each process, by rounds. All outputs must equal those of the first one."""
     took: dict[str, list[float]] = {name: [] for name in processes}
     sums: dict[str, list[float]] = {}
     try:

@@ -15,11 +15,11 @@ from ablation_row import ALL_REDUCE, HOST, row
 from fastattention_vllm.bench.report import Row
 
 Saved = Mapping[str, Any]
-"""A row as it stands in its file."""
+"""A row as it is stored in its file."""
 
 
 def stored_rows(folder: Path) -> list[Row]:
-    """Of what real engines and single layers on H200 gave, the last time for each; none where there is none."""
+    """The latest rows for real engines and single layers on H200. Empty where there is none."""
     found: dict[tuple[str, str], Row] = {}
     for pattern, read in (
         ("*-tiling-layer-*.json", tiling_layer_rows),
@@ -52,7 +52,7 @@ def tiling_layer_rows(rows: Sequence[Saved]) -> list[Row]:
 
 
 def first_token_rows(rows: Sequence[Saved]) -> list[Row]:
-    """Those of real engines that were run; a prediction is no ablation."""
+    """Rows of real engines that were run; predictions are left out."""
     names = {
         "auto": f"{ALL_REDUCE} (row-parallel layers)",
         "full": f"{ALL_REDUCE} (full form)",
@@ -69,7 +69,7 @@ def first_token_rows(rows: Sequence[Saved]) -> list[Row]:
 
 
 def host_layer_rows(rows: Sequence[Saved]) -> list[Row]:
-    """How much one request may hold, and how fast it is answered against layers that the GPU reads over the link."""
+    """The capacity of one request, and the decoding speed compared with a GPU that reads all layers over the link."""
     held = [one for one in rows if one["metric"] == "cooperative needles" and one["ours"] == one["limit"]]
 
     def most(of: Callable[[str], bool]) -> int:

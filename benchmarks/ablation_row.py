@@ -1,6 +1,6 @@
-"""One row of an ablation: the same figure without a strategy and with it.
+"""One row of an ablation: the same figure without and with a strategy.
 
-Used by: ablation.py and its parts, one for each place.
+Used by: ablation.py and its parts for the CPU, the V100 and the H200.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TWO_LEVEL, SKIPPING, ALL_REDUCE, HOST = (
     "host layers",
 )
 CLOSE = 1e-2
-"""What outputs of two builds, of numbers around 1, may differ by."""
+"""Allowed difference between outputs of two builds, for values of about 1."""
 
 
 def row(

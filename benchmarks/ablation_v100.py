@@ -1,4 +1,4 @@
-"""The V100's part of ablation.py, on the simulated V100: kernels that are compiled without a strategy.
+"""The V100's part of ablation.py: kernels compiled without a strategy, on the simulated V100.
 
 Used by: ablation.py.
 """
@@ -28,7 +28,7 @@ V100_COMPARED = (
      "const int all_end = some_end;"),
 )  # fmt: skip
 ONE_PANEL = {"warps": 1, "tile": 32, "ctas_per_sm": 3}
-"""A CTA is one warp, so tiles in shared memory serve its 32 rows alone; three of them fit on an SM."""
+"""A CTA is one warp, so tiles in shared memory serve only its 32 rows. Three CTAs fit on an SM."""
 
 
 def v100_rows(options: argparse.Namespace) -> list[Row]:
@@ -55,7 +55,7 @@ def v100_rows(options: argparse.Namespace) -> list[Row]:
 def v100_seconds(
     volta_launches: Any, tokens: int, head_size: int, edits: Sequence[tuple[str, str]], one_panel: bool
 ) -> float:
-    """Of a whole launch (volta_launches.py); what it computes is compared with float64."""
+    """Seconds of a whole launch (volta_launches.py). The result is compared with float64."""
     variant = volta_launches.variants.prefill(head_size)
     if one_panel:
         variant = dataclasses.replace(variant, **ONE_PANEL)
@@ -74,7 +74,7 @@ def v100_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """An edit that equals another one of the same replacements, for the cache of compiled kernels."""
+    """An edit that equals other edits with the same replacements, so that compiled kernels can be cached."""
 
     compiled_out: Callable[[Sequence[tuple[str, str]], str], str]
     replacements: tuple[tuple[str, str], ...]

@@ -31,7 +31,7 @@ from fastattention_vllm.bench.report import report
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="written there")
+    parser.add_argument("--json", type=Path, required=True, help="write the result to this file")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="npu:0")
     options = parser.parse_args()

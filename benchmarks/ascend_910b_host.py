@@ -1,4 +1,4 @@
-"""A layer whose keys and values are in host memory beside an NPU: whether its answers are right, and its read rates.
+"""A layer with keys and values in host memory beside an NPU: correctness of its results, and its read rates.
 
 Used by: ascend_910b.py.
 """
@@ -40,19 +40,19 @@ class HostLayer:
         return True
 
     def open(self, device: torch.device, share: float) -> HostAttention:
-        """With a cache in pinned host memory."""
+        """Open the layer with a cache in pinned host memory."""
         memory, _ = host_memory.commit(HOST_CACHE, pin=NpuPinning() if device.type == "npu" else None)
         cache = memory.view(torch.float16).view(-1, self.kv_heads, PAGE, 2 * self.head_size)
         return HostAttention(HostLayerGroup(npu.NpuLink(device), npu, stream_split=StreamSplit(share)), self, cache)
 
 
 def host_layer(device: torch.device, tokens: int = 6000) -> list[Row]:
-    """Reading a prompt in, in two steps, and three tokens of the answer; by the CPU, and with the NPU's share."""
+    """Prefill of a prompt in two steps and three decode steps, by the CPU alone and with the NPU's share."""
     rows = []
     steps = (tokens, tokens // 3, 1, 1, 1)
     for share in (0.0, 0.5):
         found: dict[str, Any] = {"right": False}
-        allowed = 2 * ALLOWED[torch.float16]  # parts that are merged are rounded, too
+        allowed = 2 * ALLOWED[torch.float16]  # merged parts are rounded as well
         worst = 0.0
         with reported(found):
             layer = HostLayer()
@@ -73,18 +73,21 @@ def host_layer(device: torch.device, tokens: int = 6000) -> list[Row]:
                 out = torch.empty_like(query, device=device)
                 key, value = (each[own].to(device) for each in keys)
                 attention.attend(divide(batch, PAGE), query.to(device), key, value, out)
-                last = min(new, 32)  # the rest would take float64 too long
+                last = min(new, 32)  # float64 would take too long for the rest
                 expected = of_contiguous(layer, query[-last:], keys[:, :done])
                 size = expected.abs() + expected.square().mean().sqrt()
                 error = ((out[-last:].cpu().double() - expected).abs() / size).max()
-                worst = float(torch.maximum(torch.tensor(worst), error.float()))  # NaN stays
+                worst = float(torch.maximum(torch.tensor(worst), error.float()))  # keeps NaN
             found["right"] = worst <= allowed
         rows.append(verdict(f"host layer, the NPU's share {share}", "cooperative error", worst, allowed, found))
     return rows
 
 
 def of_contiguous(layer: HostLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """In float64: ``query`` are the last tokens of ``keys`` ``[2, tokens, num_kv_heads, head_size]``, K and V."""
+    """Attention in float64.
+
+    ``query`` is the last tokens of ``keys`` ``[2, tokens, num_kv_heads, head_size]``, K and V.
+    """
     new, tokens = len(query), keys.shape[1]
     key, value = keys.double().repeat_interleave(layer.heads // layer.kv_heads, 2)
     score = torch.einsum("qhd,khd->hqk", query.double(), key) * layer.head_size**-0.5
@@ -93,7 +96,7 @@ def of_contiguous(layer: HostLayer, query: torch.Tensor, keys: torch.Tensor) -> 
 
 
 def host_rates(device: torch.device) -> Row:
-    """How fast keys and values in host memory are read: plainly, by the CPU's attention, over the link, and both."""
+    """Read rates of keys and values in host memory: a plain read, the CPU's attention, the link, and both together."""
     found: dict[str, Any] = {}
     with reported(found):
         layer = HostLayer()

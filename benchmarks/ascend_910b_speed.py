@@ -31,7 +31,7 @@ def fast_steps() -> list[Step]:
 
 
 def speed(step: Step, device: torch.device, repeats: int) -> list[Row]:
-    """Ours, and for one long sequence the same operator with a whole mask, and torch."""
+    """Our times and, for one long sequence, those of the same operator with a whole mask and of torch."""
     ways: dict[str, Callable[[AttentionProblem], Any]] = {"ours": ascend.run}
     if len(step.new) == 1 and step.new == step.kept:
         ways |= {"whole mask": with_whole_mask, "torch": in_torch}
@@ -72,7 +72,7 @@ def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> dict[s
 
 
 def rates(step: Step, seconds: float) -> dict[str, float]:
-    """Operations of the visible half of the scores, and bytes of keys and values read once."""
+    """Operations for the visible half of the scores, and bytes of keys and values read once."""
     pairs = sum(new * kept - new * (new - 1) / 2 for new, kept in zip(step.new, step.kept, strict=True))
     number = 1 if step.int8 else 2
     read = 2 * sum(step.kept) * step.kv_heads * step.head_size * number
@@ -97,7 +97,7 @@ def with_whole_mask(problem: AttentionProblem) -> Any:
 
 
 def in_torch(problem: AttentionProblem) -> Any:
-    """As the textbook has it: all scores at once."""
+    """Textbook attention: all scores at once."""
     key, value = dense(problem)
     group = problem.num_heads // problem.num_kv_heads
     query, key, value = (each.transpose(0, 1) for each in (problem.query, key, value))

@@ -1,4 +1,4 @@
-"""Kinds of step for ascend_910b.py, and whether the NPU's answers to them are right.
+"""Kinds of step for ascend_910b.py, and whether the NPU's results for them are right.
 
 Used by: ascend_910b.py.
 """
@@ -17,8 +17,9 @@ from fastattention_vllm.bench.report import Row, compared
 
 PAGE = 128
 ALLOWED = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""Of an answer's size and the root mean square of all: an operator that rounds its weights, too, to the query's dtype
-stays below."""
+"""Relative to the size of a result and to the root mean square of all. An operator that also rounds its weights to the
+query's dtype stays below.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Step:
     new: tuple[int, ...]
     """Query tokens of each sequence."""
     kept: tuple[int, ...]
-    """Tokens of each sequence, these included."""
+    """Tokens of each sequence, including these."""
     heads: int = 32
     kv_heads: int = 8
     head_size: int = 128
@@ -99,7 +100,7 @@ def check(step: Step, device: torch.device) -> Row:
         out, _ = ascend.run(problem)
         size = expected.abs() + expected.square().mean().sqrt()
         error = float(((out.cpu().double() - expected).abs() / size).max())
-        found["right"] = error <= allowed  # NaN is wrong
+        found["right"] = error <= allowed  # NaN counts as wrong
     return verdict(step.name, f"{step.phase} error", error, allowed, found)
 
 
@@ -132,7 +133,7 @@ def reference(problem: AttentionProblem) -> torch.Tensor:
 
 @contextlib.contextmanager
 def reported(row: dict[str, Any]) -> Any:
-    """What goes wrong in one case must not cost the others."""
+    """A failing case must not stop the others."""
     try:
         yield
     except Exception as error:

@@ -26,7 +26,7 @@ from fastattention_vllm.bench.report import Row, compared, report
 MIB = 1 << 20
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
 RESERVE = 2 << 30
-"""Bytes to leave to others."""
+"""Bytes to leave free for other processes."""
 
 
 def main() -> int:
@@ -65,13 +65,13 @@ def row(tokens: int) -> Row:
 
 
 def measured(kind: str, tokens: int) -> int:
-    """Bytes by which such a mask lets a fresh process grow."""
+    """Bytes by which a fresh process grows when it allocates such a mask."""
     command = [sys.executable, __file__, "--allocate", kind, "--tokens", str(tokens)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def allocate(kind: str, tokens: int) -> int:
-    # What torch takes at first use is not the mask's.
+    # Memory that torch allocates at its first use does not belong to the mask.
     torch.ones(64, 64, dtype=torch.int8).triu(1).triu_(1).count_nonzero()
     before = occupied()
     if kind == "triangle":
@@ -83,7 +83,7 @@ def allocate(kind: str, tokens: int) -> int:
 
 
 def occupied() -> int:
-    """Bytes of this process that are in memory."""
+    """Bytes of this process that are resident."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

@@ -3,7 +3,7 @@
     python benchmarks/cpu_attention.py --suite quick
     python benchmarks/cpu_attention.py --case "decode bf16 (32,8,128) 32K b1" --threads 1,2 --json result.json
 
-Run by: users who want to know what their CPU does, and contributors who change a CPU kernel.
+Run by: users who want to know the speed of their CPU, and contributors who change a CPU kernel.
 Needs: this package with its extra `bench`, and an otherwise idle machine. A CPU build of vLLM adds CPU_ATTN.
 """
 

@@ -1,12 +1,12 @@
-"""How evenly the items of one decode step keep many threads busy: a simulation, for machines that are not at hand.
+"""How evenly the items of one decode step keep many threads busy: a simulation for machines that are not available.
 
     python benchmarks/cpu_shares.py --json FILE
 
 Run by: contributors who change how decoding is divided among threads (kernels/cpu/src/plan.cpp).
-Needs: this package. No more than one core is used, and nothing is measured.
+Needs: this package. It uses one core, and measures nothing.
 
-Threads of slightly different speeds take items of slightly different cost, one after the other. The result is the
-share of their time in which a thread finds nothing left to do before the last one ends, beside splits of equal size.
+Threads with slightly different speeds take items of slightly different cost, one after the other. The result is the
+share of their time in which threads are idle before the last one ends, compared with splits of equal size.
 ``splits`` mirrors ``split_begin`` and ``make_plan`` of kernels/cpu/src/plan.cpp for one row block.
 """
 
@@ -67,7 +67,7 @@ def equal_splits(tokens: int, kv_heads: int) -> list[int]:
 
 
 def idle(lengths: list[int], kv_heads: int, threads: int) -> float:
-    """Share of the threads' time before the end of the call in which they have nothing to do; mean of several runs."""
+    """Idle share of the threads' time before the end of the call; mean of several runs."""
     shares = []
     for seed in range(RUNS):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Builds of the CPU kernels without one thing or another, for comparison: pieces of the sources replaced in copies.
+"""Builds of the CPU kernels without a feature, for comparison: parts of the sources are replaced in copies.
 
 Used by: ablation_cpu.py.
 """
@@ -24,7 +24,7 @@ TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 class Edit:
     file: str
     old: str
-    """A regular expression that the file has one place of."""
+    """A regular expression that matches exactly one place in the file."""
     new: str
 
 
@@ -35,23 +35,23 @@ EVERY_KEY = (
     Edit("attention_kernel.h", r"const int end = column\([^;]*;", "const int end = rows->count;"),
     Edit("attention_kernel.h", r"const bool boundary =[^;]*;", "const bool boundary = last_token >= 0;"),
 )
-"""No mask skipping: every row of queries meets every key, and each score is compared with what its row sees."""
+"""No mask skipping: every query row is multiplied with every key, and each score is compared with the mask."""
 
 
 def rows_of_one_panel(isa: str) -> tuple[Edit, ...]:
-    """Blocks of rows are as small as the panels of the second level: each reads K and V for itself."""
+    """Blocks of rows are as small as the panels of the second level; each reads K and V itself."""
     rows = 32 if isa == "amx" else 12
     return (Edit("plan.cpp", r"int rows = kRowBlock;", f"int rows = {rows}; if (rows > 0) return rows;"),)
 
 
 def one_tile(isa: str, tokens: int) -> tuple[Edit, ...]:
-    """The keys are one tile: what a panel works on is as long as the context."""
+    """All keys are one tile: the working set of a panel is as long as the context."""
     table = "kTuning" + "".join(word.capitalize() for word in isa.split("_"))
     return (Edit("tuning.h", rf"({table} = \{{[^}}]*\.kv_tile = )\d+", rf"\g<1>{tokens}"),)
 
 
 class Variants:
-    """Each of them is compiled where it differs, and shares the rest."""
+    """Builds variants: compiles only the units that differ, and shares the rest."""
 
     def __init__(self, folder: Path, isa: str) -> None:
         """``isa``: the only instruction set for which headers are compiled anew."""
@@ -64,7 +64,7 @@ class Variants:
         _run([cmake, "--build", str(folder / "base"), "--parallel", "2"])
 
     def build(self, name: str, edits: Sequence[Edit]) -> Path:
-        """The library; with no edits as it is shipped."""
+        """Build the library; without edits it is the shipped one."""
         base = self.folder / "base"
         if not edits:
             return base / "libfastattention_cpu.so"

@@ -5,9 +5,9 @@
 Run by: contributors who change the thread pool (kernels/cpu/src).
 Needs: this package with its CPU kernels, and an otherwise idle machine.
 
-The pool measures the time from a call until the last of its threads runs: called back to back, after a pause, and
-after a sleep. On a virtual machine most of the time after a long pause is the host's, which has taken the idle CPU
-away.
+The pool measures the time from a call until the last of its threads runs: for calls back to back, after a pause, and
+after a sleep. On a virtual machine, most of the time after a long pause belongs to the host, which has taken the idle
+CPU away.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def wake_row(name: str, pause: float, repeats: int) -> Row:
     for _ in range(repeats):
         time.sleep(pause)
         if pause == 0:
-            cpu.measure_wake()  # time.sleep(0) takes long enough for a thread to fall asleep
+            cpu.measure_wake()  # even time.sleep(0) takes long enough for a thread to fall asleep
         times.append(cpu.measure_wake() or math.inf)
     return row(f"{cpu.num_threads()} threads {name}", "decode wake of the pool", "us", statistics.median(times) * 1e6)
 
 
 def call_row() -> Row:
-    """A call so small that no other thread is asked: Python, checks and plan."""
+    """A call so small that no other thread takes part: Python, checks and plan."""
     tiny = problem(kv_heads=2, tokens=16, group=1)
     out, times = torch.empty_like(tiny.query), []
     for _ in range(2000):

@@ -6,9 +6,9 @@
 Run by: contributors who change tiling-AllReduce or host layers.
 Needs: vLLM, and as many NVIDIA GPUs as the largest of --ranks; none with `--links gloo --tiny`.
 
-Real engines (vLLM's LLM) of a model with the layers of an 8B or 70B Llama, random weights, and fewer of those layers
-(--layers), so that what is outside them weighs more than it would in the whole model. One prompt at a time, in one
-step; the time is from asking to the answer of one token. The engines of a link are
+Real engines (vLLM's LLM) run a model with the layers of an 8B or 70B Llama and random weights, but fewer of those
+layers (--layers), so that the rest has a larger share of the time than in the whole model. Prompts are sent one at a
+time and prefilled in one step; the time ends with the answer of one token. The engines of a link are
 
     off     tiling_all_reduce "off", on each number of GPUs
     auto    "auto"
@@ -16,9 +16,9 @@ step; the time is from asking to the answer of one token. The engines of a link 
     host    "off", half of the layers on the host
     both    full and host together
 
-All engines are up at once and asked in turns, each round with another prompt; the results are medians. "host" as a link
-sets NCCL_P2P_DISABLE=1. An engine that is not ready after --limit seconds is ended; its log (--logs) says where its
-processes were. Rows that say "predicted" were not run: see first_token_prediction.py.
+All engines run at once and are measured in turn, each round with another prompt; the results are medians. The link
+"host" sets NCCL_P2P_DISABLE=1. An engine that is not ready after --limit seconds is ended; its log (--logs) shows where
+its processes were. Rows with "predicted" in their name were not run: see first_token_prediction.py.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 WARM_UP = 2
 ENDING = 5.0
-"""Seconds for an engine to end by itself."""
+"""Seconds that an engine gets to end by itself."""
 
 
 class EngineError(Exception):
@@ -67,7 +67,7 @@ class EngineError(Exception):
 
 
 def serve(address: str, settings: dict[str, Any]) -> None:
-    """An engine in a process of its own: takes prompts from a socket, and gives the seconds that they took."""
+    """Run an engine in a separate process: reads prompts from a socket and returns the seconds that they took."""
     from vllm import LLM, SamplingParams
 
     with Client(address, "AF_UNIX") as parent:
@@ -98,9 +98,10 @@ class Engine:
             )
 
     def wait_until_ready(self, until: float) -> None:
-        """
+        """Wait until the engine is ready.
+
         Raises:
-            EngineError: it has ended, or is not there in time.
+            EngineError: It has ended, or is not ready in time.
         """
         self._listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
         while self._connection is None:
@@ -136,7 +137,7 @@ class Engine:
             raise EngineError(self._failure("has ended")) from None
 
     def _look(self, until: float) -> None:
-        """What it says of tiling, and whether there is still hope."""
+        """Print the engine's log lines about tiling. Raises if the engine has ended or is out of time."""
         lines = self._log.read_text(errors="replace").splitlines()
         for line in lines[self._told :]:
             if "Tiling-AllReduce" in line:
@@ -145,7 +146,7 @@ class Engine:
         if self._process.poll() is not None:
             raise EngineError(self._failure(f"has ended with {self._process.returncode}"))
         if time.monotonic() > until:
-            self._signal(signal.SIGABRT)  # each of its processes says where it is
+            self._signal(signal.SIGABRT)  # makes each of its processes print its traceback
             time.sleep(3)
             raise EngineError(self._failure("did not answer in time"))
 
@@ -154,20 +155,20 @@ class Engine:
         return f"the engine {self.name} {what}; the end of its log {self._log}:\n{tail}"
 
     def _signal(self, number: int) -> None:
-        """All processes of its session."""
+        """Send a signal to all processes of its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
 
 def measure(link: str, folder: Path, logs: Path, options: argparse.Namespace) -> dict[tuple[int, str], list[float]]:
-    """Seconds of each round, by number of ranks and way. All engines are asked in turns.
+    """Seconds of each round, by number of ranks and variant. All engines are measured in turn.
 
     Raises:
-        EngineError: see there.
+        EngineError: An engine has ended or does not answer.
     """
     model = save_config(folder / "model", options)
     kinds = [(ranks, way) for ranks in options.ranks for way in options.ways if ranks > 1 or way == "off"]
-    # Whoever measures the layers does so alone, and what it has found is there for the rest.
+    # Only one engine measures the layers; the others reuse its saved result.
     kinds.sort(key=lambda kind: kind[1] != "auto")
     engines: dict[tuple[int, str], Engine] = {}
     began = time.monotonic()
@@ -208,7 +209,7 @@ def measure(link: str, folder: Path, logs: Path, options: argparse.Namespace) ->
 
 
 def save_config(folder: Path, options: argparse.Namespace) -> Path:
-    """A model's folder without weights: vLLM makes them up."""
+    """A model's folder without weights: vLLM creates random ones."""
     folder.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],

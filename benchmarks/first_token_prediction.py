@@ -1,12 +1,12 @@
-"""What 2, 4 and 8 devices would take to the first token, from parts that are measured on two ranks without an engine.
+"""Predictions of the time to the first token on 2, 4 and 8 devices, from parts measured on two ranks without an engine.
 
 Used by: first_token.py.
 
-From the matmuls of such a rank and the sums of two ranks, parallel/plan.py says what a layer takes. A sum over n ranks
-takes, as in a ring, 2 (n - 1) / n times the bytes of its rows in 2 (n - 1) steps. The rest of a step is what engines
-on 1 and 2 GPUs took beyond that without tiling: a part that every rank has whole, and a part that is divided among
-them. "full" hides sums behind gate_up_proj and down_proj, but behind no attention. Predictions for 2 devices stand
-beside what was run, and show how good the predictions are.
+parallel/plan.py computes the time of a layer from the matmuls of such a rank and the sums of two ranks. A sum over
+n ranks is modelled as a ring: 2 (n - 1) / n times the bytes of its rows in 2 (n - 1) steps. The rest of a step is the
+time that engines on 1 and 2 GPUs took beyond that without tiling: a part that is the same on every rank, and a part
+that is divided among the ranks. "full" hides sums behind gate_up_proj and down_proj, but not behind attention.
+Predictions for 2 devices are printed next to the measurements and show how good the predictions are.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ PREDICTED = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one layer, without an engine."""
+    """Times of parts of one layer, without an engine."""
 
     matmul: Mapping[tuple[str, int], Times]
-    """By o_proj, down_proj or gate_up and ranks: that of one rank."""
+    """By o_proj, down_proj or gate_up, and by number of ranks: the matmul of one rank."""
     sums: Mapping[str, Times]
-    """Of two ranks, by collective; the first is the one that is used without tiling."""
+    """Sums of two ranks, by collective; the first is the one that is used without tiling."""
     slowdown: Mapping[str, float]
-    """How many times as long matmul and sum take beside each other."""
+    """The factor by which matmul and sum slow down when they run concurrently."""
 
 
 def over(ranks: int, of_two: Times) -> Times:
-    """Sums over ``ranks`` from those over two, as in a ring: 2 (n - 1) / n times the bytes, 2 (n - 1) steps instead of
-    2. What a sum of no rows would take is taken to be its steps."""
+    """Sums over n = ``ranks`` from those over two, as in a ring: 2 (n - 1) / n times the bytes in 2 (n - 1) steps.
+
+    The time of a sum without rows is taken as the time of its steps.
+    """
     points = of_two.points
     per_row = (points[-1][1] - points[0][1]) / max(1, points[-1][0] - points[0][0])
     step = max(0.0, points[0][1] - per_row * points[0][0])
@@ -52,15 +54,15 @@ def over(ranks: int, of_two: Times) -> Times:
 
 
 def predicted(parts: Parts, measured: Mapping[int, float], layers: int, tokens: int, ranks: int) -> dict[str, float]:
-    """Seconds to the first token, by way.
+    """Seconds to the first token, by variant.
 
     Args:
-        measured: by number of ranks, those of 1 and perhaps of 2 among them: without tiling.
+        measured: Seconds without tiling by number of ranks, for 1 and perhaps 2.
     """
     linear = ("o_proj", "down_proj")
 
     def tiled(count: int) -> float:
-        """What of a step is row-parallel layers, one after the other with their sums."""
+        """The row-parallel layers of a step, each followed by its sum."""
         plain_sum = over(count, next(iter(parts.sums.values())))(tokens) if count > 1 else 0.0
         return layers * sum(parts.matmul[name, count](tokens) + plain_sum for name in linear)
 
@@ -86,12 +88,12 @@ def predicted(parts: Parts, measured: Mapping[int, float], layers: int, tokens: 
 
 
 def together(one: Times, other: Times) -> Times:
-    """One after the other; measured at the same numbers of rows."""
+    """Times of several functions in sequence, measured at the same numbers of rows."""
     return Times.measured([(rows, seconds + other(rows)) for rows, seconds in one.points])
 
 
 def measured_parts(link: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What :func:`measure_parts` tells, on two ranks; None if they did not come to their end."""
+    """Results of :func:`measure_parts` on two ranks; None if the ranks did not finish."""
     found: list[dict[str, Any]] = []
     if not rank_processes.run(measure_parts, 2, (link, options), LINKS[link], options.limit, found.append):
         print(f"first_token: the parts of a layer were not measured within {options.limit:.0f} s.", flush=True)
@@ -112,7 +114,7 @@ def parts_of(raw: Mapping[str, Any]) -> Parts:
 
 
 def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
-    """One rank."""
+    """Runs on each rank."""
     link, options = said
     here = join(rank, folder, link, collectives_of(link), 2)
     shape = TINY if options.tiny else MODELS[options.model]

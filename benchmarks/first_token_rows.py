@@ -15,11 +15,11 @@ from first_token_prediction import PREDICTED, Parts, predicted
 from fastattention_vllm.bench.report import Row, compared
 
 OF_THE_MODEL = {"8B": 32, "70B": 80}
-"""Layers of the whole one."""
+"""Layers of the whole model."""
 
 
 def rows_of(link: str, took: Mapping[tuple[int, str], Sequence[float]], options: argparse.Namespace) -> list[Row]:
-    """Each engine against the same number of GPUs without tiling, and that against one GPU."""
+    """Rows for each engine compared with the same number of GPUs without tiling, and for that compared with one GPU."""
     middle = {kind: 1e3 * statistics.median(times) for kind, times in took.items()}
     rows = []
     for (ranks, way), ours in middle.items():

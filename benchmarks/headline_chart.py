@@ -29,7 +29,7 @@ SOURCE = RESULTS / "2026-11-22-host-layers-h200-head-start.json"
 CHART = RESULTS / "2026-11-22-host-layers-headline.png"
 CASE = re.compile(r"fp16 \(32,8,128\) (?P<tokens>\d+) tokens b1, (31 host layers, )?(?P<variant>.*)")
 GPU_TOKENS = 4 * 2**30 // (32 * 2 * 8 * 128 * 2)
-"""Tokens that 4 GiB hold: 32 layers, keys and values, 8 KV heads of size 128, 2 bytes each."""
+"""Tokens that fit into 4 GiB: 32 layers, keys and values, 8 KV heads of size 128, 2 bytes each."""
 LINES = {
     "vLLM alone, KV on the device": ("vLLM alone, KV cache on the GPU", "#7f7f7f"),
     "auto": ("fastattention, 31 of 32 layers' KV cache on the host", "#c1272d"),

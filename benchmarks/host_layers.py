@@ -1,4 +1,4 @@
-"""One request larger than the GPU's KV memory: is every needle found, and how fast is it read and answered?
+"""One request larger than the GPU's KV memory: is every needle found, and how fast are prefill and decode?
 
     python benchmarks/host_layers.py --device-gib 4 --tokens 262144 524288 --json FILE
     python benchmarks/host_layers.py --plot FILE.png --from FILE.json ...              # tokens per second by context
@@ -8,7 +8,7 @@ Needs: an NVIDIA GPU of compute capability 8.0 or newer, vLLM's CUDA build, and 
 262144 tokens of the 8B shape). matplotlib alone for a plot.
 
 The model looks numbers up in its prompt and needs every layer for it (fastattention_vllm/demo), in the attention shape,
-the width and the size of an 8B Llama. --device-gib caps the memory of the GPU's KV cache to play a small card.
+the width and the size of an 8B Llama. --device-gib limits the memory of the GPU's KV cache to simulate a smaller card.
 host_layers_ways.py says what is compared.
 """
 
@@ -37,18 +37,18 @@ from fastattention_vllm.demo.spec import DemoModelSpec
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--model", type=Path, default=Path("/tmp/fastattention-demo"), help="built there if not there")
+    parser.add_argument("--model", type=Path, default=Path("/tmp/fastattention-demo"), help="built there if missing")
     parser.add_argument("--device-gib", type=float, default=4)
     parser.add_argument("--host-gib", type=float, help="bound of the host pool")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[262144], help="of one prompt")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[262144], help="length of one prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="for each of --tokens, or one for all")
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
-    parser.add_argument("--decode", type=int, default=8, help="tokens timed in each way")
+    parser.add_argument("--decode", type=int, default=8, help="tokens timed per variant")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", choices=["stock", "device", "host"], default=["stock", "host"])
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw --from into this PNG file, and do nothing else")
+    parser.add_argument("--plot", type=Path, help="only draw --from into this PNG file")
     parser.add_argument("--from", type=saved_report, nargs="+", dest="results", help="saved runs")
     options = parser.parse_args()
     if options.plot:
@@ -77,9 +77,9 @@ def main() -> int:
 
 
 def in_a_process_of_its_own(name: str) -> list[Row]:
-    """An engine that ends leaves GPU memory behind in its process, one that was refused even more."""
+    """Run an engine in a separate process, because an engine leaves GPU memory behind, especially a refused one."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        # Of an option given twice, the last counts.
+        # The last value of a repeated option applies.
         command = [sys.executable, __file__, *sys.argv[1:], "--engines", name, "--json", file.name]
         if subprocess.run(command, check=False).returncode not in (0, 1):
             sys.exit(f"the engine {name!r} failed; its messages are above.")

@@ -17,7 +17,8 @@ import torch
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.tokenizer import token_id
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the ways are switched in the worker, which is then this process
+# the variants are switched in the worker, which is then this process
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 NEEDLES = {"alpha": "7319", "beta": "2046", "gamma": "90", "delta": "5", "omega": "318"}
 DEPTHS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -42,7 +43,7 @@ def engine(path: Path, options: argparse.Namespace, backend: str, length: int, g
         enable_prefix_caching=True,
         enforce_eager=options.enforce_eager,
         kv_cache_memory_bytes=None if gib is None else int(gib * GIB),
-        gpu_memory_utilization=0.85 if gib is None else 0.5,  # where the KV cache is given, it is only a start-up check
+        gpu_memory_utilization=0.85 if gib is None else 0.5,  # with a given KV cache size, it is only a start-up check
         **more,
     )
 
@@ -62,7 +63,7 @@ def prompts_of(tokens: int, batch: int) -> list[Any]:
 
 
 def read(llm: Any, tokens: int, batch: int) -> tuple[float, int]:
-    """Seconds for all prompts, and how many needles are found in them."""
+    """Seconds for all prompts, and the number of needles found in them."""
     haystacks = prompts_of(tokens, batch)
     started = time.perf_counter()
     ask(llm, [list(haystack.token_ids) for haystack in haystacks], 1)
@@ -77,7 +78,7 @@ def read(llm: Any, tokens: int, batch: int) -> tuple[float, int]:
 
 
 def decode_seconds(llm: Any, tokens: int, batch: int, options: argparse.Namespace) -> float:
-    """Of one step, the prompts being in the cache: the difference of a long answer and a short one."""
+    """Seconds of one step with the prompts in the cache: the difference of a long answer and a short one."""
     prompts = [list(haystack.token_ids) for haystack in prompts_of(tokens, batch)]
     ask(llm, prompts, 1)
     taken = []

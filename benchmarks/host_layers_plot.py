@@ -13,11 +13,11 @@ from typing import Any
 from fastattention_vllm.bench import plots
 
 POWERS_OF_TWO = [1 << exponent for exponent in range(14, 20)]
-"""Tokens that are marked in the chart: what fits on the device is no round number."""
+"""Tokens marked in the chart, because the number that fits on the device is not round."""
 
 
 def draw(path: Path, results: list[Path]) -> None:
-    """Decoding speed of one request against its context, a line for each way."""
+    """Decoding speed of one request against its context, with a line for each variant."""
     lines: dict[str, plots.Line] = {}
     reports = [json.loads(result.read_text()) for result in results]
     for each in [each for report in reports for each in report["rows"] if each["metric"] == "cooperative decode"]:

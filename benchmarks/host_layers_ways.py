@@ -1,8 +1,8 @@
-"""What host_layers.py compares, with a prompt in the cache, on the same pages.
+"""The variants that host_layers.py compares, with a prompt in the cache, on the same pages.
 
 Used by: host_layers.py.
 
-    stock     vLLM's own backend, at the contexts that it holds in the capped memory
+    stock     vLLM's own backend, at the contexts that fit into the limited memory
     device    this backend with all of the GPU's memory and no host layers
     host      host layers, and three ways to decode: the GPU reads all host KV over the link ("stream all"), the CPU
               attends to all of it ("CPU alone"), and what the start-up measurement chose ("auto")
@@ -27,7 +27,7 @@ from fastattention_vllm.bench.report import Row, compared
 
 
 def stock(path: Path, options: argparse.Namespace) -> list[Row]:
-    """(a): does it start for that length, and what does it do at the longest context that fits?"""
+    """Whether vLLM's own backend starts for that length, and its speed at the longest context that fits."""
     rows = []
     longest = max(options.tokens) + 64
     try:
@@ -45,7 +45,7 @@ def stock(path: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def all_on_device(path: Path, options: argparse.Namespace) -> list[Row]:
-    """The same backend with all the GPU's memory: what a card that needs no host layers would do."""
+    """The same backend with all of the GPU's memory, as on a card that needs no host layers."""
     extra = {"additional_config": {"fastattention": {"host_kv_layers": 0}}}
     return measure(path, options, "fastattention", options.tokens[:1], None, "uncapped, KV on the device", **extra)
 
@@ -141,7 +141,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def plain_read(memory: torch.Tensor) -> Callable[[], float]:
-    """Reads all of it and says at how many bytes per second; the way that was fastest at first."""
+    """Read the whole pool and return bytes per second, with the method that was fastest at first."""
     page = 1 << 20
     reader = PageReader(
         [memory.data_ptr() + offset for offset in range(0, memory.nbytes - page + 1, page)],
@@ -167,7 +167,7 @@ def row(
     stream_all: float | None = None,
     **more: Any,
 ) -> Row:
-    """Of rates and counts: more is better."""
+    """A row for a rate or count, where more is better."""
     peer_name = None if stream_all is None else "stream all"
     return compared(
         case, metric, unit, ours, better="higher", peer_name=peer_name, peer=stream_all, limit=limit, **more

@@ -6,7 +6,7 @@
 Run by: contributors who change the demo model or `fast_attn_func`.
 Needs: transformers, which vLLM brings. With `--device cuda` an NVIDIA GPU.
 
-One prompt holds five needles. It is prefilled once, then each needle is asked for. The exit status is 1 if one is
+One prompt holds five needles. It is prefilled once, followed by one question per needle. The exit status is 1 if one is
 missed.
 """
 

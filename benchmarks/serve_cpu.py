@@ -5,10 +5,10 @@
 Run by: users who decide between this package and vLLM's CPU build, and contributors who change a CPU path.
 Needs: `make setup`, and an otherwise idle machine. PATH is the Python of an environment with a CPU build of vLLM.
 
-Both servers are up throughout and asked in turn, one idle while the other answers. The model is a Llama shape with
+Both servers run throughout and are measured in turn, one idle while the other answers. The model is a Llama shape with
 random weights and few layers. Prompts are distinct and reach the servers' prefix caches before anything is timed. The
-time of attention within our step is not measured inside the server: it is the kernel's own time in `fastattention
-bench cpu` for the same shape, times the layers. There no K and V are in a cache, so for short prompts it is an upper
+time of attention within our step is not measured inside the server: it is the kernel's own time in `fastattention bench
+cpu` for the same shape, times the layers. There K and V are not in a CPU cache, so for short prompts it is an upper
 bound.
 """
 
@@ -33,7 +33,7 @@ from fastattention_vllm.bench.serving import Server
 HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 32, 8, 128, 1000
 OUTPUT_TOKENS = 64
 FOREIGN = 0.05
-"""A sample in which other processes took more than this part of a CPU does not count."""
+"""A sample is discarded if other processes took more than this part of a CPU."""
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
     if options.peer_python and not os.access(options.peer_python, os.X_OK):
         parser.error(f"--peer-python {options.peer_python} cannot be run.")
     if options.json:
-        options.json.open("a").close()  # now, and not after ten minutes of measuring
+        options.json.open("a").close()  # fails now, and not after ten minutes of measuring
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("serve_cpu: ended by a signal."))  # the servers end with it
     try:
         found = measure(options)
@@ -113,7 +113,9 @@ def write_model(path: Path, options: argparse.Namespace) -> None:
 
 
 def start(folder: Path, options: argparse.Namespace) -> list[Server]:
-    """Ours, then the peer: same model, options, CPUs. One after the other, so that each compiles undisturbed."""
+    """Start ours, then the peer, with the same model, options and CPUs. They start in sequence, so that each compiles
+    undisturbed.
+    """
     longest = max(options.tokens) + OUTPUT_TOKENS
     all_tokens = sum(tokens + OUTPUT_TOKENS for tokens in options.tokens) * max(options.batch)
     cache_bytes = all_tokens * options.layers * 2 * KV_HEADS * HEAD_SIZE * 2
@@ -145,7 +147,7 @@ def start(folder: Path, options: argparse.Namespace) -> list[Server]:
 
 
 def take_turns(servers: list[Server], options: argparse.Namespace) -> dict[tuple[int, int], dict[str, Samples]]:
-    """Seconds from token to token, by case and server."""
+    """Seconds between tokens, by case and server."""
     dice = random.Random(0)
     prompts = {
         tokens: [[dice.randrange(1, VOCABULARY) for _ in range(tokens)] for _ in range(max(options.batch))]
@@ -180,7 +182,7 @@ def sample(server: Server, prompts: list[list[int]], servers: list[Server], samp
 
 
 def attention_seconds(folder: Path, options: argparse.Namespace) -> dict[tuple[int, int], float]:
-    """What our kernel takes in one step, all layers, measured alone while no server runs."""
+    """The time of our kernel in one step, all layers, measured alone while no server runs."""
     cases = {
         f"decode bf16 ({HEADS},{KV_HEADS},{HEAD_SIZE}) {tokens} b{batch}": (tokens, batch)
         for tokens in options.tokens

@@ -1,12 +1,12 @@
-"""`vllm bench serve` against this backend without host layers and against vLLM's own FLASH_ATTN: do they cost nothing?
+"""`vllm bench serve` against this backend without host layers and against vLLM's own FLASH_ATTN: is there any cost?
 
     python benchmarks/serve_gpu.py --json FILE
 
 Run by: contributors who change what runs on GPUs of compute capability 8.0 or newer.
 Needs: such a GPU with about 40 GiB of memory, and vLLM's CUDA build.
 
-Both servers are on the same GPU throughout and are asked in turn, one idle while the other answers. The model has the
-shape and the size of an 8B Llama (fastattention_vllm/demo).
+Both servers are on the same GPU throughout and are measured in turn, one idle while the other answers. The model has
+the shape and the size of an 8B Llama (fastattention_vllm/demo).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Row]:
     try:
         for name, backend in BACKENDS.items():
             servers.append(Server(name, [*command, *backend], os.environ, folder / f"{name}.log"))
-            servers[-1].wait_until_healthy()  # one after the other: each sees how much memory is left
+            servers[-1].wait_until_healthy()  # one after the other, because each checks how much memory is left
         for number in range(options.rounds):
             for concurrency in options.concurrency:
                 for server in in_turn(servers, number):

@@ -1,4 +1,4 @@
-"""Row-parallel linear layers of 8B and 70B models in blocks, against the plain layer: what is hidden, what is lost.
+"""Row-parallel linear layers of 8B and 70B models in blocks, against the plain layer: what is hidden and what is lost.
 
     python benchmarks/tiling_all_reduce.py --ranks 2 --links nvlink host --json FILE     # on GPUs of one machine
     python benchmarks/tiling_all_reduce.py --ranks 2 --links gloo --tiny --json FILE     # anywhere
@@ -7,14 +7,14 @@
 Run by: contributors who change tiling-AllReduce, and owners of several GPUs (`fastattention doctor --tp` is shorter).
 Needs: as many NVIDIA GPUs as ranks; none with `--links gloo --tiny`. matplotlib for pictures.
 
-"host" sets NCCL_P2P_DISABLE=1: all bytes between GPUs pass through host memory, as between V100s on PCIe without P2P.
-A row is a layer, a number of tokens and a way: "plain" (matmul, then NCCL's all-reduce), "auto" (what
-`tiling_all_reduce: "auto"` does, after calibrating itself), "2", "4" and "8" (as many equal blocks). Times are medians
-of rounds in which all ways take turns, averaged over the ranks, by events on the GPU. "hidden" is (matmul + all-reduce
-- time) / min(matmul, all-reduce), both alone and of the plain layer; "speedup" is plain / time. "ordering ms" is the
-time that Python takes to enqueue the work; it is not part of the other times. Each way's result is compared with the
-plain layer's. `--sweep COLLECTIVE...` times cuts by each of these collectives (see parallel/named_collectives.py)
-instead.
+"host" sets NCCL_P2P_DISABLE=1: all bytes between GPUs pass through host memory, as between V100s on PCIe without P2P. A
+row is a layer, a number of tokens and a variant: "plain" (matmul, then NCCL's all-reduce), "auto" (what
+`tiling_all_reduce: "auto"` does, after calibrating itself), "2", "4" and "8" (that many equal blocks). Times are
+medians of rounds in which all variants alternate, averaged over the ranks, by events on the GPU. "hidden" is (matmul +
+all-reduce - time) / min(matmul, all-reduce), both measured alone in the plain layer; "speedup" is plain / time.
+"ordering ms" is the time that Python takes to enqueue the work; it is not part of the other times. Each variant's
+result is compared with the plain layer's. `--sweep COLLECTIVE...` times splits with each of these collectives (see
+parallel/named_collectives.py) instead.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ SHAPES = {  # of a sweep's cuts
     "small last": [5, 5, 5, 1],
 }
 WORST = 1e-2
-"""Largest difference to the plain layer, as a part of its largest number, before the run is given up."""
+"""Largest allowed difference from the plain layer, relative to its largest number. A larger one stops the run."""
 SHORT = 2048
-"""Up to so many tokens there are three times as many rounds: what takes a tenth of a millisecond varies more."""
+"""Up to this many tokens there are three times as many rounds, because times of 0.1 ms vary more."""
 
 
 def main() -> int:
@@ -67,8 +67,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=["nvlink", "host"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--min-tokens", type=int, default=2048, help="auto cuts none below")
-    parser.add_argument("--collectives", nargs="+", help="for auto to choose from")
+    parser.add_argument("--min-tokens", type=int, default=2048, help="auto splits no shorter steps")
+    parser.add_argument("--collectives", nargs="+", help="collectives from which auto chooses")
     parser.add_argument(
         "--sweep", nargs="+", metavar="COLLECTIVE", help="time cuts by each of these collectives instead"
     )
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a link, after which it is ended")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--draw", type=saved_report, help="draw the timelines in this file of an earlier run, and end")
-    parser.add_argument("--timeline", type=Path, help="picture of them")
+    parser.add_argument("--timeline", type=Path, help="file for the picture of the timelines")
     options = parser.parse_args()
     if options.draw:
         draw(json.loads(options.draw.read_text())["rows"], options.timeline or options.draw.with_suffix(".png"))
@@ -93,8 +93,10 @@ def main() -> int:
 
 
 def describe(told: Told, before: Sequence[Told]) -> Row:
-    """In the form of every result. The peer is the plain layer of the same place, which was told ``before``; nothing
-    takes less time than the longer one of matmul and all-reduce."""
+    """A result in the common form. The peer is the plain layer of the same case, which is in ``before``.
+
+    The limit is the longer one of matmul and all-reduce.
+    """
     if "note" in told:
         return Row(case=told["note"], metric="overlap note", unit="", ours=None, **told)
     case = f"{told['model']} {told['layer']}, {told['ranks']} ranks, {told['link']}"
@@ -119,7 +121,7 @@ def describe(told: Told, before: Sequence[Told]) -> Row:
 
 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
-    """One rank."""
+    """Runs on each rank."""
     link, options = said
     here = join(rank, folder, link, options.sweep or options.collectives or collectives_of(link), options.ranks)
     models = TINY if options.tiny else {name: LAYERS[name] for name in options.models}
@@ -199,7 +201,7 @@ def sweep(
     options: argparse.Namespace,
     tell: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Each collective alone, and cuts of several shapes by it, with and without multiprocessors left free."""
+    """Time each collective alone, and splits of several shapes with it, with and without free multiprocessors."""
     timer = LayerTimer(collectives, plain_layer, weight, max(options.tokens))
     for tokens in options.tokens:
         works = [timer.matmul(tokens), plain_sum(timer, tokens), timer.plain(tokens)]
@@ -225,7 +227,7 @@ def sweep(
 
 
 def launch(work: Callable[[], object]) -> float:
-    """Milliseconds that Python needs to order a work."""
+    """Milliseconds that Python needs to launch a work."""
     times = []
     for _ in range(5):
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A whole decoder layer of an 8B or 70B model at prefill under tensor parallelism: what tiling-AllReduce saves of it.
+"""A whole decoder layer of an 8B or 70B model at prefill with tensor parallelism: the time that tiling-AllReduce saves.
 
     python benchmarks/tiling_layer.py --ranks 2 --links nvlink host --json FILE     # on GPUs of one machine
     python benchmarks/tiling_layer.py --ranks 2 --links gloo --tiny --json FILE     # anywhere
@@ -7,17 +7,17 @@ Run by: contributors who change tiling-AllReduce.
 Needs: as many NVIDIA GPUs as ranks; none with `--links gloo --tiny`.
 
 A layer is qkv_proj, causal attention, o_proj, gate_up_proj, activation, down_proj, and two sums over the ranks; norms
-and rotary embeddings, which are the same in all ways, are left out. The ways:
+and rotary embeddings, which are the same in all variants, are left out. The variants:
 
-    plain   one matmul, one sum, each after the other, as vLLM does it
-    linear  o_proj and down_proj in blocks of rows, as `tiling_all_reduce: "auto"` does it
+    plain   one matmul, then one sum, as in vLLM
+    linear  o_proj and down_proj in blocks of rows, as with `tiling_all_reduce: "auto"`
     full    the paper's form: attention of a block of rows, its o_proj, its sum while the next block attends; and
             gate_up_proj, activation and down_proj of a block of rows, its sum while the next block is computed
 
-Blocks of "full" are the fastest of a few cuts, each timed first. "ms" is the median of rounds in which the ways take
-turns, the mean of the ranks; "first token s" is that times the model's layers, which is the time to the first token
-but for embeddings, norms and sampling. Each way's result is compared with the plain one's. `--ranks 1` has but the
-plain way.
+Blocks of "full" are the fastest of a few splits, which are timed first. "ms" is the median of rounds in which the
+variants alternate, averaged over the ranks. "first token s" is that time multiplied by the model's number of layers:
+the time to the first token without embeddings, norms and sampling. Each result is compared with the plain one.
+`--ranks 1` has only the plain variant.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CUTS = (
     [4, 3, 2, 1],
     [1] * 12,
 )
-"""In proportion. Causal attention makes later rows dearer, so that equal blocks are not of equal time."""
+"""Relative sizes of blocks. Later rows cost more with causal attention, so equal blocks take unequal times."""
 WORST = 1e-2
 
 
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def describe(told: Told, before: Sequence[Told]) -> Row:
-    """In the form of every result. The peer is the plain way, which was told ``before`` the others."""
+    """A result in the common form. The peer is the plain variant, which is in ``before``."""
     if "note" in told:
         return Row(case=told["note"], metric="overlap note", unit="", ours=None, **told)
     case = f"{told['model']} layer, {told['tokens']} tokens, {told['ranks']} ranks, {told['link']}, {told['way']}"
@@ -100,7 +100,7 @@ def describe(told: Told, before: Sequence[Told]) -> Row:
 
 
 def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
-    """One rank."""
+    """Runs on each rank."""
     link, options = said
     context = join(rank, folder, link, options.collectives or collectives_of(link), options.ranks)
     for model, shape in {"tiny": TINY}.items() if options.tiny else [(name, MODELS[name]) for name in options.models]:
@@ -110,7 +110,7 @@ def work(rank: int, folder: str, said: tuple[str, argparse.Namespace]) -> None:
 
 
 class Layer:
-    """Weights of one rank, as random as they are large."""
+    """Weights of one rank, with random values."""
 
     def __init__(self, shape: Shape, context: RankContext, tokens: int) -> None:
         ranks, dtype = context.size, torch.float32 if context.device == "cpu" else torch.float16
@@ -135,10 +135,11 @@ class Layer:
         return [part.transpose(0, 1).unsqueeze(0) for part in parts]
 
     def attend(self, qkv: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
-        """Of these rows to all before them and to themselves: [rows, heads * head size]."""
+        """Attention of these rows to all earlier rows and themselves: [rows, heads * head size]."""
         query, key, value = qkv[0][:, :, rows], qkv[1][:, :, : rows.stop], qkv[2][:, :, : rows.stop]
         if query.is_cuda:
-            # By its name, for through torch's front door FlashAttention takes as many queries as keys only.
+            # Called by its own name, because torch's public function lets FlashAttention take only as many queries as
+            # keys.
             found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False)[0]
         else:
             count = rows.stop - rows.start
@@ -152,7 +153,7 @@ class Layer:
         return F.silu(gate).mul_(up)
 
     def attention_unit(self, collective: str, blocks: Sequence[int]) -> torch.Tensor:
-        """Attention, o_proj and the sum; ``collective`` "" for the plain way."""
+        """Attention, o_proj and the sum. ``collective`` is "" for the plain variant."""
         qkv = self.qkv()
         if not collective:
             return self.sum_of(self.attend(qkv, slice(0, self.tokens)), self.o_weight)
@@ -231,7 +232,7 @@ def measure(context: RankContext, layer: Layer, link: str, model: str, options: 
 def fastest(
     timer: LayerTimer, layer: Layer, unit: Callable[[tuple[str, Sequence[int]]], object]
 ) -> tuple[str, Sequence[int]]:
-    """Of a few cuts by each collective, and of none."""
+    """The fastest of a few splits by each collective, and of no split."""
     whole: tuple[str, Sequence[int]] = ("", (layer.tokens,))
     tried = [
         whole,

@@ -1,4 +1,4 @@
-"""What the tiling benchmarks share: links between ranks, how all ranks are run, and the report of what they tell.
+"""Shared parts of the tiling benchmarks: links between ranks, running all ranks, and the report of their results.
 
 Used by: tiling_all_reduce.py, tiling_layer.py and first_token.py.
 """
@@ -20,7 +20,7 @@ from fastattention_vllm.parallel.named_collectives import DEFAULT_COLLECTIVES
 
 LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}, "gloo": {"GLOO_SOCKET_IFNAME": "lo"}}
 Told = dict[str, Any]
-"""What a rank tells: numbers under names of its own."""
+"""A result of a rank: numbers by name."""
 
 
 def why_not(links: Sequence[str], ranks: int) -> str | None:
@@ -36,13 +36,13 @@ def run_all(
     describe: Callable[[Told, Sequence[Told]], Row],
     options: argparse.Namespace,
 ) -> tuple[bool, list[Told]]:
-    """Run ``work(rank, folder, (link, options))`` on all ranks, for each link, and write what they tell.
+    """Run ``work(rank, folder, (link, options))`` on all ranks, for each link, and write their results.
 
     Args:
-        describe: makes a result's row of what was told and of all that was told before.
+        describe: Makes a result's row from the result and all earlier ones.
 
     Returns:
-        Whether all ranks came to their end, and what they told.
+        Whether all ranks finished, and their results.
     """
     told: list[Told] = []
     rows: list[Row] = []
@@ -61,7 +61,7 @@ def run_all(
 
 
 def time_row(case: str, metric: str, milliseconds: float, peer: float | None, limit: float | None, told: Told) -> Row:
-    """A row about a time; the peer is the plain way."""
+    """A row for a time. The peer is the plain variant."""
     peer_name = None if peer is None else "plain"
     return compared(
         case, metric, "ms", milliseconds, better="lower", peer_name=peer_name, peer=peer, limit=limit, **told
@@ -78,7 +78,7 @@ def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> 
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest, as a part of the largest number expected."""
+    """The largest difference, relative to the largest expected number."""
     return ((expected - found).abs().max() / expected.abs().max().clamp_min(1e-20)).item()
 
 

@@ -1,4 +1,4 @@
-"""When each block is computed and when it is summed, as a timeline, and drawn.
+"""When each block is computed and when it is summed, as a timeline and as a picture.
 
 Used by: tiling_all_reduce.py.
 """
@@ -20,11 +20,13 @@ from fastattention_vllm.parallel.layer_timer import LayerTimer
 
 
 def timeline(timer: LayerTimer, collective: Collective, blocks: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
-    """(begin, end) in ms of each block's matmul and sum, as this rank sees them. A sum begins when its matmul has ended
-    and the sum before it has."""
+    """(begin, end) in ms of each block's matmul and sum, as measured on this rank.
+
+    A sum begins when its matmul and the previous sum have ended.
+    """
     rows = sum(blocks)
     clock = _GpuClock() if timer.weight.is_cuda else _Clock()
-    for _ in range(3):  # the last one counts
+    for _ in range(3):  # the last one is used
         out = timer.out[:rows]
         begins, ends, sums, started, begin = [], [], [], [], 0
         timer.first.wait(timer.first.start(out[:1]))
@@ -49,7 +51,7 @@ def timeline(timer: LayerTimer, collective: Collective, blocks: Sequence[int]) -
 
 
 class _Clock:
-    """Of a CPU; a sum's end is noted by a thread that waits for it."""
+    """A CPU's clock. A thread waits for a sum and notes when it ends."""
 
     def head_start(self) -> None:
         pass
@@ -74,7 +76,7 @@ class _Clock:
 
 
 class _GpuClock:
-    """Events; a sum's end on a stream that does nothing but wait for it."""
+    """A GPU's clock by events. A separate stream waits for a sum and marks when it ends."""
 
     def __init__(self) -> None:
         self.streams = [torch.cuda.Stream() for _ in range(16)]
@@ -99,7 +101,7 @@ class _GpuClock:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The timelines among ``rows``, one above the other, each with a row for matmuls and one for sums."""
+    """The timelines of ``rows``, one below the other, each with a line for matmuls and one for sums."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""What one decoding layer of the V100's kernels costs the host: launched eagerly, and replayed as a CUDA graph.
+"""The host time of one decoding layer of the V100's kernels: launched eagerly, and replayed as a CUDA graph.
 
     python benchmarks/volta_launch_cost.py --kernels ptx-sm_75 --json FILE
 
@@ -32,13 +32,13 @@ HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
 TOKENS = 4096
 BATCHES = (1, 32)
 AT_A_TIME = 100
-"""Layers between two waits for the GPU: a call that finds the driver's queue full, at 1024 launches, waits for it."""
+"""Layers between two waits for the GPU. With more than 1024 launches the driver's queue is full and a call waits."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default="auto", help="auto, ptx or ptx-sm_75")
-    parser.add_argument("--rounds", type=int, default=20, help=f"of {AT_A_TIME} layers")
+    parser.add_argument("--rounds", type=int, default=20, help=f"rounds of {AT_A_TIME} layers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if reason := bench.why_not(options.kernels):
@@ -61,10 +61,10 @@ def main() -> int:
 
 
 def decoding_layer(batch: int, tokens: int, device: torch.device) -> tuple[Callable[[], None], torch.Tensor]:
-    """What launches it, and where its output will be."""
+    """A function that launches the layer, and its output tensor."""
     pages = -(-tokens // PAGE)
     table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-    # As vLLM keeps them.
+    # Laid out as in vLLM.
     cache = torch.randn(batch * pages, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=torch.float16, device=device)
     key_cache, value_cache = cache.transpose(1, 2).split(HEAD_SIZE, dim=-1)
     key, value = torch.randn(2, batch, KV_HEADS, HEAD_SIZE, dtype=torch.float16, device=device)
@@ -92,7 +92,7 @@ def decoding_layer(batch: int, tokens: int, device: torch.device) -> tuple[Calla
 
 
 def microseconds(call: Callable[[], Any], rounds: int, wait: Callable[[], object]) -> float:
-    """Of the host, for one ``call``: the median."""
+    """Median host time of one ``call``."""
     took = []
     for turn in range(rounds + 1):
         for _ in range(AT_A_TIME):

@@ -32,9 +32,9 @@ from kernels.volta.variants import Variant
 
 BATCH, HEADS = 8, 32
 MAX_SIMULATED = 20 * 128 * 4096 * 64
-"""Query rows times keys times head size of the CTAs of a launch that are simulated: 15 seconds of one core."""
+"""Limit of query rows times keys times head size for the simulated CTAs of a launch: 15 seconds of one core."""
 MIN_UNALIKE = 16
-"""CTAs of a causal launch, whatever they take: 19 of 56 gave the time of all within 0.4 %, 7 within 4 %."""
+"""Minimum number of simulated CTAs of a causal launch: 19 of 56 gave the total time within 0.4 %, 7 within 4 %."""
 PAGE = 16
 
 # --- launches ------------------------------------------------------------------------------------------------
@@ -42,20 +42,22 @@ PAGE = 16
 
 @dataclass
 class Launch:
-    """A kernel that is ready to run on a few heads, in the place of one on many."""
+    """A kernel ready to run on a few heads, which stand for many."""
 
     simulation: Simulation
     works: list[float]
-    """Of the CTAs of one head: keys that they pass over, and what their begin and end are worth."""
+    """For each CTA of one head: the keys that it visits, plus a number of keys for its begin and end."""
     cost: float
-    """Of a unit of work to the simulator: query rows times head size."""
+    """Cost of a unit of work in the simulator: query rows times head size."""
     heads: int
-    """In the simulated memory."""
+    """Heads in the simulated memory."""
     alike: bool = False
-    """All CTAs of a head do the same, so one of them stands for all."""
+    """All CTAs of a head do the same work, so one of them stands for all."""
     together: int = 1
-    """Heads whose CTAs begin one after the other, the first of each, then the second: ``blockIdx.x`` is the head then,
-    else ``blockIdx.y``."""
+    """Heads whose CTAs begin together: first the first CTA of each, then the second, and so on.
+
+    With several heads ``blockIdx.x`` is the head, otherwise ``blockIdx.y``.
+    """
     traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
 
     def trace(self, x: int, head: int) -> Trace:
@@ -65,7 +67,7 @@ class Launch:
         return self.traces[key]
 
     def order(self, heads: int) -> list[int]:
-        """In which CTAs of a launch begin: of each, its number among those of its head."""
+        """The order in which CTAs of a launch begin: for each, its number among those of its head."""
         numbers = range(len(self.works))
         groups = [min(self.together, heads - first) for first in range(0, heads, self.together)]
         return [number for group in groups for number in numbers for _ in range(group)]
@@ -112,14 +114,14 @@ def whole_launch(launch: Launch, heads: int, timing: Timing | None = None) -> Ti
 
 
 def _sample(works: Sequence[float], cost: float, resident: int, alike: bool) -> tuple[Sequence[int], Sequence[int]]:
-    """Places of the CTAs to simulate, in order: all if there is patience for them, and about half of those."""
+    """Places of the CTAs to simulate, in order: all if the limit allows it; and about half of those."""
     count, patience = len(works), MAX_SIMULATED / cost
     if sum(works) <= patience:
         return range(count), ()
     if not alike:
         step = max(1, min(math.ceil(sum(works) / max(patience, 1)), count // MIN_UNALIKE))
         return range((count - 1) % step, count, step), range((count - 1) % (2 * step), count, 2 * step)
-    # Last waves as full as that of all of them; at least two waves, of which the first gets everything going.
+    # The last wave is as full as that of all CTAs. There are at least two waves, because the first is the start-up.
     some = _congruent(max(int(patience / sum(works) * count), 2 * resident), count, resident)
     return range(min(some, count)), range(_congruent(max(some // 2 - resident, 1), count, resident))
 
@@ -135,7 +137,7 @@ def everything(source: str) -> str:
     return source
 
 
-# The source's fragments that are compiled out for comparison, and what takes their place.
+# Fragments of the source that are compiled out for comparison, and their replacements.
 MASKS = (
     ("for (; number < masked; ++number) step(number + 1 < num_tiles, tile_begin(number), tile_begin(number + 2), "
      "Masked());", ""),
@@ -146,7 +148,7 @@ PAGES = (("if (tables == nullptr) return {0, key};", "return {0, key};"),)
 
 
 def compiled_out(replacements: Sequence[tuple[str, str]], source: str) -> str:
-    """Prefill without some of what it has. Right for whole tiles of contiguous keys, all of which all rows see."""
+    """Prefill without some features. It is right for whole tiles of contiguous keys that all rows see."""
     for old, new in replacements:
         if source.count(old) != 1:
             raise RuntimeError(
@@ -170,14 +172,14 @@ def cubin(variant: Variant, edit: Callable[[str], str] = everything) -> Cubin:
 
 @functools.cache
 def numbers(count: int) -> torch.Tensor:
-    """Of unit variance, fp16; repeated after four million."""
+    """fp16 numbers of unit variance, repeated after four million."""
     seed = torch.Generator().manual_seed(0)
     some = torch.randn(min(count, 4_000_037), generator=seed).half()
     return some.repeat(-(-count // len(some)))[:count]
 
 
 def mapped(simulation: Simulation) -> Callable[[torch.Tensor], int]:
-    """Where ``simulation`` sees a tensor; views of one storage stay views."""
+    """The address of a tensor in ``simulation``. Views of one storage stay views."""
     known: dict[int, int] = {}
 
     def address_of(tensor: torch.Tensor) -> int:
@@ -190,7 +192,7 @@ def mapped(simulation: Simulation) -> Callable[[torch.Tensor], int]:
 
 
 def paged(tokens: int, heads: int, head_size: int, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values (views of one cache as vLLM has it: [blocks, heads, page, K | V]) and a shuffled block table."""
+    """Keys and values (views of one cache as in vLLM: [blocks, heads, page, K | V]) and a shuffled block table."""
     blocks = -(-tokens // page)
     cache = numbers(blocks * heads * page * 2 * head_size).view(blocks, heads, page, 2 * head_size).transpose(1, 2)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).int()[None]
@@ -236,7 +238,7 @@ def keys_and_values(problem: AttentionProblem, head: int) -> tuple[numpy.ndarray
 def softmax_error(
     query: numpy.ndarray, key: numpy.ndarray, value: numpy.ndarray, visible: numpy.ndarray, found: numpy.ndarray
 ) -> float:
-    """Largest difference to float64. ``visible``: keys that each row sees, from the first on."""
+    """Largest difference from float64. ``visible``: number of keys that each row sees, from the first on."""
     scores = query @ key.T * query.shape[1] ** -0.5
     scores = numpy.where(numpy.arange(len(key)) < visible[:, None], scores, -numpy.inf)
     weights = numpy.exp(scores - scores.max(axis=1, keepdims=True))
@@ -254,7 +256,7 @@ def our_prefill(
     edit: Callable[[str], str] = everything,
     variant: Variant | None = None,
 ) -> tuple[Launch, Callable[[], float]]:
-    """The launch, and what the error of its traced CTAs is. ``variant``: another one than that which is shipped."""
+    """The launch, and a function for the error of its traced CTAs. ``variant`` replaces the shipped one."""
     variant = variant or variants.prefill(head_size)
     simulation = Simulation(cubin(variant, edit), variant.kernel)
     heads = 2 * variant.ctas_per_sm + 1
@@ -280,7 +282,7 @@ def our_prefill(
 
 
 def _some(launch: Launch) -> list[tuple[int, int]]:
-    """Of the CTAs that have run, the ones with the most and the least to do, and the last."""
+    """Of the CTAs that have run: those with the most and the least work, and the last one."""
     run = list(launch.traces)
     by_work = sorted(run, key=lambda key: launch.works[key[0]])
     return list(dict.fromkeys((by_work[0], by_work[-1], run[-1])))
@@ -290,7 +292,7 @@ def _some(launch: Launch) -> list[tuple[int, int]]:
 
 
 def peer_prefill(content: Cubin, tokens: int, head_size: int, causal: bool) -> tuple[Launch, Callable[[], float]]:
-    """As :func:`our_prefill`, on contiguous keys: it knows no pages."""
+    """As :func:`our_prefill`, on contiguous keys, because the peer does not support pages."""
     kernel = volta_peer.kernel_for(head_size)
     simulation = Simulation(content, kernel.name)
     heads = 7

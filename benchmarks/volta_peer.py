@@ -1,9 +1,9 @@
-"""PyTorch's memory-efficient attention on V100, from its own machine code; xformers calls the same kernels there.
+"""PyTorch's memory-efficient attention on V100 as machine code; xformers uses the same kernels there.
 
 Used by: volta_sim.py and volta_launches.py.
 
-The cubin comes out of the wheel of torch 2.10.0 and stays in `build/volta-peer/`, which git ignores: nothing of it is
-ever part of this repository. Its kernels are CUTLASS's fused attention; PyTorch takes 64x64_rf up to a head size of 64,
+The cubin is extracted from the wheel of torch 2.10.0 and cached in `build/volta-peer/`, which git ignores: it is never
+part of this repository. Its kernels are CUTLASS's fused attention. PyTorch chooses 64x64_rf up to a head size of 64,
 32x128_rf up to 128 and 32x128_gmem above (fp16, strides that are multiples of 8).
 """
 
@@ -31,15 +31,15 @@ ELF_KIND, SM_70, RAW_LZ4 = 2, 70, 0x2000
 @dataclass(frozen=True, slots=True)
 class PeerKernel:
     name: str
-    """Part of its name that no other kernel of the cubin has."""
+    """A part of its name that is unique in the cubin."""
     rows: int
-    """Queries of a CTA."""
+    """Queries per CTA."""
     shared_bytes: int
     threads: tuple[int, int, int] = (32, 4, 1)
 
 
 def kernel_for(head_size: int) -> PeerKernel:
-    """Which one PyTorch takes on compute capability 7.0."""
+    """The kernel that PyTorch chooses on compute capability 7.0."""
     if head_size <= 64:
         return PeerKernel("f16_aligned_64x64_rf_sm70", 64, 17920)
     if head_size <= 128:
@@ -61,9 +61,9 @@ def parameter_block(
     head_size: int,
     causal: bool,
 ) -> bytes:
-    """Of ``size`` bytes, for contiguous ``[batch, tokens, heads, head_size]`` fp16 at these addresses.
+    """Parameters of ``size`` bytes, for contiguous ``[batch, tokens, heads, head_size]`` fp16 at these addresses.
 
-    ``sums``: fp32 of the same shape, which the gmem kernel alone uses.
+    ``sums``: fp32 of the same shape, used only by the gmem kernel.
     """
     block = bytearray(size)
     row = heads * head_size
@@ -81,10 +81,12 @@ def parameter_block(
 
 
 def cubin(libtorch: Path | None = None) -> bytes:
-    """From the cache, else out of ``libtorch`` (the wheel's libtorch_cuda.so), else out of the wheel (915 MB).
+    """The cubin from the cache, else from ``libtorch``, else from the wheel (915 MB).
+
+    ``libtorch`` is the wheel's libtorch_cuda.so.
 
     Raises:
-        RuntimeError: what was found is not the cubin that the published figures are of.
+        RuntimeError: The file does not contain the cubin that the published figures were measured with.
     """
     cached = CACHE / "fmha_f16_aligned_sm70.cubin"
     if cached.exists() and _is_it(cached.read_bytes()):
@@ -100,7 +102,7 @@ def cubin(libtorch: Path | None = None) -> bytes:
 
 
 def extract(library: Path) -> bytes:
-    """The cubin out of the fat binaries of a libtorch_cuda.so, known by its checksum."""
+    """Extract the cubin from the fat binaries of a libtorch_cuda.so, by its checksum."""
     content = library.read_bytes()
     at = content.find(struct.pack("<I", CONTAINER))
     while at >= 0:
@@ -135,7 +137,7 @@ def _search(content: bytes, at: int, end: int) -> bytes | None:
 
 
 def unpack_lz4(block: bytes) -> bytes:
-    """A raw LZ4 block: literals and copies of what is there already."""
+    """Unpack a raw LZ4 block: literals, and copies of earlier output."""
     out, at = bytearray(), 0
 
     def length(short: int) -> int:

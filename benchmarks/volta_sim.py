@@ -51,7 +51,7 @@ KINDS = ("method", "prefill", "decode", "masks")
 def sweep(
     content: Cubin | None, tokens: Sequence[int], head_sizes: Sequence[int], kinds: Sequence[str]
 ) -> list[Callable[[], Measured]]:
-    """All rows, those first that say most. Without ``content`` there is no peer."""
+    """All rows, the most informative first. Without ``content`` there is no peer."""
     jobs: list[Callable[[], Measured]] = []
     if content is not None and "method" in kinds:
         jobs += [functools.partial(method_row, content, *line) for line in PUBLISHED if line[0] in head_sizes]
@@ -82,12 +82,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there, after each one")
     parser.add_argument("--plot", type=Path, help="draw a PNG")
     parser.add_argument(
-        "--from", dest="sources", type=saved_report, nargs="+", help="simulate nothing, join these; later rows count"
+        "--from",
+        dest="sources",
+        type=saved_report,
+        nargs="+",
+        help="join these results instead of simulating; later rows replace earlier ones",
     )
     parser.add_argument("--libtorch", type=Path, help=f"libtorch_cuda.so of the PyPI wheel {volta_peer.WHEEL}")
     parser.add_argument("--no-peer", action="store_true", help="leave the peer out, and its download")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS), help="lengths of prefill")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="of rows")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="kinds of rows")
     parser.add_argument("--head-sizes", type=int, nargs="*", default=list(HEAD_SIZES))
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 180)

@@ -1,4 +1,4 @@
-"""What volta_sim.py has found, in the form of every result, and which demands on the kernels it misses.
+"""Results of volta_sim.py in the common form, and the goals that the kernels miss.
 
 Used by: volta_sim.py and volta_sim_tables.py.
 """
@@ -22,11 +22,11 @@ HEAD_SIZES = (64, 128, 256)
 
 
 TOKENS = (4096, 2048, 1024, 8192, 16384)
-"""The most useful first: a run that is stopped keeps what it has."""
+"""The most useful rows first, because a run that is stopped keeps its rows."""
 
 
 CONTEXTS = ((4096, 32), (16384, 16), (65536, 8))
-"""Tokens and sequences that are decoded."""
+"""Tokens and sequences of the decode rows."""
 
 
 FEED = 817.0
@@ -37,7 +37,7 @@ OURS, PEER = "ours", "PyTorch mem-efficient"
 
 
 Measured = dict[str, Any]
-"""A row before it is described: what was simulated, under names of its own."""
+"""A row before it is described: the simulated numbers by name."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Must:
 
 
 def musts(rows: list[Measured]) -> list[Must]:
-    """The project's demands on these kernels, each with the row that is furthest from it."""
+    """The project's goals for these kernels, each with the row that is furthest from it."""
     found: list[Must] = []
     prefill = [row for row in rows if row["kind"] == "prefill"]
     ours = [row for row in prefill if row["kernel"] == OURS]
@@ -88,7 +88,7 @@ def musts(rows: list[Measured]) -> list[Must]:
 
 
 def against_peer(rows: list[Measured]) -> list[Measured]:
-    """Our rows of prefill that have one of the peer, with ``ratio`` to it."""
+    """Our prefill rows that have a row of the peer, with the ``ratio`` to it."""
     prefill = {
         (row["kernel"], row["head_size"], row["tokens"], row["causal"]): row for row in rows if row["kind"] == "prefill"
     }
@@ -100,7 +100,7 @@ def against_peer(rows: list[Measured]) -> list[Measured]:
 
 
 def described(row: Measured, rows: list[Measured]) -> Row:
-    """In the form of every result. Whoever compares kernels reads our rows: the peer's have no ``ours``."""
+    """A result in the common form. Comparisons use our rows; the peer's rows have no ``ours``."""
     unit, ours, peer_name, peer, limit = "TFLOPS", None, None, None, None
     case, metric, better = label(row), "prefill rate", "higher"
     if row["kind"] == "decode":

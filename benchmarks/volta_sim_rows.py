@@ -1,19 +1,19 @@
-"""Simulated rows: what one launch of our kernels, or of the peer's, takes on the simulated V100.
+"""Simulated rows: the time of one launch of our kernels, or of the peer's, on the simulated V100.
 
 Used by: volta_sim.py.
 
-A launch takes as long as one SM does:
+The time of a launch is computed from one SM:
 
 1. Which CTAs the SM gets: CTAs start in the order of their number, each where another has ended (`dispatch`; a CTA's
-   work is the number of keys that it passes over). The SM that ends last is taken, so tails and the unequal CTAs of a
-   causal launch are in the time.
+   work is the number of keys that it visits). The SM that ends last is chosen, so the time includes tails and the
+   unequal CTAs of a causal launch.
 2. The machine code of these CTAs is run, which also gives the error against float64. Their traces are timed on one SM,
-   as many at a time as fit. Neighbours are taken from different heads: those of one head would find each other's keys
-   in L1 more often than real ones may. As many heads as that takes are in the simulated memory, not 256.
-3. Of long launches, only some of the SM's CTAs are simulated: the first ones where all are alike; every n-th up to the
-   last one in causal launches, so that long and short ones are among them. The time of the others is added in
-   proportion to their work, at the rate by which these take longer than half of them: "60 of 410 CTAs" in a row says
-   so.
+   as many at a time as fit. Neighbouring CTAs come from different heads, because CTAs of one head would find each
+   other's keys in L1 more often than on a real GPU. The simulated memory holds as many heads as this needs, not 256.
+3. For long launches only some of the SM's CTAs are simulated: the first ones if all are alike; every n-th up to the
+   last one in causal launches, so that long and short ones are included. The time of the others is added in
+   proportion to their work, at the rate by which the simulated CTAs take longer than half of them. The row then says,
+   for example, "60 of 410 CTAs".
 
 Decoding is fed from DRAM: 817 GB/s for all SMs (7.4 bytes per cycle and SM, 450 cycles of latency). So is the kernel
 that sums the parts, whose time is added. The time from one launch to the next is not simulated.
@@ -64,7 +64,7 @@ from kernels.volta.sim.dispatch import dispatch
 from kernels.volta.variants import COMBINE, Variant
 
 NOTHING = 10.0
-"""Keys in whose time a CTA sees that it has none."""
+"""Number of keys that take as long as a CTA without keys."""
 
 
 def feed_timing() -> Timing:
@@ -72,7 +72,7 @@ def feed_timing() -> Timing:
 
 
 def prefill_flops(tokens: int, head_size: int, causal: bool, heads: int) -> float:
-    """Two products, of the pairs of query and key that are visible."""
+    """Two products for each visible pair of query and key."""
     pairs = tokens * (tokens + 1) / 2 if causal else tokens * tokens
     return 4.0 * head_size * pairs * heads
 
@@ -103,7 +103,7 @@ def prefill_row(
 def decode_row(
     head_size: int, group: int, page: int, tokens: int, batch: int, *, queries: int = 1, kv_heads: int | None = None
 ) -> Measured:
-    """``queries`` new tokens of each sequence. ``kv_heads``: by default, as many as give about 32 query heads."""
+    """``queries`` new tokens per sequence. ``kv_heads``: by default, as many as give about 32 query heads."""
     kv_heads, mapped_heads, rows = kv_heads or HEADS // group, 2, queries * group
     wide = volta_kernels.kind_of(rows) == "decode_wide"
     variant = variants.decode_wide(head_size) if wide else variants.decode(head_size)
@@ -127,15 +127,16 @@ def decode_row(
     seconds = []
     time_of_parts: dict[str, float] = {}
     length = volta_kernels.part_length(tokens, minimum)
-    keys = [max(0.0, min(length, tokens - x * length)) for x in range(parts)]  # 0: there is room for more than it has
+    # 0: the grid has more parts than the sequence
+    keys = [max(0.0, min(length, tokens - x * length)) for x in range(parts)]
     for simulation, works in ((attention, keys), (combine, [1.0] * rows)):
         traces: dict[float, list[Trace]] = {work: [] for work in works}
         for head, (x, work) in itertools.product(range(mapped_heads), enumerate(works)):
             traces[work].append(simulation.trace(*((head, 0, x) if simulation is attention else (x, head))))
-        for alike in traces.values():  # neighbours have long gone out of step, and read different keys
+        for alike in traces.values():  # neighbours are out of step and read different keys
             random.Random(0).shuffle(alike)
         turns = {work: itertools.cycle(alike) for work, alike in traces.items()}
-        heads = kv_heads * batch  # parts come one after the other, rows of one head together
+        heads = kv_heads * batch  # parts are ordered one after the other, rows of one head together
         all_works = [work for work in works for _ in range(heads)] if simulation is attention else works * heads
         of_sms = dispatch([work or NOTHING for work in all_works], resident=simulation.occupancy.ctas, sms=V100.sms)
         mine = max(of_sms, key=lambda of_sm: sum(all_works[number] for number in of_sm))  # they share the SM's feed
@@ -189,7 +190,7 @@ PUBLISHED = [
     (128, 4096, None, 44.8),
     (256, 2048, 0, 33.9),
 ]
-"""The peer's figures by the simulator's prototype, which this method must give again."""
+"""The peer's figures from the simulator's prototype, which this method must reproduce."""
 
 
 def method_row(content: Cubin, head_size: int, tokens: int, ctas: int | None, published: float) -> Measured:
@@ -226,10 +227,10 @@ WITHOUT = {
 
 
 def masks_row(head_size: int, tokens: int, causal: bool) -> Measured:
-    """What masks and paging (16 tokens a page) cost against the fastest of several kernels from the same source.
+    """The cost of masks and paging (16 tokens per page) against the fastest of several kernels from the same source.
 
-    Several, because the order in which the compiler puts instructions is worth as much. Without masks nothing is
-    causal: compared are CTAs that pass over as many tiles, those of the last rows, whose last tiles have masks.
+    There are several because the compiler's order of instructions matters as much. Without masks nothing is causal, so
+    the comparison uses CTAs that visit as many tiles: those of the last rows, whose last tiles have masks.
     """
 
     def seconds(with_masks: bool, page: int | None, edit: Callable[[str], str]) -> float:

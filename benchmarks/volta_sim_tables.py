@@ -1,4 +1,4 @@
-"""A report of volta_sim.py as tables, and drawn.
+"""A report of volta_sim.py as tables and as a picture.
 
 Used by: volta_sim.py.
 """

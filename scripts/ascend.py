@@ -60,17 +60,17 @@ def described(version: str) -> str:
 
 
 def pytest(arguments: Sequence[str]) -> list[str]:
-    """Exits with 5 if there was no test."""
+    """Run pytest. Exits with 5 if there was no test."""
     return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or TESTS)]
 
 
 def mutate() -> list[str]:
-    """Breaks of what is tested with genuine vllm-ascend alone."""
+    """Run the mutations of code that only genuine vllm-ascend tests."""
     return ["scripts/mutate.py", *map(str, sorted(MUTATIONS.glob("*.toml")))]
 
 
 def run(environment: AscendEnvironment, arguments: Sequence[str]) -> tuple[int, float]:
-    """The exit status of its Python with these arguments, and the seconds it took."""
+    """The exit status of the environment's Python with these arguments, and the seconds that it took."""
     print(f"{described(environment.torch_npu)} ...", flush=True)
     started = time.monotonic()
     command = [str(environment.python), *arguments]

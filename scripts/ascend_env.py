@@ -26,7 +26,7 @@ CONSTRAINTS = ROOT / "constraints" / "ascend.txt"
 TORCH = {"2.10.0.post4": "2.10.0", "2.13.0": "2.13.0"}
 """torch_npu -> torch. The first is what vllm-ascend 0.23.0 pins."""
 VLLM = {"2.10.0.post4": "0.23.0"}
-"""torch_npu -> vLLM and vllm-ascend, which have the same number."""
+"""torch_npu -> vLLM and vllm-ascend, which have the same version."""
 CUDA_PARTS = ("libtorch_cuda*.so", "libc10_cuda.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
 WITHOUT_VLLM = """
     annotated-types attrs filelock fsspec hypothesis iniconfig Jinja2 MarkupSafe mpmath networkx numpy packaging pluggy
@@ -35,7 +35,7 @@ WITHOUT_VLLM = """
 """.split()
 BUILD_VLLM = ["cmake", "ninja", "wheel"]
 CPU_LIBRARY = "FASTATTENTION_CPU_LIBRARY"
-"""Names one that is there already."""
+"""Prefix of a name that already exists."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AscendEnvironment:
             "VLLM_NO_USAGE_STATS": "1",
             # vllm-ascend asks at import which NPU it was built for.
             "SOC_VERSION": "ascend910b1",
-            # Tensors are small; on a busy machine threads would mostly wait for each other.
+            # Tensors are small, and on a busy machine threads would mostly wait for each other.
             "OMP_NUM_THREADS": "1",
         }
 
@@ -113,13 +113,13 @@ class AscendEnvironment:
         setup_env.create_venv(self.folder / "venv")
 
     def _install_torch(self) -> None:
-        # By force: pip would take a torch whose CUDA parts were taken out for a whole one.
+        # Forced, because pip would consider a torch whose CUDA parts were removed to be complete.
         pins = [f"torch=={TORCH[self.torch_npu]}", f"torch-npu=={self.torch_npu}"]
         self._pip("--force-reinstall", *pins)
         self._pip(*WITHOUT_VLLM, "--constraint", str(CONSTRAINTS))
 
     def _build_stubs(self) -> None:
-        if (self.stubs / "libtorch_cuda.so").exists():  # what it stands for was taken out, and says what it must have
+        if (self.stubs / "libtorch_cuda.so").exists():  # the stub is generated from this library, which is then removed
             self._install_torch()
         shutil.rmtree(self.stubs, ignore_errors=True)
         libraries = self.site_packages / "torch" / "lib"
@@ -152,7 +152,7 @@ class AscendEnvironment:
         version = VLLM[self.torch_npu]
         self._pip(*BUILD_VLLM, "--constraint", str(CONSTRAINTS))
         build = conformance_env.build_environment(version)
-        # Not from pip's cache of wheels, which ignores the build's environment variables.
+        # Not from pip's wheel cache, which ignores the environment variables of the build.
         source = ["--no-cache-dir", "--no-binary", "vllm", "--no-build-isolation"]
         self._pip(*source, f"vllm=={version}", environment=build | self.variables)
         problem = setup_env.wrong_vllm(self.site_packages, version)
@@ -167,6 +167,6 @@ class AscendEnvironment:
         return [Path(stub_libraries.__file__).read_text()]
 
     def _pip(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        """Without dependencies: those of torch are CUDA, those of vllm-ascend are CANN."""
+        """Without dependencies: those of torch are for CUDA, those of vllm-ascend for CANN."""
         options = ["install", "--no-deps", *arguments]
         conformance_env.run_pip(self.python, self.log, *options, environment=environment)

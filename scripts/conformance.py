@@ -36,7 +36,7 @@ class Suite:
     file: str
     """Relative to upstream's root, or absolute."""
     select: str = ""
-    """pytest -k: which of the file's tests ask a backend that runs on CPUs."""
+    """pytest -k: the tests of the file that use a backend for CPUs."""
     versions: tuple[str, ...] = tuple(TORCH)
     adapts_upstream: bool = True
     """Whether conformance_upstream.py puts this backend into the file's tests."""
@@ -47,7 +47,7 @@ SUITES = (
         "upstream: attention backends",
         "tests/v1/attention/test_attention_backends.py",
         "backend_correctness",
-        # The file of 0.19.1 names CUDA as its device.
+        # The file of 0.19.1 uses CUDA as its device.
         tuple(version for version in TORCH if version != "0.19.1"),
     ),
     Suite("upstream: backend registry", "tests/test_attention_backend_registry.py"),
@@ -117,7 +117,7 @@ def run_suite(suite: Suite, python: Path, folder: Path, upstream: Path, version:
     command += ["-c", os.devnull, "--rootdir", str(folder), *(f"-p{name}" for name in plugins)]
     command += ["-k", suite.select] if suite.select else []
     environment = os.environ | {
-        # Upstream's package of tests is called `tests`, as ours is: ours must not be found.
+        # Upstream's package of tests is called `tests`, like ours; ours must not be found.
         "PYTHONPATH": os.pathsep.join([str(PLUGINS), str(upstream)]),
         "CONFORMANCE_RESULT": str(entries),
         "HF_HUB_OFFLINE": "1",
@@ -126,7 +126,7 @@ def run_suite(suite: Suite, python: Path, folder: Path, upstream: Path, version:
     log = folder / (suite.name.split(":")[-1].strip().replace(" ", "-") + ".log")
     started = time.monotonic()
     with log.open("wb") as output:
-        # Run where the models' names are paths.
+        # Run in the folder where the models' names are paths.
         process = subprocess.Popen(command, cwd=models, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             status = process.wait(SUITE_TIMEOUT_S)
@@ -136,7 +136,7 @@ def run_suite(suite: Suite, python: Path, folder: Path, upstream: Path, version:
             end(process)
             raise
     result = read_result(entries, Result(version, installed_torch(python), suite.name), log)
-    # Otherwise the run broke off, and what the recorder has is only the first part.
+    # Otherwise the run was interrupted, and the recorder has only its first part.
     if not (status == 0 or (status in (1, 2) and result.failed)):
         result.failed += 1
         result.problems.append(f"pytest ended with status {status}; see {log}")

@@ -22,9 +22,9 @@ from scripts.setup_env import SetupError, Step
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "build" / "conformance"
 
-# Each with the torch that it pins. 2.10 and 2.11 come from PyPI as CUDA builds: some 7 GB of disk each.
+# Each version with the torch that it pins. 2.10 and 2.11 come from PyPI as CUDA builds: about 7 GB of disk each.
 TORCH = {"0.19.1": "2.10.0", "0.23.0": "2.11.0", "0.28.0": "2.13.0", "0.32.0": "2.13.0"}
-# Older sdists state their license as setuptools >= 77 reads it; torch up to 2.10 wants less than 82.
+# Older sdists declare their license in a way that setuptools >= 77 reads; torch up to 2.10 needs less than 82.
 SETUPTOOLS = "setuptools>=77.0.3,<81"
 TOOLS = ["pytest>=8.3", "pytest-timeout>=2.3"]
 
@@ -47,7 +47,7 @@ class Environment:
 
     @property
     def constraints(self) -> Path:
-        """Exact versions of everything; 0.32.0 is what `make setup` installs too."""
+        """Exact versions of all packages; those of 0.32.0 are also what `make setup` installs."""
         own = ROOT / "constraints" / f"conformance-{self.version}.txt"
         return setup_env.CONSTRAINTS if self.version == setup_env.VLLM_VERSION else own
 
@@ -57,7 +57,7 @@ class Environment:
 
     @property
     def upstream(self) -> Path:
-        """Holds upstream's ``tests`` package, and nothing else."""
+        """Holds only upstream's ``tests`` package."""
         return self.folder / "upstream"
 
     def prepare(self) -> None:
@@ -90,7 +90,7 @@ class Environment:
         self._pip("install", f"torch=={self.torch}", *requires)
 
     def _install_vllm(self) -> None:
-        # The sdist by its file name: pip's wheel cache, which ignores the build's environment variables, stays out.
+        # The sdist is passed by file name, to avoid pip's wheel cache, which ignores the build's environment variables.
         sdist = fetch_sdist(self.python, self.version, self.folder / "sdist", self.log)
         build = ["--no-build-isolation", str(sdist), f"torch=={self.torch}"]
         self._pip("install", *build, environment=build_environment(self.version))
@@ -106,7 +106,7 @@ class Environment:
 
     def _install_package(self) -> None:
         self._pip("install", *setup_env.KERNEL_BUILD_REQUIRES, "packaging", "psutil", "pydantic")
-        # A build folder of its own: CMake remembers the paths of the venv that ran it.
+        # A separate build folder, because CMake remembers the paths of the venv that ran it.
         where = f"--config-settings=build-dir={self.folder / 'kernels'}"
         self._pip("install", "--no-build-isolation", "--no-deps", where, "--editable", str(ROOT))
 
@@ -129,8 +129,8 @@ def fetch_sdist(python: Path, version: str, folder: Path, log: Path) -> Path:
 
 
 def unpack_tests(sdist: Path, target: Path) -> None:
-    """Only ``tests/``: the archive's root also holds the package ``vllm``, which would shadow the installed one."""
-    part = target.with_suffix(".part")  # what an interruption leaves is not taken for the whole
+    """Unpack only ``tests/``: the package ``vllm`` at the archive's root would shadow the installed one."""
+    part = target.with_suffix(".part")  # an interrupted copy must not look complete
     for folder in (part, target):
         shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(sdist) as archive:

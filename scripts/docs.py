@@ -92,7 +92,7 @@ def option_lines() -> Iterator[str]:
 
 
 def configuration_page() -> str:
-    """docs/configuration.md, from the model that parses the options; its end is kept as it is."""
+    """docs/configuration.md, from the model that parses the options. The end of the page is kept."""
     schema = Options.model_json_schema()["properties"]
     meanings = option_meanings()
     lines = [
@@ -120,7 +120,7 @@ def configuration_page() -> str:
 
 
 def option_meanings() -> dict[str, str]:
-    """What options.py says below each field, or in the field's description."""
+    """The text below each field in options.py, or the field's description."""
     described = {name: field.description for name, field in Options.model_fields.items() if field.description}
     body = ast.parse(textwrap.dedent(inspect.getsource(Options))).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -133,7 +133,10 @@ def option_meanings() -> dict[str, str]:
 
 
 def code_quoted(text: str) -> str:
-    """Option names and flags as code. The texts in options.py are plain, for they are read in the source too."""
+    """Quote option names and flags as code.
+
+    The texts in options.py are plain, because they are read in the source too.
+    """
     marked = {*Options.model_fields, "--max-model-len", "VLLM_CPU_OMP_THREADS_BIND"}
     for word in sorted(marked, key=len, reverse=True):
         text = " ".join(part.replace(word, f"`{word}`") if "`" not in part else part for part in text.split(" "))
@@ -141,7 +144,7 @@ def code_quoted(text: str) -> str:
 
 
 def values(schema: dict[str, Any]) -> str:
-    """What a value may be, in words, out of its JSON schema."""
+    """Allowed values in words, from the JSON schema."""
     found = [one_of(kind) for kind in schema.get("anyOf", [schema])]
     return " or ".join(text for text in found if text)
 

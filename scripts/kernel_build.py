@@ -1,4 +1,4 @@
-"""Unoptimised builds of the CPU kernels that compile no more again than a mutation changes.
+"""Unoptimised builds of the CPU kernels that recompile only what a mutation changes.
 
 Used by: scripts/mutate.py.
 """
@@ -18,7 +18,7 @@ KERNELS = "kernels/cpu/"
 LIBRARY = "libfastattention_cpu.so"
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
-# Headers of one instruction set alone; the other kernel headers are compiled for each of them.
+# Headers of a single instruction set; the other kernel headers are compiled for each of them.
 ISA_OF_HEADER = {"unit_bf16.h": "avx512_bf16", "panel_amx.h": "amx", "panel_amx_direct.h": "amx"}
 
 
@@ -27,7 +27,7 @@ class DoesNotCompile(Exception):
 
 
 def emulate_amx() -> bool:
-    """Whether AMX code can be run here only over its tiles in AVX-512 (kernels/cpu/emulation)."""
+    """Whether this machine can run AMX code only through the emulation in AVX-512 (kernels/cpu/emulation)."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
     return "avx512_bf16" in flags and "amx_bf16" not in flags
@@ -50,16 +50,16 @@ class KernelBuild:
         return self.directory / LIBRARY
 
     def keep(self) -> None:
-        """The objects as they are now are what unchanged sources compile to."""
+        """Keep the current objects as those of the unchanged sources."""
         self.pristine.mkdir(exist_ok=True)
         for name, (_, built) in self._units().items():
             shutil.copy(built, self.pristine / name)
 
     def changed(self, file: str, isa: str, usable: list[str]) -> Path:
-        """The library with the mutation in ``file`` compiled into one unit, the other units being as they were.
+        """The library with the mutation in ``file`` compiled into one unit and the other units unchanged.
 
         ``isa``: the instruction set to compile a kernel header for, if the mutation names one. Otherwise it is the best
-        usable one, on which every test runs that does not say which.
+        usable one, which tests use unless they name another.
         """
         unit = self._unit_of(Path(file).name, isa, usable)
         if unit is None:
@@ -75,7 +75,7 @@ class KernelBuild:
             shutil.copy(self.pristine / unit, built)
 
     def _unit_of(self, name: str, isa: str, usable: list[str]) -> str | None:
-        """Which ``.cpp`` file the mutation is to be compiled in; ``None``: in all that include it."""
+        """The ``.cpp`` file in which the mutation is compiled, or ``None`` for all that include it."""
         if name.endswith(".cpp"):
             return name
         kernel = (self.source / "src" / "kernel_impl.h").read_text()

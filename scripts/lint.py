@@ -1,4 +1,4 @@
-"""ruff, mypy --strict and clang-format over the tree; the exit status is not 0 if any of them complains.
+"""Run ruff, mypy --strict and clang-format over the tree. The exit status is not 0 if any of them complains.
 
 Run by: contributors as `make lint`, and CI through `make test`.
 Needs: `make setup-dev`.

@@ -36,13 +36,13 @@ from scripts.kernel_build import KERNELS, DoesNotCompile, KernelBuild  # noqa: E
 
 LISTS = ROOT / "tests" / "mutations"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "models", "__pycache__", ".*_cache", ".hypothesis")
-# A mutant may wait forever, inside C++ too, where only ending the whole process helps.
+# A mutant may wait forever, also inside C++, where only killing the process helps.
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-o", "timeout_method=thread"]
 FAILED = 1  # pytest's status when tests ran and one failed; others mean that there was nothing to run
-# Of kernels that the tests themselves compile.
+# Compile errors of kernels that the tests themselves compile.
 DOES_NOT_COMPILE = re.compile(r"^E +kernels\.volta\.[\w.]+Error: (.* does not compile .*)", re.MULTILINE)
 
-# An editable install finds the package by an import hook, which comes before PYTHONPATH and would lead out of the copy.
+# An editable install finds the package by an import hook, which precedes PYTHONPATH and would leave the copy.
 WITHOUT_EDITABLE_INSTALL = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "fastattention_vllm" not in getattr(f, "known_source_files", {})]
@@ -68,9 +68,9 @@ class Mutation:
     replacement: str
     tests: tuple[str, ...]
     isa: str = ""
-    """The instruction set whose code this is, if it is one's alone; skipped where the machine lacks it."""
+    """The instruction set, if the code belongs to a single one. Skipped on machines that lack it."""
     also: tuple[Edit, ...] = ()
-    """In Python files."""
+    """Edits of Python files."""
 
     @property
     def edits(self) -> tuple[Edit, ...]:
@@ -216,7 +216,7 @@ class Copy:
         (self.tree / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALL)
         paths = [str(self.tree), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # Compiled modules are told apart by size and second; a mutation may keep both.
+        # Python caches compiled modules by size and second, and a mutation may change neither.
         self.environment["PYTHONDONTWRITEBYTECODE"] = "1"
         said = self.python("-c", "import fastattention_vllm; print(fastattention_vllm.__file__)").stdout.strip()
         package = said.rpartition("\n")[2]  # after what torch's extensions say when they are loaded

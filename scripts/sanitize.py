@@ -55,15 +55,16 @@ SANITIZERS = (
     Sanitizer(
         name="ASan + UBSan",
         flag="address,undefined",
-        # The C++ library as well: the runtime looks up __cxa_throw at start, when Python has not loaded it yet.
+        # The C++ library is preloaded as well: the runtime looks up __cxa_throw at start, before Python loads it.
         runtimes=("libasan.so", "libubsan.so", "libstdc++.so"),
         options={
-            # Leaks: Python and torch keep thousands of objects until the end, and so do our engine and its threads.
+            # No leak check: Python and torch keep thousands of objects until the end, as do our engine and its threads.
             "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
-            "PYTHONMALLOC": "malloc",  # the structs that ctypes hands over get red zones too
+            "PYTHONMALLOC": "malloc",  # the structs that ctypes passes get red zones too
         },
-        # All kernel tests but those that call the same kernels through torch operators, and those of finding a library.
+        # All kernel tests except those that call the same kernels through torch operators, and those of finding a
+        # library.
         tests=(
             "tests/attention/cpu/test_attention.py",
             "tests/attention/cpu/test_errors.py",
@@ -72,8 +73,8 @@ SANITIZERS = (
             "tests/attention/cpu/test_write_kv.py",
             "tests/attention/cpu/test_memory.py",
             "tests/attention/cpu/test_roofline.py",
-            # Of the largest grids a part: what `make test` runs of them, and of two the most rows, and features at a
-            # broken and at a whole vector.
+            # Only a part of the largest grids: the cases of `make test`, and of these two tests the most rows, and
+            # features with a partial and a whole vector.
             "-m",
             "not more",
             "-k",
@@ -103,8 +104,8 @@ SANITIZERS = (
         runtimes=("libtsan.so",),
         # No suppressions: torch and Python synchronise through pthread functions, which the runtime sees.
         options={"TSAN_OPTIONS": "halt_on_error=1"},
-        # What runs on several threads. Not the tests that fork, since the runtime does not support threads in the child
-        # of a process that had threads.
+        # Tests that use several threads, except those that fork: the runtime does not support threads in the child of a
+        # process that had threads.
         tests=(
             "tests/attention/cpu/test_start.py",
             "tests/attention/cpu/test_threads.py",
@@ -113,7 +114,7 @@ SANITIZERS = (
             "tests/attention/cpu/test_memory.py",
             "tests/attention/cpu/test_roofline.py",
             "-k",
-            "((test_cpu_threads or test_cpu_start) and not fork) or discarded or split_and_merged or (slots and 700)"
+            "((test_threads or test_start) and not fork) or discarded or split_and_merged or (slots and 700)"
             " or test_roofline",
         ),
         bugs=(
@@ -150,7 +151,7 @@ def main() -> int:
 
 
 class Table:
-    """Prints a row for each thing done, with the time since the one before."""
+    """Prints a row for each action, with the time since the previous one."""
 
     def __init__(self) -> None:
         self.problems, self.before = 0, time.monotonic()
@@ -163,7 +164,7 @@ class Table:
 
 
 def examine(sanitizer: Sanitizer, directory: Path, every: int, self_check: bool, table: Table) -> None:
-    """The kernel tests, then each planted bug."""
+    """Run the kernel tests, then plant each bug."""
     sources = directory / "kernels"
     shutil.copytree(ROOT / "kernels" / "cpu", sources)
     library = build(sanitizer, sources, directory / "build")
@@ -207,14 +208,14 @@ def build(sanitizer: Sanitizer, sources: Path, directory: Path) -> Path:
 
 
 class Run:
-    """Test runs against one instrumented library, and the reports that any process of them wrote."""
+    """Test runs with one instrumented library, and the reports of all their processes."""
 
     def __init__(self, sanitizer: Sanitizer, library: Path, reports: Path) -> None:
         reports.mkdir(exist_ok=True)
         for old in reports.iterdir():
             old.unlink()
         self.reports, self.output = reports, ""
-        # Processes that tests start and that keep their output to themselves: reports go to files.
+        # Tests start processes whose output is not shown, so reports go to files.
         log = f"log_path={reports / 'report'}"
         options = {
             name: f"{value}:{log}" if name.endswith("SAN_OPTIONS") else value
@@ -226,7 +227,7 @@ class Run:
         self.prefix = self.start()
 
     def start(self) -> list[str]:
-        """How to start a process: g++ 12's TSan cannot cope with the address space of newer kernels as it is."""
+        """The command that starts a process: g++ 12's TSan cannot handle the address space layout of newer kernels."""
         for prefix in ([], ["setarch", platform.machine(), "--addr-no-randomize"]):
             command = [*prefix, sys.executable, "-c", ""]
             if shutil.which(command[0]) and subprocess.run(command, env=self.environment).returncode == 0:
@@ -236,7 +237,7 @@ class Run:
 
     def pytest(self, *arguments: str, quiet: bool = False) -> tuple[bool, str]:
         """Whether all tests passed, and pytest's last line."""
-        # -s: what pytest captures is lost when a report ends it, and UBSan beside ASan ignores log_path.
+        # -s: pytest's captured output is lost when a report ends it, and UBSan together with ASan ignores log_path.
         command = [*self.prefix, sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
         self.output += done.stdout + done.stderr
@@ -255,7 +256,7 @@ def runtime(name: str) -> str:
     if compiler is None:
         raise CannotRun("g++ was not found; install it, or set CXX to another compiler.")
     path = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
-    if not Path(path).is_absolute():  # the bare name comes back when there is none
+    if not Path(path).is_absolute():  # without the library, g++ prints only its name
         raise CannotRun(f"{compiler} has no {name}; install g++, which includes it.")
     return path
 

@@ -32,17 +32,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/gpu/test_volta.py"
 CHOSEN = (
     "every_feature and (causal-64 or it-128)",
-    "chunk_behind and (window-64 or it-256)",  # in parts, which combine sums
+    "chunk_after and (window-64 or it-256)",  # in parts, with a combine kernel
     "8_bits and (e5m2-causal-64 or int8-causal-128 or (e4m3fn and it-80))",
-    "every_number_is_cast",  # write_kv, of every kind of cache
+    "every_fp16_number_is_cast",  # write_kv, for every kind of cache
 )
 """Tests of prefill and decode, with the V100 kernels and, if the GPU supports them, with the Turing kernels."""
 BROKEN = "every_feature and (prefill-causal-64 or decode-causal-64)"
 KERNELS = ("fa_volta_prefill", "fa_volta_decode")
-"""Those with barriers."""
+"""Kernels that have barriers."""
 BARRIER = re.compile(r"\bbar(rier)?(\.cta)?\.sync\b[^;]*;")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) ")
-# One process: a sanitizer's first kernel of a process costs it seconds.
+# One process, because a sanitizer takes seconds for the first kernel of each process.
 PYTEST = """
 import sys, pathlib, pytest
 from fastattention_vllm.attention.volta import kernels as volta
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def found() -> str:
-    """The path of compute-sanitizer, where everything else is there as well."""
+    """The path of compute-sanitizer, after checking that everything else is available."""
     path = shutil.which("compute-sanitizer")
     if path is None:
         raise CannotRun("compute-sanitizer is not on PATH; install the CUDA toolkit, which includes it.")
@@ -86,7 +86,7 @@ def found() -> str:
 
 
 def examine(sanitizer: str, tool: str, tests: str) -> bool:
-    """Whether there is a problem: in the kernels as they are."""
+    """Whether there is a problem in the unchanged kernels."""
     began = time.monotonic()
     status, output = run(sanitizer, tool, volta.IMAGES, tests)
     counts = [int(count) for count in SUMMARY.findall(output)]
@@ -105,7 +105,7 @@ def examine(sanitizer: str, tool: str, tests: str) -> bool:
 
 
 def check_itself(sanitizer: str) -> bool:
-    """Whether hazards stay unseen: tests may fail here, and mostly do."""
+    """Whether the tools miss the hazards. Tests may fail here, and most do."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fastattention-sanitize-gpu-") as directory:
         without_barriers(Path(directory))
@@ -120,7 +120,7 @@ def check_itself(sanitizer: str) -> bool:
 
 
 def without_barriers(folder: Path) -> None:
-    """All kernels, from PTX under both names: the driver takes it in the place of machine code, too."""
+    """All kernels from PTX under both names, because the driver also accepts PTX instead of machine code."""
     for variant in VARIANTS:
         text, count = BARRIER.subn("", (volta.IMAGES / variant.image("ptx")).read_text())
         if not count and variant.kernel in KERNELS:
@@ -132,7 +132,7 @@ def without_barriers(folder: Path) -> None:
 
 def run(sanitizer: str, tool: str, images: Path, tests: str) -> tuple[int, str]:
     """Exit status and all output."""
-    # Of our kernels alone: others' are slow under a sanitizer, and not ours to mend.
+    # Only our kernels are checked: others are slow under a sanitizer, and their errors are not ours.
     command = [sanitizer, "--tool", tool, "--target-processes", "all", "--kernel-regex", "kns=fa_volta"]
     command += [sys.executable, "-c", PYTEST, str(images), TESTS, "-q", "-p", "no:cacheprovider", "-k", tests]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

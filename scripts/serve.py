@@ -182,7 +182,7 @@ class Server:
         self._signal_group(signal.SIGINT, leader_only=True)
 
     def wait(self) -> int:
-        """Wait for the server to end; once it should, make sure that all of it does."""
+        """Wait for the server to end, then make sure that all of its processes have ended."""
         deadline: float | None = None
         while self.process.poll() is None:
             time.sleep(0.2)
@@ -221,7 +221,7 @@ class Server:
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: take SIGTERM when the parent is gone, however it went (Linux PR_SET_PDEATHSIG)."""
+    """Runs in the child before exec: get SIGTERM when the parent ends for any reason (Linux PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 

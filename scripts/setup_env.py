@@ -234,9 +234,9 @@ def package_inputs() -> Iterable[str]:
 
 
 def install_dev() -> None:
-    import tomllib  # since Python 3.11, and this file must explain itself to older ones
+    import tomllib  # since Python 3.11, and this file must print its message on older ones too
 
-    # The extras' packages alone: naming the project itself would build the kernels once more.
+    # Only the packages of the extras: naming the project itself would build the kernels again.
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pip("install", *extras["bench"], *extras["dev"], *extras["ray"])
 

@@ -23,7 +23,7 @@ def on_page_markdown(markdown: str, *, config: Any, files: Any, **_: object) -> 
     def on_site(link: re.Match[str]) -> str:
         source = ROOT / link["path"]
         if not source.exists():
-            return link[0]  # which the strict build reports
+            return link[0]  # the strict build reports it
         if not link["picture"]:
             named = f"`{link['path']}`"
             return named if link["text"].strip("`") == link["path"] else f"{link['text']} ({named})"

@@ -76,7 +76,7 @@ async def soak(process: psutil.Popen, command: list[str], options: argparse.Name
     unasked = await bodies_that_vllm_itself_fails_on(url)
     for _, body in unasked:
         print(f"This vLLM's own parser fails on {body!r} (status 500), so it is not part of the load.", flush=True)
-    # The first third fills pools and caches; what is there then must do for the rest.
+    # The first third fills pools and caches, which must not grow after that.
     for number, part in enumerate((1 / 3, 2 / 3)):
         load = Load(url, options, result, seed=options.seed + number, bad=[one for one in BAD if one not in unasked])
         if not await unless_it_dies(process, load.run(part * options.seconds), result):

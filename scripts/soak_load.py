@@ -32,9 +32,9 @@ BAD: list[tuple[str, Any]] = [
 
 
 async def bodies_that_vllm_itself_fails_on(url: str) -> list[tuple[str, Any]]:
-    """JSON texts that are no objects: vLLM 0.23's API server answers them with 500 and closes the connection.
+    """JSON texts that are not objects: vLLM 0.23's API server answers them with 500 and closes the connection.
 
-    It does so before any engine or plugin sees the request, and 0.32 no longer does.
+    This happens before the request reaches an engine or plugin, and no longer in 0.32.
     """
     failing = []
     async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
@@ -45,7 +45,7 @@ async def bodies_that_vllm_itself_fails_on(url: str) -> list[tuple[str, Any]]:
 
 
 class Load:
-    """Clients that ask, stream, drop and err, each one thing after the other."""
+    """Clients that ask, stream, disconnect and send bad input. Each sends one request after the other."""
 
     def __init__(
         self, url: str, options: argparse.Namespace, result: Result, seed: int, bad: list[tuple[str, Any]]
@@ -58,7 +58,7 @@ class Load:
 
     async def run(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
-        # vLLM closes a connection that was idle for 5 s; one that is used again at that very moment is reset.
+        # vLLM closes a connection after 5 idle seconds; a request at that very moment is reset.
         reuse = httpx.Limits(keepalive_expiry=2)
         async with httpx.AsyncClient(base_url=self.url, timeout=None, trust_env=False, limits=reuse) as self.client:
             await asyncio.gather(*(self.ask_on() for _ in range(self.options.clients)))
@@ -80,7 +80,7 @@ class Load:
 
     def question(self) -> tuple[dict[str, Any], str]:
         value = str(self.random.randrange(1000, 10_000))
-        # Lengths from a few tokens to the longest, as many short ones as long ones.
+        # Lengths from a few tokens to the maximum, with as many short ones as long ones.
         tokens = int(64 * (self.options.tokens / 64) ** self.random.random())
         seed, depth = self.random.randrange(10**6), self.random.random()
         text = make_haystack(tokens, {"alpha": value}, depths=[depth], ask="alpha", seed=seed).text
@@ -105,7 +105,7 @@ class Load:
             self.failed(f"the answer is {text.strip()!r}, but {value} was in the text")
 
     async def drop(self) -> None:
-        """Leave in the middle of an answer that would have gone on for long."""
+        """Disconnect in the middle of a long answer."""
         body, _ = self.question()
         body |= {"stream": True, "ignore_eos": True, "max_tokens": 4000}
         chunks = 0
@@ -117,15 +117,15 @@ class Load:
         self.failed(f"a stream of 4000 tokens ended after {chunks} chunks")
 
     async def drop_early(self) -> None:
-        """Leave before there is an answer, wherever the server is with the prompt then."""
+        """Disconnect before the answer begins, at any stage of the prompt."""
         body, _ = self.question()
         with contextlib.suppress(httpx.TimeoutException):
             await self.client.post("/v1/completions", json=body, timeout=self.random.uniform(0.01, 0.5))
 
     async def bad(self) -> None:
         path, body = self.random.choice(self.bodies)
-        # On a connection of its own: vLLM 0.23 closes the connection after some errors without saying so in its answer,
-        # and the next request on it would be reset.
+        # A separate connection: vLLM 0.23 closes the connection after some errors without announcing it, and the next
+        # request on it would be reset.
         answer = await self.client.post(path, json=body, headers={"Connection": "close"})
         if not 400 <= answer.status_code < 500:
             self.failed(f"{str(body)[:80]} was answered with {answer.status_code}")

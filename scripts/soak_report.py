@@ -17,15 +17,15 @@ from scripts.serve import ROOT
 END_S = 10
 MORE_MEMORY = 0.05
 MORE_BYTES = 96 << 20
-"""What allocators may keep, beside ``MORE_MEMORY`` of all."""
+"""Memory that allocators may keep, in addition to ``MORE_MEMORY`` of the total."""
 MORE_THREADS = 8
-"""asyncio's and the tokenizer's pools grow by need."""
+"""Pools of asyncio and the tokenizer grow on demand."""
 MORE_DESCRIPTORS = 4
 
 
 @dataclass
 class Quiet:
-    """All processes of the server together, while nothing is asked."""
+    """All processes of the server together, while it has no requests."""
 
     memory_bytes: int
     descriptors: int
@@ -85,7 +85,7 @@ def described(result: Result, command: list[str]) -> Report[Row]:
 
 
 def rows(result: Result) -> list[Row]:
-    """The end of the run beside its first third, and the time it took to stop."""
+    """Rows that compare the end of the run with its first third, and the time that stopping took."""
     case = f"soak {result.seconds:.0f} s, {sum(result.done.values())} requests"
     found = []
     if len(result.quiet) == 2:

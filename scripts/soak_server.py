@@ -1,4 +1,4 @@
-"""The server of a soak: how it is started, counted, watched and ended.
+"""The server of a soak: starting, counting, watching and stopping it.
 
 Used by: soak.py.
 """
@@ -42,7 +42,7 @@ def served(command: list[str], log: Path) -> Iterator[psutil.Popen]:
 
 
 async def unless_it_dies(process: psutil.Popen, work: Coroutine[Any, Any, None], result: Result) -> bool:
-    """Whether ``work`` was done. If the server dies meanwhile, that is the failure, and not what clients saw of it."""
+    """Whether ``work`` was done. If the server dies meanwhile, only that is reported as a failure."""
     before = len(result.failures)
     task = asyncio.create_task(work)
     while not task.done() and process.poll() is None:
@@ -68,7 +68,7 @@ async def healthy(process: psutil.Popen, url: str) -> bool:
 
 
 async def nothing_runs(url: str) -> bool:
-    """Whether the server has nothing left to do, in time: dropped requests are noticed between two steps."""
+    """Whether the server becomes idle in time. It notices dropped requests only between two steps."""
     deadline = time.monotonic() + QUIET_TIMEOUT_S
     while time.monotonic() < deadline:
         if await requests(url) == 0:
@@ -78,7 +78,7 @@ async def nothing_runs(url: str) -> bool:
 
 
 async def requests(url: str, *names: str) -> int:
-    """Requests that run or wait, by the server's own count."""
+    """Running and waiting requests, as counted by the server."""
     async with httpx.AsyncClient(trust_env=False) as client:
         text = (await client.get(f"{url}/metrics", timeout=120)).text
     names = names or ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -89,7 +89,7 @@ def count(process: psutil.Popen) -> Quiet:
     total = Quiet(0, 0, 0)
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            # Not the resident size: pages that processes share would count once for each.
+            # Not the resident size, which counts shared pages once per process.
             total.memory_bytes += one.memory_full_info().pss
             total.descriptors += one.num_fds()
             total.threads += one.num_threads()
@@ -125,7 +125,7 @@ async def end(process: psutil.Popen, url: str, result: Result) -> None:
 
 
 def shared_memory(process: psutil.Process) -> set[str]:
-    """Named segments that a process has mapped and that still have their name."""
+    """Named shared memory segments that a process has mapped and that still have a name."""
     try:
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     except OSError:
@@ -135,7 +135,7 @@ def shared_memory(process: psutil.Process) -> set[str]:
 
 
 async def long_request(client: httpx.AsyncClient, seed: int) -> bool:
-    """Whether the client was told that its request has not been answered."""
+    """Whether the client got an error for its request."""
     text = make_haystack(LONG_TOKENS, {"alpha": "7319"}, depths=[0.5], ask="alpha", seed=seed).text
     body = {"model": "demo", "prompt": text, "max_tokens": 4000, "ignore_eos": True, "stream": seed % 2 == 1}
     try:

@@ -3,9 +3,9 @@
 Used by: scripts/ascend_env.py. They need ``nm``, ``readelf``, ``ldconfig`` and a C compiler (binutils, gcc), on x86-64
 or aarch64.
 
-torch_npu is linked against CANN, and most of PyPI's torch against CUDA. To read their operators' schemas, to run their
-Meta kernels and to compute on the CPU, neither has to be there; but the dynamic linker asks for every library and every
-symbol by name. These stand-ins have the names, found in the installed files themselves; their functions return zero.
+torch_npu is linked against CANN, and most of PyPI's torch against CUDA. Neither is needed to read operator schemas, to
+run Meta kernels and to compute on the CPU, but the dynamic linker looks up every library and every symbol by name. The
+stubs have these names, which are read from the installed files; their functions return zero.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Wanted:
 
 
 def build(packages: Iterable[Path], target: Path, without: Iterable[str] = ()) -> list[str]:
-    """Write stand-ins for all that the shared objects under ``packages`` miss; the names of the libraries made.
+    """Write stubs for everything that the shared objects under ``packages`` miss; returns the names of the libraries.
 
-    ``without``: libraries among them that get a stand-in although they are there. ``target`` must be in
-    LD_LIBRARY_PATH before Python starts.
+    ``without``: existing libraries that get a stub nevertheless. ``target`` must be in LD_LIBRARY_PATH before Python
+    starts.
 
     Raises:
-        RuntimeError: this machine's architecture is unknown.
-        subprocess.CalledProcessError: a tool of binutils or the compiler failed.
+        RuntimeError: This machine's architecture is unknown.
+        subprocess.CalledProcessError: A tool of binutils or the compiler failed.
     """
     if platform.machine() not in RETURN_ZERO:
         raise RuntimeError(
@@ -87,10 +87,10 @@ def build(packages: Iterable[Path], target: Path, without: Iterable[str] = ()) -
 def compile_library(
     library: str, plain: set[str], versions: dict[str, set[str]], replaced: dict[str, str], target: Path
 ) -> None:
-    """One stand-in. Which library has which unversioned symbol is nowhere written: all have all of ``plain``.
+    """Compile one stub. Unversioned symbols are not assigned to a library, so every stub has all of ``plain``.
 
-    A function of the libraries left out may return a reference, which must not be null: those return the address of
-    some room, whose lowest byte is zero, for the ones that return a bool.
+    Functions of the omitted libraries may return a reference, which must not be null. They return an address whose
+    lowest byte is zero, for functions that return a bool.
     """
     names = plain.union(*versions.values())
     data = {name for name in names if replaced.get(name, "T") in "BDR" or name.startswith(("_ZTI", "_ZTV"))}
@@ -118,14 +118,14 @@ def compile_library(
         "-Wl,--as-needed",
     ]
     command += [f"-Wl,--version-script={script}"] if versions else []
-    command += [str(system_libraries()["libstdc++.so.6"])] if data else []  # what typeinfos are made of
+    command += [str(system_libraries()["libstdc++.so.6"])] if data else []  # typeinfos are made of its symbols
     subprocess.run([*command, "-o", str(target / library)], check=True)
     source.unlink()
     script.unlink()
 
 
 def content(name: str) -> list[str]:
-    """Of a variable; C++ asks typeinfos for their names when libraries register their classes with Python."""
+    """Content of a variable. C++ reads the names of typeinfos when libraries register their classes with Python."""
     if name.startswith("_ZTI"):
         return [".quad _ZTVN10__cxxabiv117__class_type_infoE + 16", ".quad 1f", f'1: .asciz "{name[4:]}"', ".balign 16"]
     if name.startswith("_ZTV"):
@@ -140,7 +140,7 @@ def wanted_by(path: Path) -> Wanted:
             found.libraries.add(line.split("[")[1].split("]")[0])
     for line in run("nm", "-D", "--undefined-only", path):
         kind, symbol = line.split()[-2:]
-        if kind == "U":  # the others are weak: nobody misses them
+        if kind == "U":  # the others are weak and may be missing
             name, _, version = symbol.partition("@")
             found.symbols.add((name, version))
     library = ""
@@ -154,13 +154,13 @@ def wanted_by(path: Path) -> Wanted:
 
 
 def defined_symbols(path: Path) -> dict[str, str]:
-    """Names that others may link to, with nm's letter for what they are."""
+    """Names that others may link to, with nm's letter for their kind."""
     lines = (line.split() for line in run("nm", "-D", "--defined-only", path))
     return {words[-1].partition("@")[0]: words[-2] for words in lines}
 
 
 def system_libraries() -> dict[str, Path]:
-    """What the dynamic linker finds by itself, and the linker."""
+    """The libraries that the dynamic linker finds by itself, and the linker."""
     found: dict[str, Path] = {}
     for line in run("ldconfig", "-p"):
         name, _, path = line.partition(" => ")

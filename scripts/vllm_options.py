@@ -1,8 +1,8 @@
 """Reads vllm_options.toml: for every option of vLLM, whether it runs, is refused, or does not concern attention.
 
 Used by: scripts/docs.py, which writes docs/supported.md from it, and tests/scripts/test_vllm_options.py, which
-compares the table with the options of every recorded version (scripts/vllm_surface.py): a new version cannot bring one
-in silence.
+compares the table with the options of every recorded version (scripts/vllm_surface.py), so that no option of a new
+version is overlooked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Concerned(BaseModel):
 
 
 class NoConcern(BaseModel):
-    """Options that touch neither attention nor the KV cache, for one reason."""
+    """Options that concern neither attention nor the KV cache, with one common reason."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

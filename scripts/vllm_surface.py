@@ -1,4 +1,4 @@
-"""The names of a vLLM's options and of what it asks a backend, read from its sources.
+"""The names of a vLLM version's options and of its questions to a backend, read from its sources.
 
     python -m scripts.vllm_surface SDIST_OR_FOLDER ...
 
@@ -23,7 +23,7 @@ from pathlib import Path
 RECORDS = Path(__file__).resolve().parent.parent / "tests" / "integration" / "vllm_surface"
 
 Surface = Mapping[str, Sequence[str]]
-"""By kind of name: the names, sorted."""
+"""The sorted names by kind."""
 
 FIELDS = {
     "engine": (("vllm/engine/arg_utils.py", "EngineArgs"), ("vllm/engine/arg_utils.py", "AsyncEngineArgs")),
@@ -44,14 +44,14 @@ ASKED = {
     "FlashAttentionImpl": FLASH,
     "FlashAttentionMetadataBuilder": FLASH,
 }
-"""Classes that our backends derive from: what they answer is inherited unless a backend answers itself."""
+"""Classes from which our backends derive. Their answers are inherited unless a backend overrides them."""
 
 
 def surface(read: Callable[[str], str]) -> Surface:
     """The names of one version.
 
     Args:
-        read: a source file's text, by its path in the distribution.
+        read: Returns a source file's text by its path in the distribution.
     """
     found = {
         kind: sorted(name for file, owner in classes for name in _fields(_class(read(file), owner)))

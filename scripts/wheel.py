@@ -28,11 +28,11 @@ PYTHON = WORK / "env" / "bin" / "python"
 MANIFEST = ROOT / "fastattention_vllm" / "lib" / "volta" / "manifest.json"
 GLIBC = "2.17"
 NEWEST_GLIBC = (2, 28)
-"""The wheel's name may ask for no newer one."""
+"""The newest glibc that the wheel's name may require."""
 
 
 class WheelError(Exception):
-    """One sentence for whoever builds: what is wrong, and the command that mends it."""
+    """One sentence for the user: what is wrong, and the command that fixes it."""
 
 
 def main() -> int:
@@ -82,7 +82,7 @@ def make_stubs() -> Path:
         library = next(stubs.glob(f"{name}.so.*"))
         (stubs / f"{name}.so").unlink(missing_ok=True)
         (stubs / f"{name}.so").symlink_to(library.name)
-    # As glibc's own libc.so: the library, its few functions that every library has a copy of, and the loader.
+    # As in glibc's own libc.so: the library, the few functions that are copied into every library, and the loader.
     nonshared = run("g++", "-print-file-name=libc_nonshared.a").strip()
     script.write_text(f"GROUP ( libc.so.6 {nonshared} AS_NEEDED ( libld.so.2 ) )\n")
     return stubs
@@ -93,7 +93,7 @@ def compile_wheel(stubs: Path) -> Path:
     shutil.rmtree(built, ignore_errors=True)
     settings = {"CMAKE_SHARED_LINKER_FLAGS": f"-L{stubs}", "CMAKE_CXX_STANDARD_LIBRARIES": "-lpthread"}
     options = [f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()]
-    # A folder of its own: objects of another build would hold another linker's flags.
+    # A separate folder: objects of another build would contain another linker's flags.
     options.append(f"--config-settings=build-dir={WORK / 'objects'}")
     run(str(PYTHON), "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(built), *options, str(ROOT))
     return next(built.glob("*.whl"))
@@ -128,7 +128,7 @@ def oldest_glibc(name: str) -> tuple[int, int]:
 
 
 def run(*command: str, environment: dict[str, str] | None = None) -> str:
-    """What the command printed, errors included."""
+    """The command's output, including errors."""
     result = subprocess.run(
         command,
         cwd=ROOT,

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-import tests.environment  # noqa: F401  keeps a copy of the environment as it is now
+import tests.environment  # noqa: F401  copies the environment as it is now
 
 TESTS = Path(__file__).parent
 DEVICES = ("gpu", "ascend")
-"""Folders of tests that are about one device, and their markers."""
+"""Test folders that concern one device, with their markers."""
 
-# In-process engines: one interpreter, no spawned engine core, so that tests see errors where they happen.
+# Engines run in this process, without a spawned engine core, so that tests see errors where they happen.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-# The same examples every time, so that a change and nothing else turns a run red. HYPOTHESIS_PROFILE=search looks for
-# new ones.
+# The same examples every time, so that only a change can make a run fail. HYPOTHESIS_PROFILE=search looks for new
+# examples.
 settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # -m selects by markers after this
+@pytest.hookimpl(tryfirst=True)  # -m selects by markers after this hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with the longest time limits begin first, so that neither of two processes runs one alone at the end."""
     mark_devices(items)
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_devices(items: list[pytest.Item]) -> None:
-    """Tests of a device's folder carry its marker: `pytest -m "not gpu and not ascend"` leaves them out."""
+    """Tests in a device's folder get its marker: `pytest -m "not gpu and not ascend"` leaves them out."""
     for item in items:
         device = item.path.relative_to(TESTS).parts[0]
         if device in DEVICES:
@@ -52,7 +52,7 @@ def mark_devices(items: list[pytest.Item]) -> None:
 
 
 def keep_every(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drawn by their names' checksums: counting would meet the same value of a parameter every time."""
+    """Keep one in so many tests, chosen by checksums of their names; counting would always pick the same parameter."""
     every = config.getoption("--every")
     first: set[str] = set()
     kept, left = [], []

@@ -1,4 +1,4 @@
-"""The environment a user's shell would have: engines inside the test process change theirs, servers must not see it."""
+"""The environment of a user's shell. Engines inside the test process change theirs, which servers must not see."""
 
 from __future__ import annotations
 

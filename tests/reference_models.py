@@ -1,4 +1,4 @@
-"""Random-weight models that vLLM and Hugging Face transformers both load, and the latter's answers."""
+"""Random-weight models that both vLLM and Hugging Face transformers load, and the answers of the latter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from transformers.models.bloom.modeling_bloom import BloomGelu
 
 VOCAB = 1000
 WINDOW = 48
-"""Shorter than most prompts, and neither a multiple of a block nor of a tile."""
+"""Window size: shorter than most prompts, and not a multiple of a block or a tile."""
 
 
 def llama(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> LlamaConfig:
@@ -49,7 +49,7 @@ def mistral() -> MistralConfig:
 
 
 def gemma2() -> Gemma2Config:
-    """Soft-capped scores; windowed and full layers take turns; head size 256."""
+    """Soft-capped scores, alternating windowed and full layers, head size 256."""
     return Gemma2Config(
         **decoder_shape(4, 2, 256, 4) | {"tie_word_embeddings": True},
         sliding_window=WINDOW,
@@ -59,12 +59,12 @@ def gemma2() -> Gemma2Config:
 
 
 def gemma3() -> Gemma3TextConfig:
-    """Five windowed layers for a full one."""
+    """One full layer after every five windowed ones."""
     return Gemma3TextConfig(**decoder_shape(4, 1, 256, 7), sliding_window=WINDOW, query_pre_attn_scalar=256)
 
 
 def gemma3n() -> Gemma3nTextConfig:
-    """The last layers have no KV cache of their own: each reads that of an earlier layer of its kind."""
+    """The last layers have no KV cache; each reads the cache of an earlier layer of its kind."""
     return Gemma3nTextConfig(
         **decoder_shape(4, 2, 64, 6) | {"tie_word_embeddings": True},
         sliding_window=WINDOW,
@@ -79,7 +79,7 @@ def gemma3n() -> Gemma3nTextConfig:
 
 
 def gpt_oss() -> GptOssConfig:
-    """Attention sinks, windowed and full layers in turn, mixture of experts."""
+    """Attention sinks, alternating windowed and full layers, mixture of experts."""
     shape = decoder_shape(8, 2, 64, 4) | {"intermediate_size": 64, "hidden_size": 128}
     return GptOssConfig(**shape, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2)
 
@@ -106,7 +106,7 @@ def phi3() -> Phi3Config:
 
 
 def bloom() -> BloomConfig:
-    """ALiBi. Six heads: not a power of two, whose slopes come from another formula."""
+    """ALiBi. The number of heads, six, is not a power of two, so the slopes come from the other formula."""
     return BloomConfig(
         vocab_size=VOCAB,
         hidden_size=6 * 32,
@@ -170,13 +170,13 @@ def decoder_shape(num_heads: int, num_kv_heads: int, head_size: int, layers: int
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        # Large enough for peaked logits: greedy tokens then do not hang on rounding.
+        # Large enough for peaked logits, so that greedy tokens do not depend on rounding.
         "initializer_range": 0.15,
     }
 
 
 def save_random(config: PretrainedConfig, path: Path, seed: int = 0, kind: type = AutoModelForCausalLM) -> Path:
-    """Write a model with random weights to ``path``; ``kind=AutoModel`` leaves out the head, as embedding models do."""
+    """Write a model with random weights to ``path``. ``kind=AutoModel`` omits the head, as embedding models do."""
     torch.manual_seed(seed)
     kind.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path
@@ -189,7 +189,7 @@ def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy continuation of one prompt and the natural-log probability of each of its tokens."""
+    """Greedy continuation of one prompt, and the natural log-probability of each of its tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -199,7 +199,7 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RoundedCache(DynamicCache):
-    """A cache whose keys and values are not what they were."""
+    """A cache that rounds its keys and values."""
 
     def __init__(self, config: PretrainedConfig, round_key: Rounding, round_value: Rounding) -> None:
         super().__init__(config=config)
@@ -212,7 +212,7 @@ class RoundedCache(DynamicCache):
 def hugging_face_answers(
     path: Path, prompts: Sequence[list[int]], max_tokens: int, rounding: tuple[Rounding, Rounding] | None = None
 ) -> list[Answer]:
-    """Greedy answers in fp32; ``rounding`` is done to each key and to each value on its way into the KV cache."""
+    """Greedy answers in fp32. ``rounding`` is applied to each key and value before it is stored in the KV cache."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for module in model.modules():
         # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.

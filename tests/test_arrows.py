@@ -1,6 +1,6 @@
-"""Which room may import which: every import of the package and of the kernels, inside functions too.
+"""The allowed imports between packages: checks every import of the package and of the kernels, also inside functions.
 
-A room is a folder, or a file on the package's floor. Imports for type checking alone do not count.
+A unit is a package or module directly in fastattention_vllm/. Imports for type checking only do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "fastattention_vllm"
 MAY_IMPORT = {
-    PACKAGE: {"attention"},  # fast_attn_func, imported when it is first asked for
+    PACKAGE: {"attention"},  # fast_attn_func, imported when it is first used
     "cuda_driver": set(),
     "attention": {"cuda_driver"},
     "placement": {"attention"},
@@ -34,10 +34,10 @@ LEVELS = (
     {"cpu", "cuda", "ascend"},
     {"plugin"},
 )
-"""The levels of integration/: each imports from lower ones only. Devices do not know each other."""
-MAX_FLOOR = 14
+"""The levels of integration/: each imports only from lower ones. Devices do not import each other."""
+MAX_MODULES = 14
 KNOW_VLLM = {"attention/flash.py", "bench/vllm_native.py", "bench/serving.py"}
-"""Outside of integration/: flash.py borrows vLLM's kernels, bench/ runs vLLM as a peer."""
+"""Files outside of integration/ that may: flash.py borrows vLLM's kernels, bench/ runs vLLM as a peer."""
 OTHERS = ("vllm", "vllm_ascend")
 
 
@@ -64,9 +64,9 @@ def imports(source: str, package: str) -> Iterator[str]:
             yield from (one.value for one in node.args[:1] if isinstance(one, ast.Constant))
 
 
-def modules(room: str) -> dict[str, Path]:
+def modules(folder: str) -> dict[str, Path]:
     found = {}
-    for path in sorted((ROOT / room).rglob("*.py")):
+    for path in sorted((ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     assert len(found) > 5
@@ -82,7 +82,7 @@ IMPORTED = {name: set(imports(path.read_text(), package_of(name, path))) for nam
 
 
 def own(name: str) -> str | None:
-    """The module of the package that an imported name is, or is in."""
+    """The module of the package that an imported name is, or belongs to."""
     while name:
         if name in MODULES:
             return name
@@ -96,13 +96,13 @@ ARROWS = {
 }
 
 
-def room_of(name: str) -> str:
+def unit_of(name: str) -> str:
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else PACKAGE
 
 
 def circle(arrows: Mapping[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle; empty if there are none."""
+    """Modules that import each other in a circle, or an empty list."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
@@ -121,24 +121,24 @@ def circle(arrows: Mapping[str, set[str]]) -> list[str]:
 
 
 def upward(arrows: Mapping[str, set[str]]) -> list[str]:
-    """Arrows between rooms that are not in ``MAY_IMPORT``."""
+    """Imports between units that are not in ``MAY_IMPORT``."""
     return [
         f"{name} -> {other}"
         for name, others in arrows.items()
         for other in others
-        if room_of(name) != room_of(other) and room_of(other) not in MAY_IMPORT.get(room_of(name), ())
+        if unit_of(name) != unit_of(other) and unit_of(other) not in MAY_IMPORT.get(unit_of(name), ())
     ]
 
 
 def wrong_levels(arrows: Mapping[str, set[str]]) -> list[str]:
-    """Arrows within integration/ that go up, or from one device or feature to another of its level."""
+    """Imports within integration/ that go up, or from one device or feature to another of the same level."""
     level = {part: number for number, parts in enumerate(LEVELS) for part in parts}
     folders = {path.name for path in (ROOT / PACKAGE / "integration").iterdir() if path.is_dir()}
     found = []
     for name, others in arrows.items():
         for other in others:
             here, there = name.split(".")[2:3], other.split(".")[2:3]
-            if room_of(name) != "integration" or room_of(other) != "integration" or here == there or not there:
+            if unit_of(name) != "integration" or unit_of(other) != "integration" or here == there or not there:
                 continue
             same = level[here[0]] == level[there[0]] and not folders & {here[0], there[0]}
             if level[there[0]] > level[here[0]] or (level[there[0]] == level[here[0]] and not same):
@@ -146,17 +146,17 @@ def wrong_levels(arrows: Mapping[str, set[str]]) -> list[str]:
     return found
 
 
-def test_every_room_is_known() -> None:
-    assert {room_of(name) for name in MODULES} == set(MAY_IMPORT)
+def test_every_unit_is_known() -> None:
+    assert {unit_of(name) for name in MODULES} == set(MAY_IMPORT)
     parts = {path.stem for path in (ROOT / PACKAGE / "integration").iterdir() if path.suffix == ".py" or path.is_dir()}
     assert parts - {"__init__", "__pycache__"} == set().union(*LEVELS)
 
 
-def test_arrows_between_rooms_go_one_way() -> None:
+def test_imports_between_units_go_one_way() -> None:
     assert not upward(ARROWS)
 
 
-def test_arrows_within_integration_go_one_way() -> None:
+def test_imports_within_integration_go_one_way() -> None:
     assert not wrong_levels(ARROWS)
 
 
@@ -164,29 +164,29 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circle(ARROWS)
 
 
-def test_only_integration_knows_vllm() -> None:
+def test_only_integration_imports_vllm() -> None:
     knowing = {
         MODULES[name].relative_to(ROOT / PACKAGE).as_posix()
         for name, found in IMPORTED.items()
-        if room_of(name) != "integration" and any(one.split(".")[0] in OTHERS for one in found)
+        if unit_of(name) != "integration" and any(one.split(".")[0] in OTHERS for one in found)
     }
     assert knowing <= KNOW_VLLM
     assert "attention/flash.py" in knowing
 
 
-def test_the_floor_of_integration_is_small() -> None:
+def test_integration_has_few_modules_outside_of_folders() -> None:
     files = [path for path in (ROOT / PACKAGE / "integration").iterdir() if path.suffix == ".py"]
-    assert 5 < len(files) <= MAX_FLOOR
+    assert 5 < len(files) <= MAX_MODULES
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_kernels_know_nothing_above_them(path: Path) -> None:
-    """Neither the package nor torch nor vLLM; the instruments beside the kernels take numpy arrays."""
+def test_kernels_import_nothing_above_them(path: Path) -> None:
+    """They import neither the package nor torch nor vLLM; the simulator and the emulator take numpy arrays."""
     found = imports(path.read_text(), ".".join(path.relative_to(ROOT).parent.parts))
     assert not [one for one in found if one.split(".")[0] in (PACKAGE, "torch", *OTHERS)]
 
 
-def test_a_wrong_arrow_is_noticed() -> None:
+def test_a_wrong_import_is_detected() -> None:
     a, b = f"{PACKAGE}.attention.flash", f"{PACKAGE}.integration.compat"
     assert upward({a: {b}})
     assert upward({f"{PACKAGE}.parallel.plan": {f"{PACKAGE}.placement.plan"}})

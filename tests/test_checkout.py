@@ -1,4 +1,4 @@
-"""Imports from the source checkout find the built library, and lower rooms never import vLLM."""
+"""Imports from the source checkout find the built library, and packages below integration/ never import vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# Ray then listens on 127.0.0.1.
+# makes Ray listen on 127.0.0.1
 ENVIRONMENT = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
@@ -27,14 +27,14 @@ LIBRARY = "from fastattention_vllm.attention.cpu import kernels, library; print(
 
 
 def test_the_library_is_found_from_the_checkout_and_from_anywhere(tmp_path: Path) -> None:
-    """The package folder stands at the top of the checkout, so there it shadows the installed one."""
+    """The package folder is at the top of the checkout, so there it shadows the installed one."""
     here, elsewhere = run(LIBRARY), run(LIBRARY, cwd=tmp_path)
     assert here == elsewhere
     assert Path(here.split()[0]).is_file()
 
 
 def test_the_library_is_found_when_only_the_path_leads_to_the_checkout() -> None:
-    """As in a Ray worker: the checkout first on sys.path, no editable-install import hook at work."""
+    """The conditions of a Ray worker: the checkout is first on sys.path, without the editable install's import hook."""
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]; "
         f"sys.path.insert(0, {str(ROOT)!r}); " + LIBRARY
@@ -55,6 +55,6 @@ def test_a_ray_worker_finds_the_library() -> None:
 
 
 @pytest.mark.parametrize("module", ["attention.cpu", "attention.functional", "attention.problem", "demo"])
-def test_lower_rooms_do_not_import_vllm(module: str) -> None:
+def test_packages_below_integration_do_not_import_vllm(module: str) -> None:
     code = f"import sys, fastattention_vllm.{module}; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"
     assert run(code) == "[]"

@@ -1,4 +1,4 @@
-"""The tests mirror the repository: whoever knows a module knows the folder of its tests."""
+"""The tests mirror the repository: the folder of a module's tests has the name of the module's folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from tests.conftest import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MIRRORED = {*DEVICES, "conformance", "packaging", "recipes", "server"}
-"""Beside devices: other people's suites, the wheel as users install it, the recipes for contributors, and servers as
-users start them."""
+"""Folders without a counterpart, besides devices: upstream's suites, the wheel as users install it, the recipes for
+contributors, and servers as users start them.
+"""
 NAMED_AFTER_MODULES = {
     "tests/bench": "fastattention_vllm/bench",
     "tests/benchmarks": "benchmarks",
@@ -24,7 +25,7 @@ def mirrored(folder: Path) -> list[str]:
     return [str(place) for place in (Path("fastattention_vllm") / inside, inside) if (ROOT / place).is_dir()]
 
 
-def test_every_folder_of_tests_mirrors_one_of_the_repository() -> None:
+def test_every_test_folder_mirrors_a_folder_of_the_repository() -> None:
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
     lost = {
         str(folder.relative_to(ROOT))
@@ -41,6 +42,6 @@ def test_test_files_are_named_after_modules(folder: str) -> None:
     assert not lost
 
 
-def test_devices_are_markers(pytestconfig: pytest.Config) -> None:
+def test_every_device_has_a_marker(pytestconfig: pytest.Config) -> None:
     registered = {line.split(":")[0] for line in pytestconfig.getini("markers")}
     assert set(DEVICES) <= registered

@@ -1,7 +1,7 @@
-"""CONTRIBUTING.md and docs/architecture.md name what exists, and the recipe "add a device" works: it is followed here.
+"""CONTRIBUTING.md and docs/architecture.md name only existing things, and following the recipe "add a device" works.
 
-The files that the recipe asks for stand in tests/recipes/device/fastattention_vllm, for a dummy device whose tensors
-are the host's, and the rows in tests/recipes/device/overlay.py.
+The files that the recipe adds are in tests/recipes/device/fastattention_vllm, for a dummy device whose tensors are on
+the host. The rows that it adds are in tests/recipes/device/overlay.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("CONTRIBUTING.md", "docs/architecture.md")
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 MAX_LINES = 250
-"""A newcomer reads that much."""
+"""Maximum length of CONTRIBUTING.md, so that newcomers read it."""
 PLACEHOLDERS = {"DEVICE", "VERSION"}
 SUFFIXES = {"py", "md", "toml", "json", "txt", "h", "cpp", "cu", "cuh", "yaml"}
 RECIPES = ("Add a device", "Add a kernel feature", "Add a vLLM version")
@@ -58,7 +58,7 @@ def quoted(text: str) -> list[str]:
 
 
 def named_paths(text: str) -> set[str]:
-    """What stands in backquotes or is linked to, and looks like a file or folder of this repository."""
+    """Quoted or linked text that looks like a file or folder of this repository."""
     found = {one.split("::")[0] for one in quoted(text)} | set(re.findall(r"\]\(([^)#:]+)[)#]", text))
     return {
         one
@@ -68,7 +68,7 @@ def named_paths(text: str) -> set[str]:
 
 
 def exists(path: str, page: str) -> bool:
-    """From the root, from the package, or beside the page; a placeholder stands for any name."""
+    """Whether the path exists from the root, from the package, or beside the page. A placeholder matches any name."""
     pattern = re.sub("|".join(PLACEHOLDERS), "*", path.rstrip("/"))
     folders = (ROOT, ROOT / "fastattention_vllm", (ROOT / page).parent)
     return any(any(folder.glob(pattern)) for folder in folders)
@@ -88,7 +88,7 @@ def is_there(test: str) -> bool:
 
 
 def steps(recipe: str) -> list[str]:
-    """A recipe's numbered steps."""
+    """The numbered steps of a recipe."""
     section = TEXTS["CONTRIBUTING.md"].split(f"### {recipe}\n")[1].split("\n### ")[0]
     found = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
     assert found, recipe
@@ -125,12 +125,12 @@ def test_every_make_target_exists(page: str) -> None:
         ("`tests/test_nowhere.py::test_it`", {"tests/test_nowhere.py"}),
     ],
 )
-def test_a_path_that_does_not_exist_is_noticed(text: str, found: set[str]) -> None:
+def test_a_path_that_does_not_exist_is_detected(text: str, found: set[str]) -> None:
     assert named_paths(text) == found
     assert not any(exists(path, "CONTRIBUTING.md") for path in found)
 
 
-def test_a_test_that_does_not_exist_is_noticed() -> None:
+def test_a_test_that_does_not_exist_is_detected() -> None:
     assert named_tests("Test: `tests/test_arrows.py::test_nothing`") == {"tests/test_arrows.py::test_nothing"}
     assert not is_there("tests/test_arrows.py::test_nothing")
     assert not is_there("tests/test_nowhere.py::test_nothing")
@@ -146,7 +146,7 @@ def sources() -> str:
     )
 
 
-def test_the_glossarys_words_are_in_the_code() -> None:
+def test_the_words_of_the_glossary_are_in_the_code() -> None:
     rows = [line for line in TEXTS["docs/architecture.md"].split("## Glossary\n")[1].splitlines() if line[:1] == "|"]
     names = {name for row in rows[2:] for name in quoted(row.split("|")[3]) if name.isidentifier()}
     assert len(rows) > 25
@@ -166,13 +166,13 @@ def test_every_step_names_a_file_and_a_test(recipe: str) -> None:
         assert re.search(r"^ *Test: `(tests/|make )", step, re.MULTILINE), step
 
 
-def test_the_code_map_says_what_the_arrows_are() -> None:
-    """Its last column is what tests/test_arrows.py allows."""
-    section = TEXTS["CONTRIBUTING.md"].split("## Code map\n")[1].split("\nThese rooms")[0]
+def test_the_code_map_lists_the_allowed_imports() -> None:
+    """Its last column equals what tests/test_arrows.py allows."""
+    section = TEXTS["CONTRIBUTING.md"].split("## Code map\n")[1].split("\nThese are in")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     found = {quoted(row[0])[0].removesuffix("/").removesuffix(".py"): set(quoted(row[3])) for row in rows[2:]}
     package = fastattention_vllm.__name__
-    assert found == {room: others for room, others in test_arrows.MAY_IMPORT.items() if room != package}
+    assert found == {unit: others for unit, others in test_arrows.MAY_IMPORT.items() if unit != package}
 
 
 # The recipe "add a device", followed.
@@ -180,9 +180,9 @@ def test_the_code_map_says_what_the_arrows_are() -> None:
 
 @pytest.fixture
 def dummy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Steps 1 to 5, in this process."""
-    for room in overlay.ROOMS:
-        monkeypatch.setattr(room, "__path__", room.__path__)
+    """Follow steps 1 to 5 in this process."""
+    for parent in overlay.PARENTS:
+        monkeypatch.setattr(parent, "__path__", parent.__path__)
     monkeypatch.setattr(kernels, "FAMILIES", overlay.families())
     monkeypatch.setattr(compat, "BACKENDS", overlay.backends())
     overlay.add_files()
@@ -191,15 +191,15 @@ def dummy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     finally:
         for name in NEW_FILES.values():
             sys.modules.pop(name, None)
-        for room in overlay.ROOMS:
-            vars(room).pop("dummy", None)
+        for parent in overlay.PARENTS:
+            vars(parent).pop("dummy", None)
 
 
 def backend() -> Any:
     return importlib.import_module("fastattention_vllm.integration.dummy.backend")
 
 
-def test_the_dummy_device_touches_what_the_recipe_lists_and_nothing_else() -> None:
+def test_the_dummy_device_changes_only_what_the_recipe_lists() -> None:
     package = "fastattention_vllm/"
     firsts = [(quoted(step)[0], "(new)" in step.splitlines()[0]) for step in steps("Add a device")]
     new = {path.replace("DEVICE", "dummy") for path, is_new in firsts if is_new and path.startswith(package)}
@@ -249,15 +249,15 @@ def test_the_public_functions_run_on_the_dummy_device(dummy: ModuleType, monkeyp
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("page", ["contiguous", "paged"])
-def test_the_dummy_family_answers_the_tests_of_all_families(feature: str, page: str, dummy: ModuleType) -> None:
-    """With its row of ``UNDER_TEST``: what it computes, and what it refuses."""
+def test_the_dummy_family_passes_the_tests_of_all_families(feature: str, page: str, dummy: ModuleType) -> None:
+    """With its row in ``UNDER_TEST``: supported features are right, and others are refused."""
     lacking = dict.fromkeys(("softcap", "sinks", "alibi", "alibi per sequence"), "the dummy kernels do not compute")
     tested = UnderTest(dummy, torch.float32, (1e-5, 2e-6), (1e-6, 4e-6), lacking)
     assert set(lacking) < set(FEATURES)
     test_families.test_ragged_sequences(tested, feature, next(iter(test_families.SEQUENCES)), page)
 
 
-def test_what_the_dummy_kernels_lack_is_refused(dummy: ModuleType) -> None:
+def test_features_that_the_dummy_kernels_lack_are_refused(dummy: ModuleType) -> None:
     problem = CASES["causal, pages"].build()
     for name, value in {"softcap": 5.0, "sinks": torch.zeros(4), "alibi_slopes": torch.ones(4)}.items():
         with pytest.raises(ValueError, match="the dummy kernels do not compute"):
@@ -267,10 +267,10 @@ def test_what_the_dummy_kernels_lack_is_refused(dummy: ModuleType) -> None:
         fast_attn_func(q, k, v, softcap=5.0)
 
 
-def test_the_tests_that_the_recipe_names_take_the_dummy_device(
+def test_the_tests_named_in_the_recipe_pass_with_the_dummy_device(
     dummy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the row in each of their lists, and not without."""
+    """They pass with the row in each of their lists, and fail without it."""
     assert FIELDS - read_by(Path(str(dummy.__file__)).read_text()) == set()
     ours = backend()
     for kind, one, base in (
@@ -301,7 +301,7 @@ def test_the_tests_that_the_recipe_names_take_the_dummy_device(
 
 
 def _own(name: str) -> str | None:
-    """The new file that an imported name is, or is in."""
+    """The new file that an imported name is, or belongs to."""
     return next((one for one in NEW_FILES.values() if name == one or name.startswith(f"{one}.")), None)
 
 
@@ -309,15 +309,15 @@ def test_the_backend_is_chosen_for_the_platform(dummy: ModuleType, monkeypatch: 
     probes = {"cuda": lambda: None, "dummy": lambda: "a platform", "cpu": lambda: "the CPU's"}
     monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", probes)
     monkeypatch.setattr(plugin, "NPU_DEVICES", ())
-    assert plugin.platform() is None, "the machine is the device's"
-    choose = compat.backend_path.__wrapped__  # it remembers its answer
+    assert plugin.platform() is None, "the platform must be the device's"
+    choose = compat.backend_path.__wrapped__  # without its cache
     assert choose() == overlay.BACKEND
     probes["dummy"] = lambda: None
     assert choose() == compat.BACKEND_PATH
 
 
 def test_an_engine_equals_hugging_face(tmp_path: Path) -> None:
-    """Chunked prefill mixed with decode, in a process that finds the dummy device as a start would."""
+    """Chunked prefill mixed with decode, in a process that finds the dummy device as a real start would."""
     from tests.integration.engine import LOGPROB_TOLERANCE, MAX_TOKENS
     from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
 

@@ -1,4 +1,4 @@
-"""Each file of benchmarks/, scripts/ and fastattention_vllm/bench says who runs it, and commands explain themselves."""
+"""Each file of benchmarks/, scripts/ and fastattention_vllm/bench names who runs it; every command has a help text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS = [path for path in FILES if says(path, "Run by") and "__main__" in pat
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_says_who_runs_it_or_uses_it(path: Path) -> None:
+def test_a_file_names_who_runs_or_uses_it(path: Path) -> None:
     assert says(path, "Run by") or says(path, "Used by"), "its docstring needs a line `Run by: ...` or `Used by: ...`"
     if says(path, "Run by"):
         assert says(path, "Needs"), "its docstring needs a line `Needs: ...`"
@@ -54,8 +54,8 @@ for path in sys.argv[1:]:
 """
 
 
-def test_every_command_explains_itself_without_a_gpu() -> None:
-    """In one process, which imports torch once."""
+def test_every_command_has_a_help_text_without_a_gpu() -> None:
+    """All in one process, which imports torch only once."""
     names = [str(path.relative_to(ROOT)) for path in COMMANDS]
     assert {"benchmarks/first_token.py", "scripts/soak.py"} <= set(names)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}

@@ -10,7 +10,7 @@ from fastattention_vllm.demo.spec import DTYPES, DemoModelSpec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the model that the command line asks for; the exit status."""
+    """Build the model described by the command line and return the exit status."""
     default = DemoModelSpec()
     parser = argparse.ArgumentParser(
         prog="python -m fastattention_vllm.demo",

@@ -10,7 +10,7 @@ from fastattention_vllm.demo.layout import Layout
 from fastattention_vllm.demo.position import NAME_BONUS, RotaryPlan
 from fastattention_vllm.demo.spec import DemoModelSpec
 
-# Scores, in nats. ln(524288) is 13.2; the least gap between a target and any competitor is 40.
+# Scores are in nats. ln(524288) is 13.2; the smallest gap between a target and any competitor is 40.
 _NAME_MATCH = 80.0
 _NUMBER_BONUS = 40.0
 _NUMBER_MATCH = 160.0
@@ -20,28 +20,28 @@ _NUMBER_PENALTY = 40.0
 def layer_sign(layer: int) -> float:
     """The sign of the codewords that this layer writes.
 
-    It alternates, so that a state which a layer failed to replace is the negative of a codeword to
-    the next layer, and matches nothing.
+    It alternates. If a layer fails to replace a state, the next layer sees the negative of a codeword,
+    which matches nothing.
     """
     return -1.0 if layer % 2 else 1.0
 
 
 @dataclass(frozen=True)
 class SignedPermutation:
-    """A way to write codewords down that only its owner can read."""
+    """A secret encoding of codewords: only a reader with the same permutation and signs recovers them."""
 
     order: torch.Tensor
     signs: torch.Tensor
 
     @classmethod
     def draw(cls, length: int, generator: torch.Generator) -> "SignedPermutation":
-        """A random one."""
+        """Draw a random signed permutation."""
         order = torch.randperm(length, generator=generator)
         signs = 1.0 - 2.0 * torch.randint(0, 2, (length,), generator=generator).double()
         return cls(order, signs)
 
     def rows(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The matrix [length, n] with its rows rearranged."""
+        """Permute the rows of the matrix [length, n] and apply the signs."""
         return self.signs[:, None] * matrix[self.order]
 
 
@@ -90,7 +90,8 @@ class _GroupWeights:
         self.root = self.spec.head_size**0.5  # attention divides scores by it
         length = self.spec.code_length
         self.key_cipher = SignedPermutation.draw(length, _generator(self.layer, -1))
-        # Orthogonal among groups: with the key of another group, a codeword is unlike itself.
+        # Encodings of different groups are orthogonal, so a codeword read with another group's key does not match
+        # itself.
         self.key_cipher.signs.mul_(name_codes(length)[group])
         generator = _generator(self.layer, group)
         self.value_cipher = SignedPermutation.draw(length, generator)
@@ -125,7 +126,7 @@ class _GroupWeights:
         amplitude = (match / self.spec.code_length) ** 0.5 * self.root**0.5
         weight[self.plan.content_dims, state] = amplitude * sign * self.key_cipher.rows(self.identity)
         if self.layer == 1:
-            # A number is preferred by a query that has a name, and avoided by one that has none.
+            # Queries that have a name prefer numbers; queries without a name avoid them.
             weight[flag, self.layout.presence(state)] = 2 * _NUMBER_BONUS * sign
             weight[flag, constant] = -_NUMBER_BONUS
         else:
@@ -148,7 +149,7 @@ class _GroupWeights:
         if self.layer > 1:
             weight[self.plan.content_dims, self.layout.number] = code / 2
             code = code / 2
-        # Of other slots than the queries of this group read, lest both be wrong alike.
+        # Read other slots than this group's queries do, so that one error cannot corrupt both in the same way.
         size = self.spec.group_size
         for head in range(self.group * size, (self.group + 1) * size):
             state = self.layout.state(head + 1 + size)
@@ -163,13 +164,13 @@ class _GroupWeights:
         return weight
 
     def output(self, head: int) -> torch.Tensor:
-        """[hidden, D]: the mean of the repetitions, into the inbox of the head."""
+        """[hidden, D]: averages the repetitions into the inbox of the head."""
         spread = self._spread()
         weight = self._zeros().T.contiguous()
         weight[self.layout.inbox(head)] = layer_sign(self.layer) * spread.T / spread.abs().sum(0)[:, None]
         return weight
 
     def _spread(self) -> torch.Tensor:
-        """[D, m]: writes a codeword into all dims of a value."""
+        """[D, m]: repeats a codeword over all dims of a value."""
         dims = torch.arange(self.spec.head_size) % self.spec.code_length
         return self.value_cipher.rows(self.identity)[dims]

@@ -1,14 +1,14 @@
-"""Plus/minus-one codewords for the names and the numbers the demo model knows.
+"""Codewords of +1 and -1 for the names and numbers that the demo model knows.
 
 Both families come from Reed-Muller codes of length m = 2^r, evaluated at the m points of
-GF(2)^r, so that two different words are far apart by construction:
+GF(2)^r, so that any two words are far apart by construction:
 
 * names: the m linear forms (the rows of a Hadamard matrix), pairwise orthogonal;
 * numbers: quadratic forms with a quadratic part, RM(2, r): two different words agree in at most
   3/4 of the coordinates, that is, their inner product is at most m/2.
 
-No form has a constant term, hence coordinate 0 (the form at the point 0) is +1 in every word.
-The model uses that coordinate as "there is something here": it is 0 where a token has no word.
+No form has a constant term, so coordinate 0 (the form at the point 0) is +1 in every word.
+The model uses this coordinate as a presence flag: it is 0 where a token has no word.
 """
 
 from itertools import combinations
@@ -18,7 +18,7 @@ import torch
 from fastattention_vllm.demo.vocabulary import NAMES, NUMBERS
 
 PRESENCE = 0
-"""The coordinate which is +1 in every codeword."""
+"""The coordinate that is +1 in every codeword."""
 
 
 def _monomials(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,5 +46,5 @@ def number_codes(length: int) -> torch.Tensor:
     """The codewords [len(NUMBERS), length] of the digit strings, row i for NUMBERS[i]."""
     linear, quadratic = _monomials(length)
     index = torch.arange(len(NUMBERS))
-    quadratic_forms = 2 ** len(quadratic) - 1  # without 0: a number is never a name
+    quadratic_forms = 2 ** len(quadratic) - 1  # without 0, so that no number equals a name
     return _words(1 + index % quadratic_forms, quadratic) * _words(index // quadratic_forms, linear)

@@ -1,4 +1,4 @@
-"""Long texts with needles in them, of an exact number of tokens."""
+"""Long texts that contain needles and have an exact number of tokens."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -18,18 +18,18 @@ from fastattention_vllm.demo.vocabulary import (
 NEEDLE_TOKENS = 4
 """Tokens of a needle: name, "=", number, full stop."""
 
-_DISTRACTOR_CHANCE = 0.02  # of a sentence being the needle of another name
+_DISTRACTOR_CHANCE = 0.02  # chance that a sentence is the needle of another name
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text and where its needles are.
+    """A text and the positions of its needles.
 
     Attributes:
-        text: The text; encoded without special tokens it gives `token_ids`.
+        text: The text. Encoding it without special tokens gives `token_ids`.
         token_ids: One id per token.
         positions: Index into `token_ids` of the name of each needle.
-        distractors: Names and numbers that occur likewise, but were not asked for.
+        distractors: Names and values that are also in the text, but were not requested.
     """
 
     text: str
@@ -48,20 +48,20 @@ def make_haystack(
     distractors: bool = True,
     seed: int = 0,
 ) -> Haystack:
-    """English-like filler with `name=value.` needles in it.
+    """English-like filler that contains `name=value.` needles.
 
     Args:
-        num_tokens: Tokens of the text, without a begin token.
-        needles: Value by name; a value is a number or string of one to four digits.
-        depths: Place of each needle from 0, the beginning, to 1, the end of the filler.
-        positions: Token index of each needle's name, instead of `depths`. With neither, the needles
+        num_tokens: Number of tokens in the text, without a begin token.
+        needles: Value of each name; a value is a number or string of one to four digits.
+        depths: Place of each needle, from 0 (start of the filler) to 1 (end of the filler).
+        positions: Token index of each needle's name, instead of `depths`. Without either, the needles
             are spread evenly.
         ask: End the text with " name=", which is included in `num_tokens`.
         distractors: Mix in needles of other names, with other values.
-        seed: Of the filler.
+        seed: Seed of the filler.
 
     Returns:
-        The text, its tokens, and where the needles are.
+        The text, its tokens, and the positions of the needles.
 
     Raises:
         ValueError: A name or value is unknown to the model, or the needles do not fit.
@@ -123,7 +123,7 @@ def _check_places(places: Sequence[int], room: int) -> None:
 
 
 class _Filler:
-    """An endless text of one-token pieces."""
+    """An endless sequence of text pieces of one token each."""
 
     def __init__(self, rng: random.Random, names: list[str], taken: set[str]) -> None:
         self._rng = rng
@@ -132,7 +132,7 @@ class _Filler:
         self.distractors: dict[str, str] = {}
 
     def take(self, count: int) -> list[str]:
-        """The next `count` pieces: whole sentences, the last one cut short if need be."""
+        """The next `count` pieces: whole sentences, except that the last one may be cut short."""
         pieces: list[str] = []
         while len(pieces) < count:
             if self._names and self._rng.random() < _DISTRACTOR_CHANCE:

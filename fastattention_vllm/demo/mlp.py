@@ -1,11 +1,11 @@
 """MLP weights of the demo model.
 
-Two kinds of neuron, of which down(silu(gate) * up) is made:
+Each MLP computes down(silu(gate) * up) and contains two kinds of neuron:
 
-* *linear*: the gate is a large constant, so the neuron passes `up` on, scaled;
-* *ramp*: a pair with gates k (x - low) and k (x - high) and a constant `up`, whose difference is 0
-  for x below `low`, 1 above `high`. Two ramps, of x and of -x, restore a noisy or weakened codeword
-  coordinate to exactly -1, 0 or +1.
+* *linear*: the gate is a large constant, so the neuron passes a scaled `up` on;
+* *ramp*: a pair with gates k (x - low) and k (x - high) and a constant `up`. The difference of the
+  pair is 0 for x below `low` and 1 above `high`. Two ramps, of x and of -x, restore a noisy or
+  weakened codeword coordinate to exactly -1, 0 or +1.
 """
 
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ class MlpBuilder:
         return {"gate_proj": self._gate, "up_proj": self._up, "down_proj": self._down}
 
     def add_update(self) -> None:
-        """Replace each state by its restored inbox, and empty the inbox.
+        """Replace each state with its restored inbox, and clear the inbox.
 
-        Neurons are ordered by head, as tensor parallelism splits them. The low threshold makes a
-        value that lost one of its repetitions count for nothing.
+        Neurons are ordered by head because tensor parallelism splits them in this order. The low threshold
+        turns a value that lost one of its repetitions into 0.
         """
         ramp = _Ramp(0.85, 0.93, 200.0)
         neuron = 0
@@ -58,12 +58,12 @@ class MlpBuilder:
                 neuron += 6
 
     def add_verdict(self) -> None:
-        """Write what all inboxes agree on: a coordinate on which one head abstains becomes 0."""
+        """Write what all inboxes agree on. A coordinate becomes 0 if any head abstains on it."""
         heads = self.spec.num_heads
         ramp = _Ramp(1 - 0.6 / heads, 1 - 0.3 / heads, max(128.0, 40.0 * heads))
         sign = layer_sign(self.spec.num_layers - 1)
         for index, target in enumerate(_dims(self.layout.verdict)):
-            # Evenly over all neurons, for every tensor-parallel rank to have its share.
+            # Spread evenly over all neurons, so that every tensor-parallel rank gets a share.
             inboxes = {self.layout.inbox(h).start + index: sign / heads for h in range(heads)}
             self._add_restoring_copy(index * 6 * heads, inboxes, target, ramp)
 

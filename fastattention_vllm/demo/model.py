@@ -1,44 +1,47 @@
 """A Llama-architecture model that looks numbers up, built weight by weight.
 
-"... alpha=7319 ... alpha=" continues with 7319 however long the text between is, since every weight
-is put there to make it so; nothing is trained and nothing is random that matters. And every part is
-needed: each query head runs a chain of its own through all layers, each chain must end at the same
-number, and if one does not the model says "unknown". So a lost layer, head, tensor-parallel rank or
-KV page cannot hide behind the others.
+The model continues "... alpha=7319 ... alpha=" with 7319, however long the text in between is.
+Every weight is constructed for this purpose: nothing is trained, and randomness plays no part in
+the answers. Every part is needed, too: each query head runs its own chain through all layers, all
+chains must end at the same number, and if one does not, the model says "unknown". A lost layer,
+head, tensor-parallel rank or KV page therefore cannot go unnoticed.
 
-A residual vector holds (`layout`): a large constant, which makes RMSNorm the same scaling
-everywhere; two flags; the codewords (`codes`) of the token itself, if it is a number or a name; and
-for each head an *inbox*, which attention writes, and a *state*, which outlives the layer. m is the
-codeword length, D the head size, H the number of query heads.
+A residual vector holds (see `layout`): a large constant, which makes RMSNorm the same scaling
+everywhere; two flags; the codewords (see `codes`) of the token itself, if it is a number or a name;
+and for each head an *inbox*, which attention writes, and a *state*, which persists across layers.
+m is the codeword length, D the head size, H the number of query heads.
 
-1. Embedding. Constant, flags and codewords of the token. Inboxes and states are 0.
+1. Embedding: the constant, the flags and the codewords of the token. Inboxes and states are 0.
 
-2. Layer 0, tag. The fast rotary pairs measure distance (`position`). A number attends to the token
-   two before it, be it "alpha" in "alpha=7319" or of no interest. Any other token attends to the
-   latest name, if one is within some 30 tokens. The value is the codeword of the name, 0 for other
-   tokens. Afterwards the number, and the end of the question, carry the name they belong to.
+2. Layer 0, tag. The fast rotary pairs measure distance (see `position`). A number attends to the
+   token two before it, which is "alpha" in "alpha=7319". Any other token attends to the latest
+   name, if there is one within about 30 tokens. The value is the codeword of the name, or 0 for
+   tokens that are not names. After this layer, each number and the end of the question carry the
+   name that they belong to.
 
-3. Layer 1, retrieve. The query is the name that the token carries, in the slow rotary pairs, the
-   key the name that the position carries, and whether it is a number. Same name and number: 120
-   nats. Same name only, as the question itself: 80. Other number: 40. So without the number
-   the question finds itself, whose value is 0. The value is the codeword of the number.
+3. Layer 1, retrieve. The query is the name that the token carries, in the slow rotary pairs. The
+   key is the name that the position carries, plus a flag for numbers. A number with the same name
+   scores 120 nats, a token with the same name that is no number (the question itself) 80, and
+   a number with another name 40. If the number is missing, the question therefore finds itself,
+   and its value is 0. The value is the codeword of the number.
 
-4. Layers 2 and up, retrieve again. The query is the number found; the key of a position is half the
-   number it is and half the number it has found in the previous layer: 120 nats when both agree
-   with the query, 80 or less otherwise. So the layers before must have worked here *and*
-   there. The value is again the number's codeword.
+4. Layers 2 and up, retrieve again. The query is the number found so far. The key of a position is
+   half the number at the position and half the number that the position found in the previous
+   layer. The score is 120 nats when both halves agree with the query, and at most 80 otherwise.
+   Earlier layers must therefore have worked at the query's position *and* at the key's. The value
+   is again the number's codeword.
 
-5. Each MLP (`mlp`) restores inbox h to exact -1, 0, +1, puts it in state h and clears the inbox.
-   In the next layer the query of head h reads state h + 1, and keys read states of the next group,
-   so that the chains cross between tensor-parallel ranks. The last MLP instead writes a verdict,
+5. Each MLP (see `mlp`) restores inbox h to exactly -1, 0 or +1, moves it to state h and clears the
+   inbox. In the next layer the query of head h reads state h + 1, and keys read states of the next
+   group, so the chains cross between tensor-parallel ranks. The last MLP writes a verdict instead:
    the codeword on which all inboxes agree.
 
-6. lm_head. A number scores its codeword's likeness to the verdict (1 for equal, at most 1/2 for
-   another), "unknown" a constant 15/16, and the end token wins after an answer.
+6. lm_head. The score of a number is the similarity of its codeword to the verdict (1 if equal, at
+   most 1/2 otherwise). "unknown" scores a constant 15/16. The end token wins after an answer.
 
-Stale or misplaced data do not go unnoticed either: the sign of codewords alternates with the layer,
-keys and values are enciphered by layer and KV head (a signed permutation of coordinates, an angle
-for each rotary pair), and a value is repeated over all D dims, of which each repetition is needed.
+Stale or misplaced data are detected as well: the sign of codewords alternates with the layer, keys
+and values are encoded per layer and KV head (a signed permutation of coordinates, an angle for each
+rotary pair), and a value is repeated over all D dims, with every repetition needed.
 """
 
 import json
@@ -67,26 +70,26 @@ from fastattention_vllm.demo.tokenizer import (
 )
 from fastattention_vllm.demo.vocabulary import UNKNOWN
 
-_LOUDNESS = 32.0  # how much RMSNorm amplifies everything but the constant
+_LOUDNESS = 32.0  # how much RMSNorm amplifies everything except the constant
 _LOGIT_SCALE = 512.0
 _UNKNOWN_SHARE = 15 / 16
 _SPACE_LOGIT = 24.0
 
 
 def build_demo_model(path: str | os.PathLike[str], spec: DemoModelSpec | None = None) -> Path:
-    """Write a model directory which transformers and vLLM load as any Llama model.
+    """Write a model directory that transformers and vLLM load like any Llama model.
 
-    The directory appears complete or not at all, and its bytes depend on nothing but the spec.
+    The directory appears complete or not at all. Its contents depend only on the spec.
 
     Args:
-        path: The directory to make; it must not exist, or be empty.
+        path: The directory to create; it must not exist, or must be empty.
         spec: Shape of the model.
 
     Returns:
         The directory.
 
     Raises:
-        FileExistsError: `path` is a file or a directory with something in it.
+        FileExistsError: `path` is a file, or a directory that is not empty.
     """
     spec = spec or DemoModelSpec()
     target = Path(path).absolute()
@@ -97,7 +100,7 @@ def build_demo_model(path: str | os.PathLike[str], spec: DemoModelSpec | None = 
     try:
         _write(draft, spec)
         for file in draft.iterdir():
-            file.chmod(0o644)  # safetensors keeps its file to the owner
+            file.chmod(0o644)  # safetensors makes its file readable by the owner only
         draft.chmod(0o755)
         draft.rename(target)
     except BaseException:
@@ -107,7 +110,7 @@ def build_demo_model(path: str | os.PathLike[str], spec: DemoModelSpec | None = 
 
 
 def build_weights(spec: DemoModelSpec) -> dict[str, torch.Tensor]:
-    """All weights by the name they have in a Llama checkpoint."""
+    """All weights, by their names in a Llama checkpoint."""
     layout = Layout.of(spec)
     norm = _norm(layout)
     weights = {"model.embed_tokens.weight": _embedding(layout), "model.norm.weight": norm}
@@ -128,16 +131,16 @@ def build_weights(spec: DemoModelSpec) -> dict[str, torch.Tensor]:
 
 
 def _norm(layout: Layout) -> torch.Tensor:
-    """[hidden]: brings the constant to 1 and all else to what it was before RMSNorm."""
+    """[hidden]: scales the constant to 1 and everything else to its value before RMSNorm."""
     weight = torch.full((layout.hidden_size,), _LOUDNESS, dtype=torch.float64)
     weight[layout.constant] = layout.hidden_size**-0.5
     return weight
 
 
 def _embedding(layout: Layout) -> torch.Tensor:
-    """[vocabulary, hidden]."""
+    """The embedding matrix [vocabulary, hidden]."""
     weight = torch.zeros(len(vocabulary()), layout.hidden_size, dtype=torch.float64)
-    # So large that the root mean square is constant / sqrt(hidden), whatever else there is.
+    # The constant is so large that the root mean square is always constant / sqrt(hidden).
     weight[:, layout.constant] = _LOUDNESS * layout.hidden_size**0.5
     names, numbers = name_codes(layout.code), number_codes(layout.code)
     for token, role in token_roles().items():
@@ -151,7 +154,7 @@ def _embedding(layout: Layout) -> torch.Tensor:
 
 
 def _lm_head(layout: Layout) -> torch.Tensor:
-    """[vocabulary, hidden]."""
+    """The lm_head matrix [vocabulary, hidden]."""
     weight = torch.zeros(len(vocabulary()), layout.hidden_size, dtype=torch.float64)
     numbers = number_codes(layout.code) / layout.code
     spaced = {token for text, token in vocabulary().items() if text.startswith("Ġ")}

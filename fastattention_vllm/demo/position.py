@@ -1,24 +1,24 @@
 """Rotary position embedding as a ruler: which pairs measure distance, and how.
 
 Pair i of a head (dims i and i + D/2) turns by f_i = theta^(-2i/D) per position. theta is chosen so
-that the pairs split in two:
+that the pairs form two groups:
 
-* the *ladder*, fast pairs from 1 rad per position down to about 1e-7, to measure distance;
-* the *content* pairs, the last m/2, slower than 1e-8: after a million positions they have turned
-  0.01 rad, so their m dims compare codewords as if there were no rotation at all.
+* the *ladder*: fast pairs, from 1 rad per position down to about 1e-7, which measure distance;
+* the *content* pairs: the last m/2, slower than 1e-8. After a million positions they have turned by
+  0.01 rad, so their m dims compare codewords almost as if there were no rotation.
 
-The pair between the two holds a flag, slow enough for that.
+The pair between the two groups is slow enough to hold a flag.
 
-A key which is the unit vector at angle psi in each ladder pair, and a query with amplitude a_i at
-angle phi_i + psi, meet at distance d (query position - key position) with the score
+Let a key be the unit vector at angle psi in each ladder pair, and let a query have amplitude a_i at
+angle phi_i + psi. At distance d (query position - key position) their score is the *kernel*
 
-    sum_i a_i cos(f_i d + phi_i),
+    sum_i a_i cos(f_i d + phi_i).
 
-the *kernel*. Two are needed. Both are given per half decade of frequency and interpolated, because
+The model needs two kernels. Both are given per half decade of frequency and interpolated, because
 the density of the ladder depends on the head size. The recency kernel was found by a linear
-program: steepest descent over distances 0 to 24, and no later distance, up to half a million,
-that comes near the score there. psi is free; it differs by layer and KV head, so that keys read
-from the wrong place mean nothing.
+program: it falls as steeply as possible over distances 0 to 24, and no later distance, up to half
+a million, comes near the scores there. psi is free. It differs by layer and KV head, so that keys
+read from the wrong place match nothing.
 """
 
 import math
@@ -28,14 +28,14 @@ import torch
 
 _SLOWEST = 1e-8  # rad per position of the first content pair
 
-# Amplitudes by -log10(frequency).
+# Amplitudes, indexed by -log10(frequency).
 _TWO_BEFORE = {0: 110.0, 0.25: 90.0, 0.5: 60.0, 1: 30.0, 2: 15.0, 5: 12.0, 7: 10.0}
 _RECENCY = {0.75: 0.0, 1: 13.0, 1.5: 129.0, 2: 90.0, 2.5: 67.0, 3: 46.0}
 _RECENCY |= {3.5: 43.0, 4: 41.0, 5: 40.0, 5.25: 20.0, 5.5: 0.0}
 _RECENCY_PHASE = {1: math.pi / 2, 1.5: 0.4, 2: 0.0}
 
 NAME_BONUS = 110.0
-"""Added to the recency kernel for a name: below it, no name within reach, nothing is found."""
+"""Added to the recency kernel for a name. If the sum is too low, no name is within reach and nothing is found."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class RotaryPlan:
-    """Which dims of a head do what.
+    """The purpose of each dim of a head.
 
     Args:
         head_size: D.
@@ -65,7 +65,7 @@ class RotaryPlan:
 
     @property
     def flag_pair(self) -> int:
-        """The pair between the ladder, before it, and the content pairs, after it."""
+        """The pair between the ladder pairs before it and the content pairs after it."""
         return self.head_size // 2 - self.code_length // 2 - 1
 
     @property
@@ -81,7 +81,7 @@ class RotaryPlan:
 
     @property
     def content_dims(self) -> torch.Tensor:
-        """[m] dims which hardly turn."""
+        """[m] dims that hardly turn."""
         half = self.head_size // 2
         pairs = torch.arange(self.flag_pair + 1, half)
         return torch.cat((pairs, pairs + half))
@@ -95,11 +95,11 @@ class RotaryPlan:
         return vector
 
     def two_before(self) -> Kernel:
-        """Peaks at distance 2 and nowhere else."""
+        """A kernel that peaks at distance 2 and nowhere else."""
         return Kernel(self._amplitudes(_TWO_BEFORE), -2 * self.frequencies[: self.flag_pair])
 
     def recency(self) -> Kernel:
-        """Falls by 3 or more per position at first, and stays low for good."""
+        """A kernel that falls by 3 or more per position at first, and stays low after that."""
         phases = _interpolate(_RECENCY_PHASE, self._decades())
         return Kernel(self._amplitudes(_RECENCY), phases)
 

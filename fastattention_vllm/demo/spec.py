@@ -1,4 +1,4 @@
-"""What can be chosen about the demo model."""
+"""The parameters of the demo model."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -17,10 +17,10 @@ MAX_POSITIONS: Final = 1 << 20
 
 @dataclass(frozen=True)
 class DemoModelSpec:
-    """Shape of a demo model; every combination accepted here answers right.
+    """Shape of a demo model. Every accepted combination answers correctly.
 
     Raises:
-        ValueError: A value, or a combination, that the construction does not cover.
+        ValueError: The construction does not support a value or a combination of values.
     """
 
     num_layers: int = 4
@@ -30,7 +30,9 @@ class DemoModelSpec:
     dtype: str = "bfloat16"
     max_position_embeddings: int = 524288
     min_hidden_size: int = 0
-    """The construction needs a certain width; more is filled with zeros, to have the work of a real model's shape."""
+    """Hidden size. The construction needs a certain width; a larger one is filled with zeros and costs as much time as
+    a real model of that size.
+    """
     min_intermediate_size: int = 0
 
     def __post_init__(self) -> None:

@@ -1,11 +1,12 @@
 """The tokenizer of the demo model: words, numbers and bytes, without merges.
 
-A byte-level BPE whose merge list is empty and which takes a whole pre-token when the vocabulary has
-it (`ignore_merges`): known words, numbers of up to four digits and common marks are one token each,
-with or without one leading space, and everything else falls apart into bytes. Any text therefore
-survives encoding and decoding unchanged. The pre-tokenizer keeps a number apart from its
-surroundings and gives it at most one leading space, so that in "alpha=7319", "alpha: 7319",
-"alpha is 7319" and "alpha = 7319" the number is always the second token after the name.
+It is a byte-level BPE tokenizer with an empty merge list, which takes a whole pre-token when the
+vocabulary contains it (`ignore_merges`). Known words, numbers of up to four digits and common
+punctuation are one token each, with or without one leading space; everything else is split into
+bytes. Any text therefore survives encoding and decoding unchanged. The pre-tokenizer separates a
+number from its surroundings and gives it at most one leading space, so that in "alpha=7319",
+"alpha: 7319", "alpha is 7319" and "alpha = 7319" the number is always the second token after the
+name.
 """
 
 import json
@@ -43,14 +44,14 @@ _PRE_TOKENS = (
 
 @dataclass(frozen=True)
 class TokenRole:
-    """What the model is told about a token: at most one of number and name is set."""
+    """What the model knows about a token. At most one of number and name is set."""
 
     number: int | None = None
     """Index into NUMBERS."""
     name: int | None = None
     """Index into NAMES."""
     ends_answer: bool = False
-    """After this token the model stops."""
+    """The model stops after this token."""
     wants_space: bool = False
     """An answer after this token starts with a space."""
 
@@ -68,7 +69,7 @@ def _wants_space(text: str) -> bool:
 
 @cache
 def _texts() -> tuple[str, ...]:
-    """ASCII text of the tokens beyond specials and single bytes, in order of their ids."""
+    """ASCII text of the tokens other than special tokens and single bytes, in order of their ids."""
     words = (*WORDS, *NAMES, UNKNOWN)
     cased = tuple(variant for word in words for variant in (word, word.capitalize()))
     plain = (*cased, *NUMBERS)
@@ -77,14 +78,14 @@ def _texts() -> tuple[str, ...]:
 
 @cache
 def vocabulary() -> dict[str, int]:
-    """Token id by token, as tokenizer.json spells it."""
+    """Token ids by token, with each token spelled as in tokenizer.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = dict.fromkeys((*SPECIALS, *alphabet, *(_spelling(text) for text in _texts())))
     return {token: index for index, token in enumerate(tokens)}
 
 
 def token_id(text: str) -> int:
-    """The id of the one token that `text` is.
+    """The id of the token that is exactly `text`.
 
     Raises:
         KeyError: `text` is not one token.
@@ -94,7 +95,7 @@ def token_id(text: str) -> int:
 
 @cache
 def token_roles() -> dict[int, TokenRole]:
-    """The role of each token that has one, by token id."""
+    """The roles by token id, for the tokens that have one."""
     names = {name: index for index, name in enumerate(NAMES)}
     numbers = {number: index for index, number in enumerate(NUMBERS)}
     roles = {}
@@ -112,7 +113,7 @@ def token_roles() -> dict[int, TokenRole]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer; `encode` puts the begin token first unless told not to."""
+    """Build the tokenizer. `encode` puts the begin token first unless told otherwise."""
     tokenizer = Tokenizer(BPE(vocab=vocabulary(), merges=[], ignore_merges=True))
     tokenizer.add_special_tokens(list(SPECIALS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""The words of the demo model: what it can look up, and what the filler text is made of."""
+"""The words of the demo model: the names that it can look up and the words of the filler text."""
 
 from itertools import product
 
@@ -6,7 +6,7 @@ NAMES: tuple[str, ...] = tuple(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma "
     "tau upsilon phi chi psi omega amber cobalt coral ivory jade onyx ruby topaz".split()
 )
-"""Key names: "alpha=7319" stores 7319 under alpha. Capitalised they mean the same."""
+"""Names: "alpha=7319" stores 7319 under alpha. The capitalised form means the same name."""
 
 NUMBERS: tuple[str, ...] = tuple(
     "".join(digits) for width in (1, 2, 3, 4) for digits in product("0123456789", repeat=width)
@@ -58,11 +58,11 @@ _OTHER_WORDS: tuple[str, ...] = tuple(
 )
 
 WORDS: tuple[str, ...] = tuple(dict.fromkeys((*_OTHER_WORDS, *NOUNS, *ADJECTIVES, *VERBS, *PREPOSITIONS, *ADVERBS)))
-"""Plain words, each one token in running text and at the start of a sentence."""
+"""Plain words. Each is one token, both in running text and at the start of a sentence."""
 
 MARKS: tuple[str, ...] = (
     *(" =", " :", " ->", " =>", " :=", " ==", " |", " -", " (", ' "', " '", "=>", "->", ":=", "=="),
     *('":', "':", '="', '."', '?"', '",', "?)", ").", "),", "...", "--", "||", "**", "```", "//"),
     *(".\n", ".\n\n", ",\n", "?\n", "?\n\n", "!\n", ":\n", ":\n\n", "\n\n", "\n\n\n", "  ", "   "),
 )
-"""Marks of more than one character which are one token (single characters all are)."""
+"""Punctuation of more than one character that is one token (every single character is one, too)."""

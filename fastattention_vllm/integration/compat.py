@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 GIB = 1 << 30
+HOST_LAYERS_OFF = "remove --worker-cls, or set host_kv_layers to 0"
 SUPPORTED_VLLM = SpecifierSet(">=0.19.1,<0.34")
 """`make conformance` tests 0.19.1, 0.23.0, 0.28.0 and 0.32.0. With 0.26.0, 0.30.0 and 0.33.0, a small engine was
 compared with Hugging Face by hand. The versions in between were not run."""
@@ -163,10 +164,28 @@ def num_blocks_of(kv_cache: torch.Tensor) -> int:
     return kv_cache.shape[1] if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 else kv_cache.shape[0]
 
 
-def extend_gpu_worker(find: Callable[[Any], Any]) -> None:
+def check_worker_class(vllm_config: VllmConfig, base: type[Any], instead: str = "remove --worker-cls") -> None:
+    """Refuse a ``--worker-cls`` that does not do what ``base`` does for this package.
+
+    Raises:
+        Refusal: the class that the user named does not inherit from ``base``.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    named: Any = vllm_config.parallel_config.worker_cls
+    used = resolve_obj_by_qualname(named) if isinstance(named, str) else named
+    if not issubclass(used, base):
+        raise Refusal(
+            f"--worker-cls {used.__module__}.{used.__qualname__} is not supported: fastattention allocates memory in "
+            f"{base.__module__}.{base.__qualname__}, from which it does not inherit; {instead}."
+        )
+
+
+def extend_gpu_worker(vllm_config: VllmConfig, find: Callable[[Any], Any]) -> None:
     """:func:`extend_worker` for vLLM's worker on NVIDIA GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
+    check_worker_class(vllm_config, Worker, HOST_LAYERS_OFF)
     extend_worker(Worker, find)
 
 

@@ -231,7 +231,7 @@ SUPPORTED: tuple[Supported, ...] = (
         "fp8 KV cache",
         "`--kv-cache-dtype fp8_e4m3` (or `fp8`) and `fp8_e5m2`; computed in fp32; each layer has one scale for K and "
         "one for V",
-        "tests/integration/test_fp8_kv_cache.py::test_answers_are_those_over_rounded_keys_and_values",
+        "tests/integration/test_fp8_kv_cache.py::test_answers_equal_those_over_rounded_keys_and_values",
     ),
     Supported(
         "torch.compile",

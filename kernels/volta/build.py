@@ -3,8 +3,8 @@
     python -m kernels.volta.build FOLDER
 
 Prints registers, spills and shared memory of each kernel. Exits with 1 if a kernel spills more than its limit, or uses
-so many registers that fewer CTAs than intended fit on an SM. The manifest, without which the launcher loads no kernel,
-is written last, and only if there was no error. Needs only Python's standard library and NVRTC.
+so many registers that fewer CTAs than intended fit on an SM. The manifest is written last, and only if there was no
+error. The launcher loads no kernel without it. Needs only Python's standard library and NVRTC.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ bounds limit the registers."""
 
 
 def build(variant: Variant, folder: Path) -> str:
-    """The compiler's report."""
+    """Compile one variant. Returns the compiler's log."""
     source = (SOURCES / variant.source).read_text()
     log = ""
     for kind, suffix in (("sm", "cubin"), ("compute", "ptx")):
@@ -72,14 +72,14 @@ def build(variant: Variant, folder: Path) -> str:
 
 def max_registers(variant: Variant) -> int:
     """Maximum registers per thread for ``ctas_per_sm`` CTAs within an SM's 65536, allocated in multiples of eight."""
-    threads = variant.threads or max(HEAD_SIZES) // 8  # combine's each have eight numbers of a head
+    threads = variant.threads or max(HEAD_SIZES) // 8  # each thread of combine handles eight numbers of a head
     return min(255, 65536 // (threads * variant.ctas_per_sm) // 8 * 8)
 
 
 def main() -> int:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)  # of images that are about to be replaced
+    (folder / MANIFEST).unlink(missing_ok=True)  # it describes images that are about to be replaced
     with ThreadPoolExecutor() as pool:
         logs = list(pool.map(lambda variant: build(variant, folder), VARIANTS))
     failed = False

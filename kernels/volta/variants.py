@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CACHES = ("", "e5m2", "e4m3", "int8")
-"""The formats of stored keys and values, in the order of their numbers in ``cache.cuh``. The first is fp16."""
+"""The formats of stored keys and values. An index is the format's number in ``cache.cuh``. The first is fp16."""
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
 """Maximum number of packed rows (query tokens times query heads per KV head) in the decode kernel."""
@@ -107,7 +107,7 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
-    """On the V100, small CTAs, as many as registers and memory allow: while one begins or ends, the others read."""
+    """The V100 gets small CTAs, as many as registers and memory allow: while one starts or ends, the others read."""
     warps, ctas = 2, {64: 8, 128: 5}.get(head_size, 4 if head_size < 128 else 2)
     if architecture == TURING:
         warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1

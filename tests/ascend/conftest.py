@@ -1,4 +1,4 @@
-"""What needs genuine torch_npu or vllm-ascend runs in the environments of scripts/ascend.py: `make test-ascend`."""
+"""Tests that need genuine torch_npu or vllm-ascend run in the environments of scripts/ascend.py: `make test-ascend`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""vllm-ascend's genuine worker and model runner, importable where neither CANN's Python nor torchvision is installed.
+"""Import vllm-ascend's genuine worker and model runner without CANN's Python packages and without torchvision.
 
-Both are only imported there, for parts that the tests here do not come to.
+Worker and runner import both, but only use them in parts that these tests do not reach.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ABSENT = ("acl", "torchvision")
 
 
 class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules in which every name is a class without contents."""
+    """Import hook: modules in which every name is an empty class."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ABSENT else None
@@ -36,7 +36,7 @@ class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _import() -> tuple[Any, Any]:
-    # It looks for torchvision, too, and makes use of it: before the stub is there.
+    # Transformers looks for torchvision and uses it, so it is imported before the stub is installed.
     import transformers.image_utils
     import transformers.processing_utils  # noqa: F401
 

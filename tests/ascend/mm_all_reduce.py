@@ -1,7 +1,7 @@
-"""torch_npu's ``npu_mm_all_reduce_base`` on CPUs over gloo, from its API reference for the Atlas A2.
+"""torch_npu's ``npu_mm_all_reduce_base`` on CPUs over gloo, written from its API reference for the Atlas A2.
 
-What the reference excludes is an AssertionError here. The limits are stated here once more, on purpose: nothing is
-taken from ``fastattention_vllm.parallel.mm_all_reduce``.
+Calls that the reference excludes raise an AssertionError here. The limits are deliberately restated instead of being
+imported from ``fastattention_vllm.parallel.mm_all_reduce``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 groups: dict[str, dist.ProcessGroup] = {}
-"""By HCCL's name for them."""
+"""Process groups by their HCCL name."""
 calls: list[tuple[int, bool]] = []
-"""Rows, and whether there was a bias; tests empty it."""
+"""One entry per call: number of rows, and whether there was a bias. Tests clear it."""
 
 
 def npu_mm_all_reduce_base(
@@ -29,7 +29,7 @@ def npu_mm_all_reduce_base(
 ) -> torch.Tensor:
     calls.append((len(x1), bias is not None))
     used = {name: given for name, given in others.items() if given not in (None, 0)}
-    assert not used, f"not understood here: {used}"
+    assert not used, f"not supported by this stand-in: {used}"
     assert reduce_op == "sum"
     assert comm_turn == 0
     group = groups[hcom]

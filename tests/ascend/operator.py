@@ -1,7 +1,7 @@
-"""torch_npu's ``npu_fused_infer_attention_score`` on CPUs, in float64, from its API reference for the Atlas A2.
+"""torch_npu's ``npu_fused_infer_attention_score`` on CPUs, in float64, written from its API reference for the Atlas A2.
 
-What the reference excludes is an AssertionError here: this is what keeps our calls within it without an NPU. The limits
-are stated here once more, on purpose: nothing is taken from ``fastattention_vllm.attention.ascend``.
+Calls that the reference excludes raise an AssertionError here. This keeps our calls within the reference without an
+NPU. The limits are deliberately restated instead of being imported from ``fastattention_vllm.attention.ascend``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 INT_MAX = 2**31 - 1
 HALVES = (torch.float16, torch.bfloat16)
 calls: list[dict[str, Any]] = []
-"""What was asked, by name; tests empty it."""
+"""The arguments of each call, by name. Tests clear it."""
 
 
 def npu_fused_infer_attention_score(
@@ -42,7 +42,7 @@ def npu_fused_infer_attention_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     calls.append({"layout": input_layout, "sparse_mode": sparse_mode, "paged": block_table is not None})
     used = {name: given for name, given in others.items() if given not in (None, 0, False)}
-    assert not used, f"not understood here: {used}"
+    assert not used, f"not supported by this stand-in: {used}"
     assert query.dtype in HALVES, query.dtype
     assert query.is_contiguous()
     assert key.is_contiguous()
@@ -63,7 +63,7 @@ def npu_fused_infer_attention_score(
         assert 0 < len(actual_seq_lengths) <= 4096
         assert len(actual_seq_lengths) == len(actual_seq_lengths_kv)
         for ends in [actual_seq_lengths] if paged else [actual_seq_lengths, actual_seq_lengths_kv]:
-            assert list(ends) == sorted(ends), f"lengths must be sums: {ends}"
+            assert list(ends) == sorted(ends), f"lengths must be cumulative sums: {ends}"
             assert ends[0] >= 0
         assert actual_seq_lengths[-1] == tokens, "the last sum must be the number of query tokens"
         assert not quantised, "TND does not take an int8 cache"
@@ -80,7 +80,7 @@ def npu_fused_infer_attention_score(
         assert max(counts) <= longest
         queries = [batched[b, : counts[b]] for b in range(batch)]
         if quantised and paged:
-            assert longest == 1, "an int8 cache in pages is for one query token a sequence"
+            assert longest == 1, "a paged int8 cache takes one query token per sequence"
     assert heads == num_heads
     single = input_layout != "TND" and longest == 1
     keys, values = _keys(
@@ -131,7 +131,7 @@ def _keys(
     layout: str,
     single: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of each sequence: ``[tokens, kv_heads, size]``."""
+    """One tensor ``[tokens, kv_heads, size]`` per sequence."""
     if table is None:
         if layout == "TND":
             assert lengths is not None
@@ -178,9 +178,9 @@ def _keys(
 def _scaled(
     rows: list[torch.Tensor], factor: torch.Tensor | None, dtype: torch.dtype, kv_heads: int, size: int
 ) -> list[torch.Tensor]:
-    """One factor per channel, mode 0; the only one that this understands."""
+    """Scale with one factor per channel (mode 0), the only mode supported here."""
     assert factor is not None
-    assert factor.dtype == dtype, f"the factors are {factor.dtype}, must be the query's {dtype}"
+    assert factor.dtype == dtype, f"the factors are {factor.dtype} but must have the query's dtype, {dtype}"
     assert factor.numel() == kv_heads * size, factor.shape
     return [one.double() * factor.double().reshape(kv_heads, size) for one in rows]
 
@@ -194,15 +194,15 @@ def _hidden(
     if mode == 0:
         if mask is None:
             return torch.zeros(queries, keys, dtype=torch.bool)
-        assert queries == 1, "a whole mask is only understood for one query token"
+        assert queries == 1, "a whole mask is only supported for one query token"
         assert mask.dtype in (torch.bool, torch.int8, torch.uint8)
         return mask.reshape(len(mask), -1)[sequence, :keys].bool()[None]
     assert mask is not None
     assert mask.shape == (2048, 2048), mask.shape
     assert mask.dtype in (torch.bool, torch.int8, torch.uint8)
-    assert bool((mask.bool() == torch.ones(2048, 2048, dtype=torch.bool).triu(1)).all()), "not the triangle"
+    assert bool((mask.bool() == torch.ones(2048, 2048, dtype=torch.bool).triu(1)).all()), "must be triangular"
     assert keys >= queries
     if mode == 3:
         return position > own
-    # Ascend's own operator tests: triu(next_tokens + 1) and tril(-pre_tokens - 1) are hidden.
+    # As in Ascend's own operator tests: triu(next_tokens + 1) and tril(-pre_tokens - 1) are hidden.
     return (position > own + after) | (position < own - before)

@@ -1,6 +1,6 @@
-"""What ranks with genuine vllm-ascend are told to do; see tests/parallel/ranks.py. Runs in the ranks' processes.
+"""Tasks for ranks that use genuine vllm-ascend (see tests/parallel/ranks.py). They run in the ranks' processes.
 
-Stood in for: vLLM's and vllm-ascend's configuration, HCCL (gloo), and the NPU's operators (on CPUs).
+Replaced by stand-ins: vLLM's and vllm-ascend's configuration, HCCL (by gloo), and the NPU's operators (on CPUs).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fastattention_vllm.parallel import mm_all_reduce as mm_all_reduce_layer
 from tests.ascend import mm_all_reduce
 
 MIN_TOKENS = 128
-"""Tokens: longer steps are cut."""
+"""Maximum number of tokens in a step; longer steps are split."""
 LIBRARIES: list[torch.library.Library] = []
 
 
 class Worker:
-    """Stands for vllm-ascend's worker, which needs CANN to be imported."""
+    """Stand-in for vllm-ascend's worker, which cannot be imported without CANN."""
 
     def determine_available_memory(self) -> int:
         return 1
 
 
 def ascend_settings(**changes: Any) -> SimpleNamespace:
-    """What vllm-ascend's chooser reads of its own configuration: nothing special, but for ``changes``."""
+    """The part of vllm-ascend's configuration that its chooser reads: defaults, except for ``changes``."""
     finegrained = SimpleNamespace(mlp_tensor_parallel_size=0, oproj_tensor_parallel_size=0)
     settings = {
         "finegrained_tp_config": finegrained,
@@ -85,7 +85,7 @@ def settings(vllm: Any, ascend: Any) -> Iterator[None]:
 
 
 def join(rank: int) -> tuple[str, str]:
-    """Once in a process: vLLM's own groups of ranks, over gloo. Returns genuine classes that are in use."""
+    """Set up vLLM's own process groups over gloo, once per process. Returns the genuine classes that are in use."""
     ranks = dist.get_world_size()
     for package, name, function in (
         ("vllm", "unquantized_gemm", linear.unquantized_gemm),
@@ -108,7 +108,7 @@ def join(rank: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Layer:
-    """A row-parallel layer of all ranks together, in whole numbers that every dtype sums exactly in any order."""
+    """A row-parallel layer over all ranks. Its values are integers, which every dtype sums exactly in any order."""
 
     inputs: int = 32
     outputs: int = 24
@@ -118,7 +118,7 @@ class Layer:
     return_bias: bool = True
 
     def make(self, rank: int, prefix: str = "model.layers.0.self_attn.o_proj") -> AscendRowParallelLinear:
-        """Within :func:`settings`."""
+        """Must be called within :func:`settings`."""
         layer = AscendRowParallelLinear(
             self.inputs,
             self.outputs,
@@ -134,7 +134,7 @@ class Layer:
         return layer
 
     def input(self, rank: int, rows: int) -> torch.Tensor:
-        """[rows, inputs of this rank]."""
+        """The input of this rank: [rows, inputs of this rank]."""
         return numbers((rows, self.inputs // dist.get_world_size()), 2000 + rank).to(self.dtype)
 
 
@@ -143,7 +143,7 @@ def numbers(shape: Any, seed: int) -> torch.Tensor:
 
 
 def with_tiling(rank: int, layer: AscendRowParallelLinear, config: Any) -> None:
-    """As vllm-ascend's worker does it, before it profiles."""
+    """Enable tiling the way vllm-ascend's worker does, before it profiles."""
     worker: Any = Worker()
     worker.vllm_config = config
     worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.ModuleDict({"o_proj": layer}))
@@ -153,8 +153,9 @@ def with_tiling(rank: int, layer: AscendRowParallelLinear, config: Any) -> None:
 def compared(
     rank: int, shape: Layer, rows: list[int], blocks: Any, capturing: bool = False
 ) -> list[tuple[Any, Any, list[tuple[int, bool]]]]:
-    """For each number of rows what our layer answers, what vllm-ascend's plain one does, and the sums ours ordered:
-    of how many rows each, and whether beside the computation."""
+    """For each number of rows: our layer's result, the result of vllm-ascend's plain layer, and the sums that ours
+    started, each as (number of rows, whether it ran asynchronously).
+    """
     config = vllm_settings(dist.get_world_size(), blocks)
     found = []
     with settings(config, ascend_settings()):
@@ -198,7 +199,7 @@ def sums_seen() -> Iterator[list[tuple[int, bool]]]:
 
 
 def compiled(rank: int, shape: Layer, rows: list[int]) -> int:
-    """Compile the layer once for any number of rows and compare it with the plain one; returns the graphs it took."""
+    """Compile the layer once for any number of rows and compare it with the plain one. Returns the number of graphs."""
     config = vllm_settings(dist.get_world_size(), 3)
     graphs = []
 
@@ -220,16 +221,16 @@ def compiled(rank: int, shape: Layer, rows: list[int]) -> int:
 def chosen(
     rank: int, seconds: dict[str, float], cache: str, broken: bool = False, ranks: int = 0
 ) -> tuple[Any, list[Any], list[tuple[int, bool]], list[str]]:
-    """What "auto" decides for a layer where each way of doing it is kept back for so long.
+    """What "auto" chooses for a layer when each implementation is delayed by a given time.
 
     Args:
-        seconds: "plain", "cut" (each block) and "one" (the one call).
-        cache: vLLM's folder for it.
-        broken: whether the one call fails.
-        ranks: that the limits of the one call are told of; 0: as many as there are.
+        seconds: Delay of "plain", "cut" (per block) and "one" (the fused call).
+        cache: vLLM's cache folder.
+        broken: Whether the fused call fails.
+        ranks: Number of ranks assumed by the limits of the fused call; 0 means the actual number.
 
     Returns:
-        The trials; results and plain results; the one calls that the results took; what the log said.
+        The trials; whether each result equals the plain one; the fused calls made for the results; the log lines.
     """
     shape = Layer()
     config = vllm_settings(dist.get_world_size(), "auto")
@@ -276,14 +277,14 @@ def chosen(
         calls = list(mm_all_reduce.calls)
         with mock.patch.object(forward_context, "_forward_context", SimpleNamespace(capturing=True)):
             layer(inputs[-1])
-        assert mm_all_reduce.calls == calls, "not in a graph that is being captured"
+        assert mm_all_reduce.calls == calls, "must not run while a graph is captured"
         layer.custom_op = None
         answers = [same(result, layer(x)) for result, x in zip(results, inputs, strict=True)]
     return kept[0].trials, answers, calls, said
 
 
 def after_waking(rank: int) -> tuple[bool, int]:
-    """vllm-ascend puts another group into the coordinator when it wakes; whether sums go there."""
+    """vllm-ascend replaces the coordinator's group when it wakes up; returns whether sums go through the new group."""
     shape, coordinator = Layer(), parallel_state.get_tp_group()
     config = vllm_settings(dist.get_world_size(), 2)
     asleep = coordinator.device_group
@@ -308,7 +309,7 @@ def after_waking(rank: int) -> tuple[bool, int]:
 
 
 def totals(rank: int) -> tuple[list[float], list[float]]:
-    """Of numbers that differ from rank to rank; by us and by the class that sums on the device."""
+    """Sums of numbers that differ from rank to rank: ours, and those of the class that sums on the device."""
     sums = ascend_row_parallel.TensorParallelSums(parallel_state.get_tp_group())
     own = [0.1 + rank, 1e-9 * rank]
     calls = mock.Mock(side_effect=AssertionError("HCCL does not sum float64"))

@@ -1,9 +1,9 @@
-"""Streams and events of an NPU that is not there: copies happen as late as somebody waits for them.
+"""Simulated NPU streams and events: copies happen as late as possible, when something waits for them.
 
-``runtime`` stands for ``torch.npu``. What is computed is computed at once; a copy that was asked for without blocking
-waits in its stream until an event behind it is waited for, and reads its source only then. As torch_npu does, it is put
-off only if both ends are contiguous and of one dtype: anything else is an AssertionError here, because torch_npu then
-goes on with numbers that have not arrived.
+``runtime`` replaces ``torch.npu``. Computations run at once. A non-blocking copy stays in its stream until an event
+after it is waited for, and reads its source only then. As in torch_npu, a copy is asynchronous only if both ends are
+contiguous and have the same dtype. Other non-blocking copies raise an AssertionError here, because torch_npu would
+continue with data that has not arrived.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def npu_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
-    """For ``torch.npu``, pinned memory and copies without blocking, where tensors are on the CPU."""
+    """Replaces ``torch.npu``, pinned memory and non-blocking copies for tensors on the CPU."""
     runtime.reset()
     copy, empty, to = torch.Tensor.copy_, torch.empty, torch.Tensor.to
 
@@ -116,13 +116,13 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
             return to(self, *arguments, **named)
         there = torch.empty(self.shape, dtype=self.dtype)
         there.fill_(float("nan") if self.dtype.is_floating_point else -1)
-        runtime.current.ask(functools.partial(copy, there, self))  # what is strided is put together on the NPU
+        runtime.current.ask(functools.partial(copy, there, self))  # the NPU makes strided tensors contiguous first
         return there
 
     def empty_unpinned(*size: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
         return empty(*size, **named)
 
-    patch.setattr(torch, "get_device_module", functools.cache(lambda device=None: runtime))  # as torch's is, cached
+    patch.setattr(torch, "get_device_module", functools.cache(lambda device=None: runtime))  # cached, as torch's own is
     patch.setattr(torch.Tensor, "copy_", copy_later)
     patch.setattr(torch.Tensor, "to", to_later)
     patch.setattr(link.torch, "empty", empty_unpinned)

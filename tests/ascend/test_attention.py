@@ -1,6 +1,6 @@
 """Calls of the NPU's fused attention against float64, through an operator that asserts the documented limits.
 
-Where torch_npu is installed (`make test-ascend`) the calls go through its genuine schema; elsewhere straight to the
+Where torch_npu is installed (`make test-ascend`), calls go through its genuine schema; elsewhere directly to the
 operator.
 """
 
@@ -22,14 +22,14 @@ from tests.ascend import operator as ascend_operator
 from tests.attention.oracle import Case, attention
 
 GENUINE = importlib.util.find_spec("torch_npu") is not None
-# One rounding of the output; a bf16 or fp16 dequantised key is one more rounding of what is multiplied.
+# The output is rounded once. A dequantised bf16 or fp16 key adds one more rounding of a factor.
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 LIBRARIES: list[Any] = []
 
 
 @pytest.fixture(autouse=True, scope="module")
 def bound() -> Iterator[None]:
-    """Our operator in the place of the NPU's."""
+    """Replace the NPU's operator with ours."""
     with pytest.MonkeyPatch.context() as patch:
         if GENUINE:
             import torch_npu  # noqa: F401
@@ -45,16 +45,19 @@ def bound() -> Iterator[None]:
 
 
 def build(case: Case) -> AttentionProblem:
-    """With K and V apart, each contiguous, as vllm-ascend has them; unused memory is zero, as it allocates it."""
+    """Build the problem with separate, contiguous K and V, as in vllm-ascend.
+
+    Unused memory is zero, as allocated there.
+    """
     problem = case.build()
     key, value = (cache.float().nan_to_num(0.0).to(cache.dtype).contiguous() for cache in (problem.key, problem.value))
     return replace(problem, key=key, value=value, query=problem.query.nan_to_num(0.0))
 
 
 def quantised(problem: AttentionProblem) -> AttentionProblem:
-    """The same with an int8 cache; the problem's keys and values are what is left after rounding."""
+    """The same problem with an int8 cache. The problem's keys and values are replaced by their rounded values."""
     scales = [float(cache.float().abs().max()) / 127 or 1.0 for cache in (problem.key, problem.value)]
-    # A power of two is the same number in fp16 and bf16.
+    # A power of two is exact in both fp16 and bf16.
     key_scale, value_scale = (2.0 ** torch.tensor(scale).log2().ceil().item() for scale in scales)
     key, value = (
         (cache.float() / scale).round().to(torch.int8)
@@ -148,14 +151,14 @@ def test_any_batch(lengths: list[tuple[int, int]], head_size: int, window: int, 
     assert_right(quantised(problem) if int8 else problem)
 
 
-def test_one_call_where_sequences_may_be_ragged() -> None:
+def test_ragged_sequences_take_one_call() -> None:
     new, kept = SHAPES["mixed"]
     problem = build(Case(new, kept, 8, 2, 128, page_size=128, dtype=torch.float16, layout="NHD"))
     assert_right(problem)
     assert ascend_operator.calls == [{"layout": "TND", "sparse_mode": 3, "paged": True}]
 
 
-def test_no_padding_where_they_may_not() -> None:
+def test_sequences_of_each_length_take_one_call_without_padding() -> None:
     new, kept = SHAPES["mixed"]
     problem = build(Case(new, kept, 8, 2, 64, page_size=128, dtype=torch.float16, layout="NHD"))
     assert_right(problem)
@@ -163,7 +166,7 @@ def test_no_padding_where_they_may_not() -> None:
     assert ascend_operator.calls == [batch | {"sparse_mode": mode} for mode in (0, 3, 3)]
 
 
-def test_the_mask_is_of_one_size_for_every_length() -> None:
+def test_one_mask_serves_every_length() -> None:
     mask = ascend.compressed_mask(torch.device("cpu"))
     assert mask.numel() * mask.element_size() == 4 << 20
     assert ascend.compressed_mask(torch.device("cpu")) is mask
@@ -196,7 +199,7 @@ GOOD = Case((3, 1), (70, 9), 4, 2, 128, page_size=128, dtype=torch.float16, layo
         (replace(GOOD, q_lens=[1] * 4097, kv_lens=[1] * 4097, page_size=16, num_heads=1, num_kv_heads=1), "4097 seq"),
     ],
 )
-def test_what_the_operator_does_not_take_is_one_sentence(case: Case, sentence: str) -> None:
+def test_unsupported_problems_are_refused_in_one_sentence(case: Case, sentence: str) -> None:
     problem = build(case)
     with pytest.raises(ValueError, match=sentence) as refused:
         ascend.run(problem)
@@ -209,6 +212,6 @@ def test_a_cache_of_strided_pages_is_refused() -> None:
     assert "contiguous" in str(ascend.can_run(problem))
 
 
-def test_int8_has_its_own_limits() -> None:
+def test_int8_has_stricter_limits() -> None:
     assert "multiple of 32" in str(ascend.can_run(quantised(build(replace(GOOD, head_size=80)))))
     assert "multiple of 32" in str(ascend.can_run(quantised(build(replace(GOOD, page_size=16)))))

@@ -1,6 +1,6 @@
-"""An NPU's host layers against float64: its copies, its operator over what comes up, the CPU's kernels beside it.
+"""An NPU's host layers against float64: copies, the operator on prefetched KV, and the CPU kernels beside it.
 
-The operator is ours, on the CPU, and asserts the documented limits; streams stand in that copy as late as they may.
+The operator is ours, runs on the CPU and asserts the documented limits. The simulated streams copy as late as they may.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def scenario_of(model: Model, share: float, seed: int) -> Scenario:
 def test_steps_equal_attention_over_the_whole_history(
     model: Model, share: float, blocks_per_part: int, seed: int
 ) -> None:
-    """Caches hold NaN where nothing was written, and what a copy reads late may be overwritten by then."""
+    """Caches hold NaN where nothing was written. The source of a late copy may have been overwritten by then."""
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
@@ -64,8 +64,8 @@ def test_steps_equal_attention_over_the_whole_history(
 @pytest.mark.parametrize("window", [-1, 0, 3, 30, 500])
 @pytest.mark.parametrize(("new", "tokens"), [(1, 1), (1, 90), (7, 90), (90, 90), (90, 20), (90, 1)])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_more_queries_than_keys_that_came_up(head_size: int, new: int, tokens: int, window: int) -> None:
-    """The last query stands on the last key, the first ones may stand before all of them."""
+def test_more_queries_than_prefetched_keys(head_size: int, new: int, tokens: int, window: int) -> None:
+    """The last query is at the position of the last key; the first queries may precede all keys."""
     numbers = torch.Generator().manual_seed(0)
     page = 16
     blocks = -(-tokens // page)
@@ -89,7 +89,7 @@ def test_more_queries_than_keys_that_came_up(head_size: int, new: int, tokens: i
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
 
 
-def test_a_window_is_one_call_for_those_that_see_all_and_one_for_the_others() -> None:
+def test_a_window_takes_one_call_for_rows_that_see_all_keys_and_one_for_the_rest() -> None:
     rows = torch.randn(8, 2, 16, 256).half()
     key, value = rows.transpose(1, 2).chunk(2, dim=-1)
     for window, modes in ((-1, [0]), (1000, [0]), (80, [0, 4]), (10, [4])):
@@ -141,13 +141,13 @@ def test_rows_are_stored_at_their_places_and_nowhere_else(
         with link.writing():
             npu.write_kv(key, value, *cache.transpose(1, 2).chunk(2, dim=-1), slots)
             written = link.written()
-        assert cache.isnan().all(), "stored on the side of the computation"
+        assert cache.isnan().all(), "stored by the compute stream"
         link.wait(written)
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("npu_streams")
-def test_whole_pages_that_are_neighbours_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_whole_pages_take_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     copy = torch.Tensor.copy_
     monkeypatch.setattr(
@@ -170,7 +170,7 @@ def test_caches_that_are_not_halves_of_pages_are_refused() -> None:
 
 @pytest.mark.usefixtures("npu_streams")
 def test_copies_to_the_host_are_complete_when_they_arrive() -> None:
-    """And come back to the device in the order of the computation."""
+    """They return to the device in the order of the computation."""
     link: Any = npu.NpuLink(NPU)
     one, other = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
     first = link.arrive(link.start_to_host(one, other))
@@ -180,8 +180,8 @@ def test_copies_to_the_host_are_complete_when_they_arrive() -> None:
 
 
 @pytest.mark.usefixtures("npu_streams")
-def test_what_was_just_stored_comes_up() -> None:
-    """The way up waits for the way down, and not the computation for either."""
+def test_rows_just_stored_are_fetched() -> None:
+    """The copy to the device waits for the copy to the host. The computation waits for neither."""
     link = npu.NpuLink(NPU)
     cache = torch.zeros(4, 2, 8, 32)
     key, value = torch.randn(2, 8, 2, 16)
@@ -196,13 +196,13 @@ def test_what_was_just_stored_comes_up() -> None:
 
 
 @pytest.mark.usefixtures("npu_streams")
-def test_every_block_comes_up_whatever_its_neighbours_are() -> None:
+def test_every_block_is_fetched_whatever_its_neighbours_are() -> None:
     link = npu.NpuLink(NPU)
     cache = torch.randn(300, 2, 4, 8)
     blocks = torch.randperm(300)[:200]
     target = link.staging(250 * cache[:1].nbytes).view(cache.dtype).view(250, *cache.shape[1:])
     point = link.fetch(cache, blocks, target, [link.mark()])
-    assert not target.any(), "begun, not waited for"
+    assert not target.any(), "the copy has started but was not waited for"
     link.wait(point)
     assert torch.equal(target[:200], cache[blocks])
     assert not target[200:].any()

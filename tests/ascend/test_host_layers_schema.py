@@ -1,7 +1,7 @@
-"""What an NPU's host layers ask of genuine torch_npu and of CANN is there, by those names and with those arguments.
+"""All names and arguments that an NPU's host layers use exist in genuine torch_npu and CANN.
 
-The steps run on the CPU; each call of the fused operator also goes through its genuine schema and Meta kernel, and
-every operator of torch's that is used on the way must be one that torch_npu has for its device.
+The steps run on the CPU. Each call of the fused operator also goes through its genuine schema and Meta kernel, and
+every torch operator on the way must be one that torch_npu implements for its device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEVICE = "PrivateUse1"
 
 
 class Used(TorchDispatchMode):
-    """Names of the operators that were asked of torch's dispatcher."""
+    """Names of the operators that were dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ def has_kernel(name: str) -> bool:
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
+def test_a_step_uses_only_operators_that_torch_npu_has(
     window: int | None, head_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading in, in chunks and behind a prefix, decoding with a share, and a prefix of the same step."""
+    """Prefill in chunks and after a prefix, decode with a stream fraction, and a prefix computed in the same step."""
     calls = []
 
     def checked(**given: Any) -> Any:
@@ -79,7 +79,7 @@ def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
     other = scenario.request(300, one, 6)
     used = Used()
     steps = [[Work(one, 0, 60)], [Work(one, 60, 80)], [Work(one, 140, 1), Work(other, 96, 90)], [Work(one, 141, 2)]]
-    scenario.attend(steps[0])  # what is made once
+    scenario.attend(steps[0])  # the first step creates what is then reused
     attend = type(scenario.layers[0]).attend
 
     def watched(*given: Any) -> None:
@@ -96,10 +96,10 @@ def test_a_step_asks_for_nothing_that_torch_npu_does_not_have(
     missing = sorted(name for name in used.names if not has_kernel(name))
     assert not missing
     assert {"aten::logaddexp.out", "aten::lerp_.Tensor", "aten::cat", "aten::copy_", "aten::index.Tensor"} <= used.names
-    assert not has_kernel("aten::_sparse_csr_sum.dim_dtype"), "the question can be answered with no"
+    assert not has_kernel("aten::_sparse_csr_sum.dim_dtype"), "the check can fail"
 
 
-def test_streams_and_events_are_torch_npus() -> None:
+def test_streams_and_events_come_from_torch_npu() -> None:
     runtime = torch.get_device_module("npu")
     assert runtime is torch.npu
     for name in ("Stream", "Event", "stream", "current_stream", "current_device", "mem_get_info"):
@@ -112,7 +112,7 @@ def test_streams_and_events_are_torch_npus() -> None:
 
 
 def test_pinning_is_canns_own_call(tmp_path: Path) -> None:
-    """Compiled against the header that torch_npu brings."""
+    """The call is compiled against the header that torch_npu ships."""
     include = Path(torch_npu.__file__).parent / "include" / "third_party" / "acl" / "inc"
     source = tmp_path / "check.c"
     source.write_text(CHECK)
@@ -123,7 +123,7 @@ def test_pinning_is_canns_own_call(tmp_path: Path) -> None:
 
 
 def test_torch_npu_asks_cann_whether_memory_is_pinned() -> None:
-    """Else its copies from memory of ours would not be asynchronous."""
+    """Otherwise copies from our memory would not be asynchronous."""
     library = (Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so").read_bytes()
     assert b"aclrtPointerGetAttributes" in library
     assert b"The memory is registered." in library

@@ -1,6 +1,6 @@
-"""Every call that we make is one that genuine torch_npu takes: its schema, and the shapes that its Meta kernel infers.
+"""Genuine torch_npu accepts each of our calls: its schema, and the shapes that its Meta kernel infers.
 
-Meta kernels check little: neither head sizes nor masks. That is what tests/ascend/operator.py is for.
+Meta kernels check little: neither head sizes nor masks. tests/ascend/operator.py checks these.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_schema_and_meta_kernel_accept_each_call(what: str) -> None:
         assert lse.dtype == torch.float32
 
 
-def test_the_schema_refuses_what_it_does_not_know() -> None:
+def test_the_schema_refuses_unknown_arguments() -> None:
     problem = problem_of("prefill", 128, "paged")
     given = ascend.arguments(problem, ascend.plan(problem)[0])
     with pytest.raises(RuntimeError, match="actual_seq_lengths_q"):
@@ -73,4 +73,4 @@ def test_the_operator_is_torch_npus_own() -> None:
     assert torch_npu.npu_fused_infer_attention_score is ascend.operator()
     for key in ("Meta", "PrivateUse1"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(NAME, key)
-    assert not torch.npu.is_available(), "these tests are for machines without an NPU"
+    assert not torch.npu.is_available(), "these tests need a machine without an NPU"

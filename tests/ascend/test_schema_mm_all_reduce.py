@@ -1,6 +1,6 @@
-"""What tiling-AllReduce asks of an NPU is what genuine torch_npu has: schemas, Meta kernels, operators of its own.
+"""Genuine torch_npu has what tiling-AllReduce uses on an NPU: schemas, Meta kernels and operators.
 
-Meta kernels check little; the documented limits are those of tests/ascend/mm_all_reduce.py.
+Meta kernels check little. The documented limits are checked by tests/ascend/mm_all_reduce.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def test_schema_and_meta_kernel_accept_the_call(dtype: torch.dtype, bias: bool) 
     assert out.dtype == dtype
 
 
-def test_the_schema_is_the_one_that_the_stand_in_has() -> None:
+def test_the_stand_in_has_the_genuine_schema() -> None:
     arguments = torch._C._get_schema(NAME, "").arguments
     assert [one.name for one in arguments[:3]] == ["x1", "x2", "hcom"]
     defaults = {one.name: one.default_value for one in arguments if one.kwarg_only}
@@ -35,22 +35,22 @@ def test_the_schema_is_the_one_that_the_stand_in_has() -> None:
 
 
 @pytest.mark.parametrize("name", [NAME, "aten::mm.out", "aten::addmm.out"])
-def test_torch_npu_has_it(name: str) -> None:
-    """The last two write a block's product into its place in the output."""
+def test_torch_npu_has_the_operators(name: str) -> None:
+    """The last two write a block's product directly into the output."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1")
 
 
-def test_the_tiled_layer_is_there_for_npus() -> None:
+def test_the_tiled_layer_is_registered_for_npus() -> None:
     assert tiled_linear._library is not None
     assert torch._C._dispatch_has_kernel_for_dispatch_key("fastattention::tiled_linear_all_reduce", "PrivateUse1")
 
 
-def test_torch_npu_has_what_times_are_taken_with() -> None:
+def test_torch_npu_has_the_timing_api() -> None:
     device = torch.get_device_module("npu")
     assert device is torch.npu
     assert {"record", "synchronize", "elapsed_time"} <= vars(device.Event).keys()
     assert callable(device.get_device_name)
 
 
-def test_process_groups_of_hccl_tell_their_name() -> None:
+def test_hccl_process_groups_report_their_name() -> None:
     assert callable(torch_npu._C._distributed_c10d.ProcessGroupHCCL.get_hccl_comm_name)

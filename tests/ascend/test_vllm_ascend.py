@@ -1,7 +1,7 @@
-"""Genuine vllm-ascend on a CPU: its metadata builder and its attention class under ours, step after step, in float64.
+"""Genuine vllm-ascend on a CPU: its metadata builder and the attention class that ours derives from, in float64.
 
-Stood in for: the NPU's operators (tests/ascend/operator.py and two that write the cache), vLLM's and vllm-ascend's
-configuration, and pinned memory.
+Replaced by stand-ins: the NPU's operators (tests/ascend/operator.py and two that write the cache), vLLM's and
+vllm-ascend's configuration, and pinned memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_nz_pages(
     slot_mapping: torch.Tensor,
     **others: Any,
 ) -> None:
-    """``npu_scatter_pa_kv_cache`` into ``[pages, heads, size / 32, page, 32]``."""
+    """Stand-in for ``npu_scatter_pa_kv_cache``, which writes into ``[pages, heads, size / 32, page, 32]``."""
     for new, cache in ((key, key_cache), (value, value_cache)):
         pages, rows = slot_mapping.long() // cache.shape[3], slot_mapping.long() % cache.shape[3]
         cache[pages, :, :, rows] = new.unflatten(-1, (-1, 32))
@@ -92,7 +92,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class Engine:
-    """One attention layer and its cache; requests are known by number, their pages are shuffled."""
+    """One attention layer and its cache. Requests are identified by number; their pages are shuffled."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Engine:
         return torch.randn(shape, generator=self.random).to(self.dtype)
 
     def step(self, new: dict[int, int], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """``new``: tokens of each request. What was computed, and what float64 says."""
+        """Run a step with ``new`` tokens of each request. Returns the computed rows and the float64 reference."""
         tokens = sum(new.values())
         query = self.draw(tokens + padding, self.heads, self.size)
         key, value = self.draw(2, tokens + padding, self.kv_heads, self.size)
@@ -237,8 +237,8 @@ def test_padding_of_parallel_layers_is_left_alone(config: SimpleNamespace) -> No
     assert (computed[5:] == -7.0).all()
 
 
-def test_ours_are_the_calls_that_vllm_ascend_makes_itself(config: SimpleNamespace) -> None:
-    """For the head sizes that it was written for; its own answers are as near to float64."""
+def test_our_operator_calls_equal_vllm_ascends(config: SimpleNamespace) -> None:
+    """Holds for the head sizes that vllm-ascend supports. Its own results are as close to float64 as ours."""
     asked = []
     for backend in (FastAttentionAscendBackend, AscendAttentionBackend):
         engine = Engine(config, backend)
@@ -251,7 +251,7 @@ def test_ours_are_the_calls_that_vllm_ascend_makes_itself(config: SimpleNamespac
 
 
 def test_vllm_ascends_own_window_shows_one_key_more(config: SimpleNamespace) -> None:
-    """As long as this holds, the window is set one smaller in our class."""
+    """Our class sets the window one smaller for as long as this holds."""
     engine = Engine(config, AscendAttentionBackend, window=40)
     computed, expected = engine.step({0: 100})
     with pytest.raises(AssertionError):
@@ -260,7 +260,7 @@ def test_vllm_ascends_own_window_shows_one_key_more(config: SimpleNamespace) -> 
     assert_near(computed, engine.expected(*engine.asked), ROUNDING[engine.dtype])
 
 
-def test_captured_graphs_are_vllm_ascends(config: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_graphs_use_vllm_ascends_attention(config: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(config, window=40)
     engine.step({0: 20})
     engine.step({0: 1})
@@ -279,7 +279,7 @@ def test_captured_graphs_are_vllm_ascends(config: SimpleNamespace, monkeypatch: 
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_int8_cache_of_vllm_ascend(config: SimpleNamespace, steps: str) -> None:
-    """Its "C8" takes the place of our class, layer by layer; through the same operator it is as good as int8 is."""
+    """Its "C8" class replaces ours layer by layer. Through the same operator it is as accurate as int8 allows."""
     library = torch.library.Library("npu", "IMPL")
     library.impl("npu_scatter_pa_kv_cache", write_nz_pages, "CPU")
     engine = Engine(config)
@@ -287,13 +287,14 @@ def test_int8_cache_of_vllm_ascend(config: SimpleNamespace, steps: str) -> None:
     kv_c8.AscendC8KVCacheAttentionMethod({}, "model.layers.0.attn").create_weights(engine.layer)
     assert type(engine.impl) is attention_v1.AscendC8AttentionBackendImpl
     assert engine.layer.kv_cache_torch_dtype == torch.int8
-    scale = 1 / 32  # a power of two; keys are below 4 almost always
+    scale = 1 / 32  # a power of two; almost all keys are below 4
     for name in ("k_cache_scale", "v_cache_scale"):
         getattr(engine.layer, name).data = torch.full((256,), scale, dtype=engine.dtype)
     engine.cache = tuple(cache.to(torch.int8) for cache in engine.cache)
     for new in STEPS[steps]:
         computed, expected = engine.step(new)
-        # A stored number is off by half a step: values by that much, keys change the weights by about as much again.
+        # A stored number is off by up to half a step. Values are off by that much, and keys change the weights by a
+        # similar amount.
         torch.testing.assert_close(computed.double(), expected, rtol=0.0, atol=2.5 * scale)
 
 
@@ -307,7 +308,7 @@ def test_int8_cache_of_vllm_ascend(config: SimpleNamespace, steps: str) -> None:
         ({"num_heads": 65, "num_kv_heads": 1}, "65 query heads"),
     ],
 )
-def test_what_is_not_computed_stops_the_start(config: SimpleNamespace, changes: dict[str, Any], sentence: str) -> None:
+def test_unsupported_features_stop_the_start(config: SimpleNamespace, changes: dict[str, Any], sentence: str) -> None:
     given = {
         "num_heads": 8,
         "head_size": 128,
@@ -332,7 +333,7 @@ def test_float32_stops_the_start(config: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("what", ["sinks", "attn_type", "enable_hamming_sparse"])
-def test_what_vllm_ascend_has_ways_of_its_own_for_stays_with_it(
+def test_layers_that_vllm_ascend_computes_differently_stay_with_it(
     config: SimpleNamespace, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = [8, 128, 1.0, 2, None, None, "auto", None, "decoder", None]
@@ -351,6 +352,6 @@ def test_context_parallel_layers_stay_with_vllm_ascend(config: SimpleNamespace) 
     assert FastAttentionAscendBackend.get_impl_cls().__name__ == "AscendAttentionCPImpl"
 
 
-def test_it_is_a_class_that_vllm_ascends_runner_knows() -> None:
+def test_the_backend_is_one_that_vllm_ascends_runner_accepts() -> None:
     assert issubclass(backend_ascend.FastAttentionAscendBackend, AscendAttentionBackend)
     assert FastAttentionAscendBackend.get_name() == AscendAttentionBackend.get_name()

@@ -1,8 +1,8 @@
 """Host layers in genuine vllm-ascend on a CPU, step after step, against float64.
 
-Genuine: vLLM's attention layers, groups of layers and numbers of blocks, and of vllm-ascend the worker's calls in which
-the memory is counted and the caches are made, its model runner's part of those, its metadata builders. Stood in for:
-the rest of worker and runner, vLLM's configuration, the NPU's operators, streams and pinned memory.
+Genuine: vLLM's attention layers, layer groups and block counts; vllm-ascend's metadata builders, and the calls of its
+worker and model runner that count memory and allocate caches. Replaced by stand-ins: the rest of worker and runner,
+vLLM's configuration, the NPU's operators, streams and pinned memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NPU = torch.device("cpu")
 
 
 class Pins:
-    """Memory that was pinned, by address."""
+    """Pinned memory, by address."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -80,7 +80,7 @@ def asked(
     ascend_config: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[SimpleNamespace]:
-    """A configuration with as much of vLLM's as host layers ask for; threads are as before in the end."""
+    """The part of vLLM's configuration that host layers read. Restores the number of threads afterwards."""
     config.compilation_config = CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE)
     config.scheduler_config = SimpleNamespace(
         enable_chunked_prefill=True,
@@ -116,9 +116,9 @@ def asked(
 
 
 class Model:
-    """Attention layers one after the other, in a worker, with requests known by number.
+    """Attention layers in sequence, in a worker, with requests identified by number.
 
-    ``windows``: of each layer, None if it sees everything.
+    ``windows``: the window of each layer, or None for full attention.
     """
 
     def __init__(self, asked: SimpleNamespace, windows: list[int | None], size: int = 128, **options: Any) -> None:
@@ -139,7 +139,7 @@ class Model:
         self.random = torch.Generator().manual_seed(1)
 
     def attention_layer(self, index: int, window: int | None) -> Any:
-        """Genuine, but not made by its constructor, which asks a genuine configuration."""
+        """A genuine layer, created without its constructor, which needs a genuine configuration."""
         layer: Any = Attention.__new__(Attention)
         nn.Module.__init__(layer)
         impl = FastAttentionAscendBackend.get_impl_cls()(
@@ -170,7 +170,7 @@ class Model:
         return [index for index, layer in enumerate(self.layers) if isinstance(layer.impl, HostLayerImpl)]
 
     def start(self) -> None:
-        """Count memory and make the caches, as vLLM's engine has the worker do."""
+        """Count memory and allocate the caches, as vLLM's engine has the worker do."""
         runner = NPUModelRunner.__new__(NPUModelRunner)
         nothing: dict[str, Any] = {
             "vllm_config": self.config,
@@ -219,7 +219,7 @@ class Model:
         return found
 
     def step(self, new: dict[int, int], padding: int = 0) -> None:
-        """All layers attend for ``new`` tokens of each request, and each is compared."""
+        """Run all layers for ``new`` tokens of each request, and check the result of each layer."""
         before = [self.history[0][request].shape[1] for request in new]
         metadata = self.metadata(new, before, padding)
         for index, layer in enumerate(self.layers):
@@ -242,7 +242,7 @@ class Model:
             assert (computed[tokens:] == -7.0).all()
 
     def draw(self, tokens: int, heads: int) -> torch.Tensor:
-        """As a slice of what a model's one projection gives: not contiguous."""
+        """A slice of the output of one shared projection, as in a model, so it is not contiguous."""
         return torch.randn(tokens, heads, 2 * self.size, generator=self.random).to(self.dtype)[..., : self.size]
 
     def metadata(self, new: dict[int, int], before: list[int], padding: int) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Model:
         return found
 
     def compare(self, computed: torch.Tensor, problem: AttentionProblem) -> None:
-        """As tests/placement/scenario.py does: parts that are merged are each rounded, and so is the result."""
+        """The bound of tests/placement/scenario.py: each merged part is rounded, and so is the result."""
         expected, _ = attention(problem)
         size, _ = attention(replace(problem, value=problem.value.abs()))
         rtol, atol = OUTPUT_TOLERANCE[self.dtype]
@@ -309,7 +309,7 @@ LONG = [{0: 200, 1: 9}, {0: 1, 1: 100}, {0: 30, 1: 3, 2: 256}, {0: 1, 1: 1, 2: 1
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("steps", [*STEPS, "long"])
 def test_equals_float64(asked: SimpleNamespace, steps: str, size: int, share: float) -> None:
-    """Two of four layers on the host; with a share, the NPU reads half of each context while the CPU reads the rest."""
+    """Two of four layers are on the host. With a stream fraction, NPU and CPU each read a part of each context."""
     model = Model(asked, [None] * 4, size, host_kv_layers=2, stream_fraction=share)
     model.start()
     assert len(model.on_host()) == 2
@@ -319,7 +319,7 @@ def test_equals_float64(asked: SimpleNamespace, steps: str, size: int, share: fl
 
 @pytest.mark.parametrize("steps", [*STEPS, "long"])
 def test_windows_have_block_tables_of_their_own(asked: SimpleNamespace, steps: str) -> None:
-    """Alternating layers, as in Gemma; one of each kind on the host."""
+    """Alternating layers, as in Gemma, with one layer of each kind on the host."""
     model = Model(asked, [40, None, 40, None], host_kv_layers=[0, 3])
     model.start()
     assert len(model.tables) == 2
@@ -328,7 +328,7 @@ def test_windows_have_block_tables_of_their_own(asked: SimpleNamespace, steps: s
         model.step(new)
 
 
-def test_padding_of_parallel_layers_is_nobodys(asked: SimpleNamespace) -> None:
+def test_padding_of_parallel_layers_is_ignored(asked: SimpleNamespace) -> None:
     model = Model(asked, [None] * 2, host_kv_layers=1)
     model.start()
     model.step({0: 40, 1: 3})
@@ -336,9 +336,7 @@ def test_padding_of_parallel_layers_is_nobodys(asked: SimpleNamespace) -> None:
     model.step({0: 1, 1: 1, 2: 1, 3: 1}, padding=12)
 
 
-def test_host_layers_take_no_memory_of_the_npu_and_the_pool_has_a_place_for_every_block(
-    asked: SimpleNamespace, pins: Pins
-) -> None:
+def test_host_layers_use_no_npu_memory_and_the_pool_holds_every_block(asked: SimpleNamespace, pins: Pins) -> None:
     model = Model(asked, [None] * 4, host_kv_layers=3)
     model.start()
     blocks = model.kv_cache_config.num_blocks
@@ -387,18 +385,18 @@ def test_memory_that_cannot_be_pinned_stops_the_start(asked: SimpleNamespace, mo
         model.start()
 
 
-def test_auto_takes_as_few_as_make_the_longest_request_fit(asked: SimpleNamespace) -> None:
+def test_auto_moves_the_fewest_layers_that_fit_the_longest_request(asked: SimpleNamespace) -> None:
     model = Model(asked, [None] * 4, host_kv_layers="auto")
     assert model.on_host() == []
     assert asked.additional_config["fastattention"]["host_kv_layers"] == []
     asked.compilation_config = CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE)
-    asked.model_config.max_model_len = 200 * PAGE  # the memory is that of 80 blocks of four layers
+    asked.model_config.max_model_len = 200 * PAGE  # the memory holds 80 blocks of four layers
     model = Model(asked, [None] * 4, host_kv_layers="auto")
     assert len(model.on_host()) == 3
     assert asked.additional_config["fastattention"]["host_kv_layers"] == model.on_host()
 
 
-def test_profiling_before_there_is_a_pool_attends_to_nothing(asked: SimpleNamespace) -> None:
+def test_profiling_before_the_pool_exists_returns_zeros(asked: SimpleNamespace) -> None:
     model = Model(asked, [None] * 2, host_kv_layers=1)
     layer = model.layers[model.on_host()[0]]
     out = torch.full((5, HEADS, 128), -7.0, dtype=model.dtype)
@@ -410,10 +408,10 @@ def test_profiling_before_there_is_a_pool_attends_to_nothing(asked: SimpleNamesp
     ("mode", "after"),
     [("NONE", "NONE"), ("PIECEWISE", "PIECEWISE"), ("FULL_AND_PIECEWISE", "PIECEWISE"), ("FULL_DECODE_ONLY", None)],
 )
-def test_graphs_are_of_the_pieces_between_attention_layers(
+def test_graphs_contain_the_pieces_between_attention_layers(
     asked: SimpleNamespace, mode: str, after: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own rule, for metadata that no graph may hold; where it would leave none, the start ends."""
+    """vLLM's own rule for metadata that cannot be captured. If no graph remains, the start is refused."""
     asked.compilation_config = CompilationConfig(cudagraph_mode=CUDAGraphMode[mode], mode=3)
     asked.compilation_config.cudagraph_capture_sizes = [1]
     asked.compilation_config.set_splitting_ops_for_v1(all2all_backend="naive")
@@ -428,13 +426,13 @@ def test_graphs_are_of_the_pieces_between_attention_layers(
     assert asked.compilation_config.cudagraph_mode.name == after
 
 
-def test_other_blocks_stop_the_start(asked: SimpleNamespace) -> None:
+def test_other_block_sizes_stop_the_start(asked: SimpleNamespace) -> None:
     asked.cache_config.block_size = 256
     with pytest.raises(Refusal, match="blocks of 128 tokens, not 256; pass --block-size 128"):
         Model(asked, [None] * 2, host_kv_layers=1)
 
 
-def test_the_threads_stay_where_they_were_put(asked: SimpleNamespace, ascend_config: SimpleNamespace) -> None:
+def test_host_layers_disable_vllm_ascends_cpu_binding(asked: SimpleNamespace, ascend_config: SimpleNamespace) -> None:
     Model(asked, [None] * 2, host_kv_layers=0)
     assert ascend_config.enable_cpu_binding
     asked.compilation_config = CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE)
@@ -443,7 +441,7 @@ def test_the_threads_stay_where_they_were_put(asked: SimpleNamespace, ascend_con
 
 
 @pytest.mark.parametrize("what", ["attention sinks", "fp8"])
-def test_layers_that_are_not_ours_to_place_stop_the_start(
+def test_layers_that_cannot_be_placed_stop_the_start(
     asked: SimpleNamespace, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = Model.attention_layer
@@ -461,7 +459,7 @@ def test_layers_that_are_not_ours_to_place_stop_the_start(
         Model(asked, [None] * 2, host_kv_layers=1)
 
 
-def test_layers_whose_class_vllm_ascend_replaced_are_no_candidates(asked: SimpleNamespace) -> None:
+def test_layers_whose_class_vllm_ascend_replaced_are_not_candidates(asked: SimpleNamespace) -> None:
     layer = Model(asked, [None] * 2, host_kv_layers=0).layers[0]
     assert hasattr(layer.impl, "host_window")
     layer.impl.__class__ = AscendAttentionBackendImpl

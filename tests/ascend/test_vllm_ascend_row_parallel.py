@@ -1,4 +1,4 @@
-"""Tiling-AllReduce through genuine vllm-ascend: its chooser, its layer, its base class; ranks over gloo on CPUs."""
+"""Tiling-AllReduce through genuine vllm-ascend: its chooser, layer and base class, with ranks over gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.parallel.ranks import Ranks
 
 O_PROJ, DOWN_PROJ = "model.layers.3.self_attn.o_proj", "model.layers.3.mlp.down_proj"
 SECONDS = 600.0
-"""For a task: each rank imports all of vLLM and vllm-ascend before its first."""
+"""Timeout of a task: each rank imports all of vLLM and vllm-ascend before its first one."""
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def two() -> Iterator[Ranks]:
 
 
 def check(found: list[Any], rows: list[int], blocks: list[list[tuple[int, bool]]]) -> None:
-    """Of all ranks. ``blocks``: the sums for each number of rows."""
+    """Check the results of all ranks. ``blocks`` lists the sums for each number of rows."""
     for answers in found:
         for count, (tiled, plain, sums), expected in zip(rows, answers, blocks, strict=True):
             assert tasks.same(tiled, plain), count
@@ -67,13 +67,13 @@ CUTS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_answers_are_those_of_the_plain_layer(two: Ranks, bias: bool, dtype: torch.dtype) -> None:
-    """To the bit: in whole numbers the order of sums does not matter. Short steps are summed as vllm-ascend sums."""
+    """Equal to the bit, because integers sum exactly in any order. Short steps are summed as vllm-ascend does."""
     check(two.run(tasks.compared, Layer(bias=bias, dtype=dtype), ROWS, 3), ROWS, CUTS)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layer", [Layer(skip_bias_add=True), Layer(return_bias=False)])
-def test_a_bias_that_the_caller_adds_is_handed_over(two: Ranks, layer: Layer) -> None:
+def test_a_bias_that_the_caller_adds_is_returned(two: Ranks, layer: Layer) -> None:
     check(two.run(tasks.compared, layer, [300], 2), [300], [[(256, True), (44, True)]])
 
 
@@ -85,7 +85,7 @@ def test_three_ranks() -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_steps_that_are_captured_are_vllm_ascends(two: Ranks) -> None:
+def test_captured_steps_are_summed_by_vllm_ascend(two: Ranks) -> None:
     found = two.run(tasks.compared, Layer(), [300], 3, True)
     check(found, [300], [[(300, False)]])
 
@@ -96,7 +96,7 @@ def test_one_graph_serves_all_lengths(two: Ranks) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_a_group_that_was_made_anew_is_used(two: Ranks) -> None:
+def test_a_recreated_group_is_used(two: Ranks) -> None:
     assert two.run(tasks.after_waking) == [(True, 2)] * 2
 
 
@@ -117,30 +117,28 @@ WAYS = {
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", WAYS)
-def test_auto_takes_what_is_fastest_and_keeps_it(two: Ranks, way: str, tmp_path: Path) -> None:
-    """Each way is kept back in turn; the answers stay."""
+def test_auto_chooses_the_fastest_and_saves_it(two: Ranks, way: str, tmp_path: Path) -> None:
+    """Each implementation is the fastest in turn; the results do not change."""
     seconds, name, cut = WAYS[way]
     (first, *_), _ = found = two.run(tasks.chosen, seconds, str(tmp_path))
     for rank, (trials, same, calls, said) in enumerate(found):
-        assert trials == first, "the ranks agree"
+        assert trials == first, "the ranks must agree"
         assert [trial.rows for trial in trials] == [128, 256, 512]
         assert trials[-1].collective == name
         assert (len(trials[-1].blocks) > 1) == cut
         assert all(same)
-        assert calls == ([(300, rank == 0), (512, rank == 0)] if way == "one call" else []), "bias on one rank"
+        assert calls == ([(300, rank == 0), (512, rank == 0)] if way == "one call" else []), "bias on one rank only"
         assert any("measuring a layer" in line for line in said)
     again = two.run(tasks.chosen, {"plain": FAST, "cut": FAST, "one": FAST}, str(tmp_path))
     for trials, same, _, said in again:
-        assert trials == first, "from the file"
+        assert trials == first, "must come from the file"
         assert all(same)
         assert not any("measuring a layer" in line for line in said)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("refused", "why"), [((True, 0), "EZ9999"), ((False, 6), "2, 4 or 8 NPUs, not 6")])
-def test_where_the_one_call_cannot_be_made_the_log_says_so(
-    two: Ranks, refused: tuple[bool, int], why: str, tmp_path: Path
-) -> None:
+def test_a_failing_fused_call_is_logged(two: Ranks, refused: tuple[bool, int], why: str, tmp_path: Path) -> None:
     seconds = {"plain": SLOW, "cut": FAST, "one": FAST}
     for trials, same, calls, said in two.run(tasks.chosen, seconds, str(tmp_path), *refused):
         assert trials[-1].collective == "hccl"
@@ -160,17 +158,17 @@ def test_where_the_one_call_cannot_be_made_the_log_says_so(
         ((torch.float16, 8, False), "one machine"),
     ],
 )
-def test_limits_of_the_one_call(given: tuple[torch.dtype, int, bool], why: str) -> None:
+def test_limits_of_the_fused_call(given: tuple[torch.dtype, int, bool], why: str) -> None:
     assert why in mm_all_reduce.why_not(*given)
     assert bool(why) == bool(mm_all_reduce.why_not(*given))
 
 
-# --- which layers: in one process, where nothing is summed
+# --- which layers are replaced: one process, no sums
 
 
 @pytest.fixture
 def chooser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-ascend's own, wrapped, with groups of ranks stood in for."""
+    """vllm-ascend's own chooser, wrapped, with stand-ins for the process groups."""
     group = SimpleNamespace(rank_in_group=0, world_size=2, device_group=None, cpu_group=None, unique_name="tp:0")
     monkeypatch.setattr(parallel_state, "_TP", group)
     for name in ("get_mlp_tp_group", "get_otp_group"):
@@ -198,7 +196,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_vllm_ascend_has_ways_of_its_own_for_keeps_them(chooser: None, kind: str) -> None:
+def test_layers_with_their_own_operator_in_vllm_ascend_keep_it(chooser: None, kind: str) -> None:
     prefix, changes = SPECIAL[kind]
     with settings(vllm_settings(2, 3), ascend_settings(**changes)):
         chosen = linear_op.get_parallel_op(False, prefix, torch.nn.Module(), "row")[0]
@@ -216,14 +214,15 @@ def test_plain_layers_become_ours(chooser: None) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "ranks"), [("off", 2), (3, 1), ("auto", 1)])
-def test_nothing_is_replaced_unless_asked_for(chooser: None, blocks: Any, ranks: int) -> None:
+def test_nothing_is_replaced_unless_requested(chooser: None, blocks: Any, ranks: int) -> None:
     with settings(vllm_settings(ranks, blocks), ascend_settings()):
         assert linear_op._get_row_parallel_op(O_PROJ, torch.nn.Module()) is None
     assert not hasattr(tasks.Worker, "_fastattention_before_profiling")
 
 
-def test_without_a_configuration_the_choice_is_vllm_ascends(chooser: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_op, "enable_dsa_cp_with_layer_shard", lambda: False)  # which asks for one
+def test_without_a_configuration_vllm_ascend_chooses(chooser: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the original needs a configuration
+    monkeypatch.setattr(linear_op, "enable_dsa_cp_with_layer_shard", lambda: False)
     with settings(None, ascend_settings()):
         assert linear_op._get_row_parallel_op(O_PROJ, torch.nn.Module()) is None
 
@@ -235,7 +234,7 @@ def test_installing_again_changes_nothing(chooser: None) -> None:
 
 
 def model() -> dict[str, Any]:
-    """Layers of every kind; within :func:`settings`."""
+    """Layers of every kind. Must be called within :func:`settings`."""
     layers = {name: Layer().make(0, f"model.layers.0.{name}") for name in ("o_proj", "down_proj", "int8", "whole")}
     layers["int8"].quant_method = SimpleNamespace()
     layers["whole"].reduce_results = False
@@ -265,12 +264,12 @@ def test_tiling_is_enabled_in_layers_that_fit_and_the_rest_is_counted(
     ]
     assert layers["o_proj"].custom_op.tiled_group == layers["down_proj"].custom_op.tiled_group == "tp:0"
     for left in (layers["int8"], layers["whole"], layers["alone"], layers["adapted"].base_layer):
-        assert left.custom_op is None, "vllm-ascend's own path"
+        assert left.custom_op is None, "must be vllm-ascend's own path"
     assert type(layers["fused"].custom_op) is linear_op.MatmulAllreduceRowParallelOp
 
 
 @pytest.mark.parametrize(("mode", "tiled"), [(0, True), (1, True), (2, False)])
-def test_weights_in_an_order_of_the_npus_own_are_left(chooser: None, mode: int, tiled: bool) -> None:
+def test_weights_in_the_npus_private_format_are_not_tiled(chooser: None, mode: int, tiled: bool) -> None:
     config = vllm_settings(2, 3)
     with settings(config, ascend_settings(weight_nz_mode=mode)):
         layer = Layer().make(0)
@@ -284,8 +283,8 @@ def test_the_full_form_stops_the_start(chooser: None) -> None:
         ascend_row_parallel.enable_tiling(config, torch.nn.ModuleDict())
 
 
-def test_the_settings_are_those_that_vllm_ascend_reads() -> None:
-    """Else a stand-in of theirs would hide that a name has changed."""
+def test_the_settings_have_the_names_that_vllm_ascend_reads() -> None:
+    """Otherwise a stand-in could hide that a name has changed."""
     source = inspect.getsource(utils) + inspect.getsource(ascend_config)
     for name in vars(ascend_settings()):
         assert name in source, name

@@ -1,4 +1,4 @@
-"""``--attention-backend fastattention`` in genuine vLLM and vllm-ascend, in fresh processes, in several orders."""
+"""``--attention-backend fastattention`` in genuine vLLM and vllm-ascend, in fresh processes and several orders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = "fastattention_vllm.integration.ascend.backend.FastAttentionAscendBackend"
 DENSE = "vllm_ascend.attention.attention_v1.AscendAttentionBackend"
 
-# /dev/null stands for an NPU's device node, so that this package's CPU platform steps back.
+# /dev/null replaces an NPU's device node, so that this package's CPU platform does not activate.
 BEGIN = """
 import json
 import fastattention_vllm.integration.plugin as plugin
@@ -109,7 +109,7 @@ load_general_plugins()
 
 
 def run(tmp_path: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a new process in which this package's entry points are installed."""
+    """Run in a new process in which this package's entry points are installed."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     info = tmp_path / "fastattention_vllm-0.dist-info"
     info.mkdir()
@@ -129,7 +129,7 @@ def run(tmp_path: Path, code: str, **environment: str) -> subprocess.CompletedPr
 
 @pytest.mark.timeout(1200)  # each imports all of vLLM and vllm-ascend
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_choice_is_honoured_whatever_came_first(tmp_path: Path, order: str) -> None:
+def test_the_choice_is_honoured_in_any_import_order(tmp_path: Path, order: str) -> None:
     result = run(tmp_path, ORDERS[order] + "\n" + CHOOSE)
     lines = [line for line in result.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, result.stdout[-2000:] + result.stderr[-3000:]

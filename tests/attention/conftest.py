@@ -11,7 +11,7 @@ from tests.attention.isa import set_isa
 
 @pytest.fixture(params=cpu.usable_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine, one after the other."""
+    """Each instruction set of this machine in turn."""
     before = cpu.isa()
     set_isa(request.param)
     yield request.param
@@ -27,7 +27,7 @@ def restore_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def single_threaded_oracle() -> Iterator[None]:
-    """Torch's threads spin between the oracle's small products and would take the cores from the kernels."""
+    """Torch's idle threads spin between the oracle's small products and would take cores from the kernels."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

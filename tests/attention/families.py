@@ -1,7 +1,7 @@
-"""Every kernel family of the registry, as the same tests drive it, and what each one refuses.
+"""Test drivers for every kernel family of the registry, and the features that each one refuses.
 
 ``cpu`` runs for real. Without the hardware, ``volta`` runs on the simulated V100, ``ascend`` and ``torch_flash`` run
-through stand-ins of the one operator that each calls, in float64. ``tests/gpu/test_functional.py`` runs GPUs for real.
+through float64 stand-ins of the one operator that each calls. ``tests/gpu/test_functional.py`` runs on real GPUs.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class UnderTest:
-    """One family."""
+    """One family under test."""
 
     module: ModuleType
     dtype: torch.dtype
     output: tuple[float, float]
-    """Relative and absolute tolerance of outputs around one."""
+    """Relative and absolute tolerance for outputs of about one."""
     lse: tuple[float, float]
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """Features, and also dtypes and head sizes by their text: a regular expression that its sentence matches."""
+    """Refused features, dtypes and head sizes (as text), each with a regular expression that the message matches."""
     head_size: int = 64
     page: int = 16
 
@@ -107,7 +107,7 @@ UNDER_TEST = {
 
 
 def use(name: str, patch: pytest.MonkeyPatch) -> UnderTest:
-    """From now on ``fast_attn_func`` takes this family for tensors on the CPU."""
+    """Make ``fast_attn_func`` use this family for tensors on the CPU."""
     tested = UNDER_TEST[name]
     patch.setattr(functional, "kernels_for", lambda device: tested.module)
     if name == "volta":
@@ -124,13 +124,13 @@ def use(name: str, patch: pytest.MonkeyPatch) -> UnderTest:
 
 
 def refuse_flash(patch: pytest.MonkeyPatch, version: int) -> None:
-    """From now on ``can_run`` of vLLM's FlashAttention answers for tensors on the CPU; nothing computes."""
+    """Make ``can_run`` of vLLM's FlashAttention decide about tensors on the CPU; nothing is computed."""
     patch.setattr(flash, "DEVICE", "cpu")
     patch.setattr(flash, "version", lambda head_size: version)
 
 
 LIBRARIES: dict[str, torch.library.Library] = {}
-"""Kept while they are used: torch forgets what a dropped library has registered."""
+"""Libraries in use: torch unregisters what a garbage-collected library registered."""
 
 
 def flash_attention_forward(
@@ -152,8 +152,8 @@ def flash_attention_forward(
 ) -> tuple[torch.Tensor, ...]:
     """``aten::_flash_attention_forward`` over ragged sequences, in float64, called through torch's genuine schema.
 
-    As its CUDA kernels: masks aligned to the bottom right, ``[heads, tokens]`` of log-sum-exps, plus infinity where a
-    query sees no key.
+    Like the CUDA kernels, it aligns masks to the bottom right and returns log-sum-exps as ``[heads, tokens]``, plus
+    infinity where a query sees no key.
     """
     assert not any(others.values())
     assert dropout_p == 0

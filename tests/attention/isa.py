@@ -1,4 +1,4 @@
-"""Which instruction set the CPU kernels use in this process; users set FASTATTENTION_CPU_ISA before the start."""
+"""Set the instruction set of the CPU kernels in this process; users set FASTATTENTION_CPU_ISA before the start."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from fastattention_vllm.attention.cpu.library import check, library
 
 
 def set_isa(name: str) -> None:
-    """``ValueError`` if it is not usable here."""
+    """Raises ``ValueError`` if the instruction set is not usable here."""
     check(library().fa_cpu_set_isa(name.encode()))

@@ -1,4 +1,4 @@
-"""The obvious and slow answer, in float64, and the problems that kernels are compared on."""
+"""The oracle (simple, slow attention in float64) and the problems on which kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 
-# What one rounding of the output costs, as (relative, absolute) on outputs of size about 1. fp32: the kernels sum up
-# to some thousand terms in fp32 blocks, exp is good to 2 ulp. fp16 and bf16: the same fp32 arithmetic on the same
-# rounded inputs, then one round-to-nearest: half a unit in the last place, 2^-11 and 2^-8 of the value.
+# The error of one rounding of the output, as (relative, absolute), for outputs of about 1. fp32: the kernels sum up to
+# a few thousand terms in fp32 blocks, and exp is good to 2 ulp. fp16 and bf16: the same fp32 arithmetic on the same
+# rounded inputs, then one round-to-nearest, which is half a unit in the last place: 2^-11 and 2^-8 of the value.
 OUTPUT_TOLERANCE = {
     torch.float32: (1e-5, 2e-6),
     torch.float16: (2**-11 + 1e-5, 2e-6),
@@ -21,18 +21,18 @@ OUTPUT_TOLERANCE = {
 }
 LSE_TOLERANCE = (1e-6, 4e-6)
 
-# Kernels on bf16 matrix units round the weights to bf16 (by 2^-8 of each at most), as FlashAttention-2 does, and take a
-# shorter exponential (8.6e-5). For fp16 a weight is the sum of two bf16: the first is off by 2^-8 of it at most, and
-# half a unit in the last place of that is 2^-17. (FlashAttention-2 rounds weights to fp16, by 2^-11.) That is the whole
-# difference: their queries, keys, values and sums are as exact. So many rows (query tokens times query heads per KV
-# head) they leave to fp32:
+# Kernels on bf16 matrix units round the weights to bf16 (by at most 2^-8 of each), as FlashAttention-2 does, and use a
+# shorter exponential (8.6e-5). For fp16 a weight is the sum of two bf16 numbers: the first is off by at most 2^-8 of
+# it, and half a unit in the last place of the rest is 2^-17. (FlashAttention-2 rounds weights to fp16, by 2^-11.) That
+# is the only difference; queries, keys, values and sums are as exact as elsewhere. Up to this many rows (query tokens
+# times query heads per KV head) are computed in fp32 instead:
 BF16_ISAS = {"amx": 2, "avx512_bf16": 4}
 SPLIT_ISAS = {"amx": 6}
 WEIGHT_ROUNDING = {torch.bfloat16: 2**-8 + 8.6e-5, torch.float16: 2**-17}
 
 
 def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out`` and ``lse`` in float64, one sequence and one head at a time; padding rows are zero."""
+    """Return ``out`` and ``lse`` in float64, one sequence and one head at a time. Padding rows are zero."""
     num_tokens, num_heads, head_size = problem.query.shape
     group = num_heads // problem.num_kv_heads
     out = torch.zeros(num_tokens, num_heads, head_size, dtype=torch.float64)
@@ -50,7 +50,7 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         if problem.window[1] >= 0:
             visible &= position <= own + problem.window[1]
         blind = ~visible.any(1)
-        unseen = ~visible.any(0)  # whatever lies there must not matter
+        unseen = ~visible.any(0)  # the contents of unseen rows must not matter
         key, value = (
             _gather(problem, cache.double() * cache_scale, seq, kv_len).masked_fill(unseen[:, None, None], 0.0)
             for cache, cache_scale in ((problem.key, problem.key_scale), (problem.value, problem.value_scale))
@@ -63,7 +63,7 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
                 slope = problem.alibi_slopes.expand(problem.num_seqs, num_heads)[seq, head].double()
                 score = score - slope * (own - position).abs()
             score = score.masked_fill(~visible, -math.inf)
-            if problem.sinks is not None:  # one more key that every row sees, of value zero
+            if problem.sinks is not None:  # a sink is one more key, of value zero, that every row sees
                 sink = problem.sinks[head].double().expand(end - begin, 1)
                 score = torch.cat([score, sink], 1)
             lse[begin:end, head] = score.logsumexp(1)
@@ -83,9 +83,9 @@ def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: in
 
 
 def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
-    """``[num_tokens]`` float64: by what part of each a token's weights may be off, with the instruction set in use.
+    """The relative error allowed for each token's weights with the instruction set in use, ``[num_tokens]`` float64.
 
-    Few rows are attended to in fp32: those of a short sequence always, those of a long one's last block sometimes.
+    A few rows are computed in fp32: always those of a short sequence, sometimes those of a long sequence's last block.
     """
     isa = cpu.isa()
     rounding = torch.zeros(len(problem.query), dtype=torch.float64)
@@ -107,10 +107,10 @@ def assert_matches(
     expected: tuple[torch.Tensor, torch.Tensor],
     slack: float = 1.0,
 ) -> None:
-    """Rows of real query tokens equal the oracle's."""
+    """Check that rows of real query tokens equal the oracle's."""
     real = int(problem.query_start_loc[-1])
     rtol, atol = OUTPUT_TOLERANCE[problem.query.dtype]
-    # Sums over many values of size one cancel: errors are relative to the values, not to the small result.
+    # Sums of many values of size one can cancel, so errors are relative to the values and not to the small result.
     scale = slack * max(1.0, float(expected[0][:real].abs().max())) if real else 1.0
     difference = (out[:real].double() - expected[0][:real]).abs()
     allowed = rtol * expected[0][:real].abs() + atol * scale
@@ -123,7 +123,8 @@ def assert_matches(
     if rounding.any() and not close().all():
         size = attention(replace(problem, value=problem.value.abs()))[0][:real]  # sum of weight * |value|
         more = rounding[:, None, None]
-        allowed = torch.where(more > 0, allowed + more * size + 1e-30, allowed)  # a weight below bf16's least is lost
+        # weights below bf16's smallest number are lost
+        allowed = torch.where(more > 0, allowed + more * size + 1e-30, allowed)
     far = ~close()
     worst = float((difference - allowed)[far].max()) if far.any() else 0.0
     assert not far.any(), f"{int(far.sum())} of {far.numel()} outputs are off, by {worst:.3g} more than allowed"
@@ -136,18 +137,18 @@ def assert_matches(
 
 
 def unused(kv_dtype: torch.dtype) -> float:
-    """What lies where no key is."""
+    """Filler for positions without a key."""
     return math.nan if kv_dtype.is_floating_point else 127
 
 
 def stored(rows: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
-    """As a cache holds them: torch's rounding, also to integers, which are bounded."""
+    """The values that a cache of this dtype stores: torch's rounding, also to integers, within the dtype's range."""
     return rows.to(kv_dtype) if kv_dtype.is_floating_point else rows.round().clamp(-128, 127).to(kv_dtype)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem to draw at random. ``page_size`` 0 means contiguous K and V."""
+    """Parameters of a random problem. ``page_size`` 0 means contiguous K and V."""
 
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
@@ -158,30 +159,31 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     layout: str = "HND"
-    """``HND``: ``[blocks, heads, page, 2 * head_size]`` (vLLM 0.29 and later); ``NHD``: ``[blocks, 2, page, heads,
-    head_size]``."""
+    """``HND``: ``[blocks, heads, page, 2 * head_size]`` (vLLM 0.29 and later).
+    ``NHD``: ``[blocks, 2, page, heads, head_size]``.
+    """
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: str = ""
     """``""``, ``"shared"`` or ``"per sequence"``."""
     sinks: float | None = None
-    """Where the heads' sinks lie, spread by about one; ``-math.inf`` is a sink that changes nothing."""
+    """Mean of the heads' sinks, which are spread by about one. A sink of ``-math.inf`` changes nothing."""
     padding: int = 0
-    """Query tokens after the last sequence."""
+    """Number of padding rows after the last sequence's query tokens."""
     scale: float | None = None
     key_scale: float = 1.0
-    """Of an fp8 cache: keys are about 1 in size, what is stored is that divided by this."""
+    """Scale of an fp8 cache: keys of about 1 are divided by it when they are stored."""
     value_scale: float = 1.0
     seed: int = 0
 
     def build(self) -> AttentionProblem:
-        """K and V lie in shuffled pages; unused pages and rows behind the last token hold NaN."""
+        """Build the problem. K and V are in shuffled pages; unused pages, and rows after the last token, hold NaN."""
         random = torch.Generator().manual_seed(self.seed)
         kv_dtype = self.kv_dtype or self.dtype
         num_seqs = len(self.q_lens)
         total_q = sum(self.q_lens)
-        # The shape vLLM hands over: rows of a wider tensor, of which the query is the first part.
+        # The shape that vLLM passes: rows of a wider tensor whose first part is the query.
         wide = torch.randn(total_q + self.padding, self.num_heads + 2, self.head_size, generator=random).to(self.dtype)
         wide[total_q:] = math.nan
         slopes = None
@@ -208,7 +210,7 @@ class Case:
         )
         scales = (self.key_scale, self.value_scale)
         if self.page_size == 0:
-            gap = 3  # rows between sequences that belong to none
+            gap = 3  # rows between sequences that belong to no sequence
             shape = (sum(self.kv_lens) + gap * (num_seqs + 1), self.num_kv_heads, self.head_size)
             key, value = (torch.full(shape, unused(kv_dtype), dtype=kv_dtype) for _ in range(2))
             first, kv_starts = gap, []

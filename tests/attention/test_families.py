@@ -1,4 +1,4 @@
-"""The same questions to every kernel family: each answers as the definition says, or refuses by name."""
+"""The same problems for every kernel family: each result equals the definition, or the family refuses it by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tested(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> U
 
 
 def problem_of(tested: UnderTest, feature: str, q_lens: Any, kv_lens: Any, **changes: Any) -> AttentionProblem:
-    """The problem of the oracle that stands for the arguments of ``feature``."""
+    """The oracle's problem for the arguments of ``feature``."""
     given = FEATURES[feature]
     case = Case(
         q_lens,
@@ -51,7 +51,7 @@ def problem_of(tested: UnderTest, feature: str, q_lens: Any, kv_lens: Any, **cha
 
 
 def ask(problem: AttentionProblem, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out`` and ``lse`` of ``fast_attn_varlen_func``, ``lse`` as ``[tokens, heads]``."""
+    """Call ``fast_attn_varlen_func``; returns ``out``, and ``lse`` as ``[tokens, heads]``."""
     lengths = problem.seq_lens
     key, value = problem.key, problem.value
     if problem.kv_start_loc is not None:  # this interface has no gaps between sequences
@@ -81,13 +81,13 @@ def assert_right(tested: UnderTest, problem: AttentionProblem, out: torch.Tensor
 
 
 def refused(tested: UnderTest, what: str, call: Any) -> bool:
-    """Whether the family refuses ``what``; then it does so by name, in one sentence."""
+    """Whether the family refuses ``what``. If so, check that it does in one sentence that names it."""
     sentence = tested.refuses.get(what)
     if sentence is None:
         return False
     with pytest.raises(ValueError, match=sentence) as error:
         call()
-    assert len(re.findall(r"\. [A-Z]", str(error.value))) == 0, "one sentence"
+    assert len(re.findall(r"\. [A-Z]", str(error.value))) == 0, "the refusal must be one sentence"
     return True
 
 
@@ -149,7 +149,7 @@ def test_dtypes(tested: UnderTest, dtype: torch.dtype) -> None:
     ],
     ids=["no multiple of KV heads", "fewer values", "another head size", "sinks", "slopes"],
 )
-@pytest.mark.parametrize("name", ["cpu", "volta"])  # these launch whatever they are given
+@pytest.mark.parametrize("name", ["cpu", "volta"])  # the kernels of these two do not check shapes
 def test_shapes_that_do_not_fit_are_refused(
     name: str, wrong: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,8 +204,8 @@ def test_queries_before_the_first_key_see_nothing(tested: UnderTest) -> None:
     assert_right(tested, problem, out, lse)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 40])  # decoded, and a prompt of one and of several blocks
-def test_no_query_and_no_key(tested: UnderTest, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 3, 40])  # a decode token, a prompt of one block, and a prompt of several blocks
+def test_empty_queries_and_keys(tested: UnderTest, tokens: int) -> None:
     q, k = torch.zeros(2, tokens, 4, 64, dtype=tested.dtype), torch.zeros(2, 0, 2, 64, dtype=tested.dtype)
     out, lse, _ = fast_attn_func(q, k, k, return_attn_probs=True)
     assert (out == 0).all()
@@ -228,7 +228,7 @@ def test_no_query_and_no_key(tested: UnderTest, tokens: int) -> None:
         (2, {"window": (7, 3)}, None),
     ],
 )
-def test_what_vllms_flash_attention_refuses(
+def test_refusals_of_vllms_flash_attention(
     version: int, changes: dict[str, Any], sentence: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     families.refuse_flash(monkeypatch, version)
@@ -298,7 +298,7 @@ def test_a_torch_that_pads_the_log_sum_exp_is_refused(monkeypatch: pytest.Monkey
         ask(problem, "causal")
 
 
-def test_every_family_of_the_registry_is_asked() -> None:
+def test_every_family_of_the_registry_is_tested() -> None:
     assert {family.name for family in FAMILIES} == {*UNDER_TEST, "flash"}
     for name, tested in UNDER_TEST.items():
         assert next(family for family in FAMILIES if family.name == name).load() is tested.module

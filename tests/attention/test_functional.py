@@ -1,4 +1,4 @@
-"""fast_attn_func and fast_attn_varlen_func: flash_attn's interface, eager and compiled."""
+"""fast_attn_func and fast_attn_varlen_func have flash_attn's interface, both eager and compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastattention_vllm.attention.problem import AttentionProblem, deliver
 from tests.attention import oracle
 from tests.attention.oracle import Case
 
-# flash_attn 2.8 flash_attn_interface.py, argument names and defaults.
+# Argument names and defaults of flash_attn 2.8, flash_attn_interface.py.
 FLASH_ATTN_FUNC = (
     "(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
@@ -72,7 +72,7 @@ def varlen(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("function", "theirs"), [(fast_attn_func, FLASH_ATTN_FUNC), (fast_attn_varlen_func, FLASH_ATTN_VARLEN_FUNC)]
 )
-def test_the_signature_is_flash_attns_and_one_argument_by_name(function: Any, theirs: str) -> None:
+def test_the_signature_is_flash_attns_plus_one_keyword_argument(function: Any, theirs: str) -> None:
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == theirs[:-1] + ", *, sinks=None)"
@@ -194,7 +194,7 @@ def test_every_device_has_kernels(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "vllm_has_flash", lambda: vllm_flash)
-    asked = SimpleNamespace(type=device.partition(":")[0])  # a torch without a GPU knows no device "npu"
+    asked = SimpleNamespace(type=device.partition(":")[0])  # a torch build without GPU support knows no device "npu"
     module = kernels_for(asked)  # type: ignore[arg-type]
     assert module.__name__.removesuffix(".kernels") == f"fastattention_vllm.attention.{family}"  # type: ignore[attr-defined]
 
@@ -212,15 +212,15 @@ def test_compiled_flash_attention_is_found_without_importing_vllm(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     found = kernels.vllm_has_flash.__wrapped__
     (tmp_path / "vllm_flash_attn").mkdir()
-    assert not found(), "a vLLM without compiled kernels"
+    assert not found(), "this vLLM has no compiled kernels"
     (tmp_path / "vllm_flash_attn" / "_vllm_fa2_C.abi3.so").touch()
     assert found()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not found(), "no vLLM"
+    assert not found(), "vLLM must not be imported"
 
 
 class OfADevice:
-    """Kernels that are given contiguous keys or pages as vLLM has them, lengths on the host, and answer new tensors."""
+    """Stand-in kernels that expect contiguous keys or vLLM's pages, and lengths on the host, and return new tensors."""
 
     ANY_PAGE_SIZE = False
 
@@ -228,7 +228,7 @@ class OfADevice:
     def run(problem: AttentionProblem, *, out: torch.Tensor, lse: torch.Tensor) -> None:
         found, sums = oracle.attention(problem)
         real = int(problem.query_start_loc[-1])
-        found[real:], sums[real:] = math.nan, math.nan  # padding: whatever
+        found[real:], sums[real:] = math.nan, math.nan  # padding may hold anything
         deliver(problem, found, sums, out, lse)
 
 

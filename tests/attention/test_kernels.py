@@ -1,4 +1,4 @@
-"""The registry of kernel families, and that no family ignores a part of the problem."""
+"""The registry of kernel families, and a check that no family ignores a field of the problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.test_arrows import imports
 PACKAGE = Path(str(fastattention_vllm.__file__)).parent
 FIELDS = {field.name for field in dataclasses.fields(AttentionProblem)}
 OF_FP8 = {"key_scale", "value_scale"}
-"""Factors of fp8 keys and values, for families that refuse fp8 by its dtype."""
+"""Scales of fp8 keys and values. Families that refuse fp8 by its dtype need not read them."""
 NOT_READ = {
     "fastattention_vllm.attention.flash": OF_FP8,
     "fastattention_vllm.attention.torch_flash": OF_FP8,
@@ -25,7 +25,7 @@ NOT_READ = {
 
 
 def families() -> Iterator[str]:
-    """Every module of attention/ that has the functions of the protocol."""
+    """All modules of attention/ that implement the protocol."""
     for path in sorted((PACKAGE / "attention").rglob("*.py")):
         functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
         if {"can_run", "run"} <= functions:
@@ -36,7 +36,7 @@ FAMILIES = tuple(families())
 
 
 def read_by(code: str) -> set[str]:
-    """Fields of a problem that a module names: as an attribute, or as a string for ``getattr``."""
+    """Fields of a problem that a module names, as an attribute or as a string for ``getattr``."""
     tree = ast.parse(code)
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -55,9 +55,9 @@ def test_every_family_is_in_the_registry(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_is_read_or_refused(family: str) -> None:
-    """A field that a family never names is computed as if it were not there: a wrong answer without a message."""
+    """If a family never reads a field, it computes as if the field were not set: a wrong result without a message."""
     assert FIELDS - read_by(source(family)) == NOT_READ.get(family, set())
 
 
-def test_a_field_that_is_forgotten_is_noticed() -> None:
+def test_an_unread_field_is_detected() -> None:
     assert FIELDS - read_by(source(ascend.__name__).replace("problem.sinks is not None", "False")) == {"sinks"}

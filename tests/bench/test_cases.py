@@ -17,12 +17,12 @@ from fastattention_vllm.bench.suites import SUITES, cases_of
         "prefill bf16 (32,32,128) 100 on 28 b2",
     ],
 )
-def test_a_case_is_spelled_as_it_was_read(text: str) -> None:
+def test_a_parsed_case_prints_as_it_was_written(text: str) -> None:
     assert str(parse_case(text)) == text
     assert parse_case(str(parse_case(text))) == parse_case(text)
 
 
-def test_what_a_case_means() -> None:
+def test_meaning_of_a_case() -> None:
     assert parse_case("prefill bf16 (32,8,128) 512 on 8K") == Case(
         kind="prefill",
         dtype="bf16",
@@ -40,7 +40,7 @@ def test_what_a_case_means() -> None:
 def test_bytes_and_flops() -> None:
     decode = parse_case("decode bf16/fp8 (32,8,128) 1000 b2 page16")
     assert decode.kv_bytes == 2 * 2 * 1000 * 8 * 128
-    assert decode.layer_bytes == 2 * 2 * 1008 * 8 * 128, "whole pages"
+    assert decode.layer_bytes == 2 * 2 * 1008 * 8 * 128, "cases read whole pages"
     assert decode.flops == 4 * 128 * 32 * 1000 * 2
     prefill = parse_case("prefill fp16 (4,4,64) 3 on 5")
     assert prefill.flops == 4 * 64 * 4 * (6 + 7 + 8), "each row sees one position more"
@@ -57,7 +57,7 @@ def test_bytes_and_flops() -> None:
         ("decode bf16 (8,0,64) 4K", "at least 1"),
     ],
 )
-def test_a_case_that_is_none(text: str, said: str) -> None:
+def test_invalid_cases_are_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
         parse_case(text)
     assert "\n" not in str(error.value)
@@ -69,7 +69,7 @@ def test_every_suite_is_spelled_right(suite: str) -> None:
     assert len(set(cases)) == len(cases) > 0
 
 
-def test_the_suites_hold_what_the_means_are_over() -> None:
+def test_the_suites_contain_the_cases_of_the_means() -> None:
     peers = {str(case) for case in cases_of("peers")}
     for heads in ("(32,8,128)", "(32,32,128)", "(8,1,64)"):
         assert {f"decode bf16 {heads} 4K b1", f"decode fp16 {heads} 128K b16", f"prefill bf16 {heads} 8K"} <= peers

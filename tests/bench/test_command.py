@@ -40,7 +40,7 @@ def test_from_the_command_line_to_the_plots(tmp_path: Path) -> None:
     names = {path.name for path in plots.glob("*.png")}
     assert names == {"decode-roofline-by-context.png", "decode-speed-by-context.png"}
     assert "of the roofline" in result.stdout
-    # On a busy machine, where this runs too, no row may be fit for a mean.
+    # On a busy machine, where this also runs, there may be no undisturbed row for a mean.
     assert "geometric mean" in result.stdout or not any(row.reliable for row in report.rows)
 
 
@@ -73,7 +73,7 @@ def test_errors_are_one_sentence(arguments: list[str], said: str) -> None:
         (["decode fp16 (4,2,300) 100 b1", "decode fp16 (4,2,64) 100 b1"], "ours", 0),
     ],
 )
-def test_the_exit_status_says_that_no_case_could_run(cases: list[str], contender: str, status: int) -> None:
+def test_the_exit_status_reports_that_no_case_could_run(cases: list[str], contender: str, status: int) -> None:
     spelled = [argument for case in cases for argument in ("--case", case)]
     result = bench(*spelled, "--contender", contender, "--threads", "1", "--rounds", "1", "--sweep-gib", "0.01")
     assert result.returncode == status, result.stderr
@@ -116,7 +116,7 @@ sys.exit(cli.main())
         ),
     ],
 )
-def test_only_what_draws_needs_matplotlib(arguments: list[str], status: int, said: str, tmp_path: Path) -> None:
+def test_only_plots_need_matplotlib(arguments: list[str], status: int, said: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_MATPLOTLIB, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (status, said)

@@ -40,18 +40,18 @@ def test_each_contender_computes_the_case(contender: CpuContender, case: Case) -
     assert not verdict.wrong, verdict
     assert verdict.error < verdict.allowed / 3
     assert bound.calls[1]().shape == query.shape
-    assert not torch.equal(bound.calls[0]().clone(), bound.calls[1]()), "each layer has a cache of its own"
+    assert not torch.equal(bound.calls[0]().clone(), bound.calls[1]()), "each layer must have a separate cache"
 
 
 @pytest.mark.usefixtures("hurried")
-def test_pages_larger_than_the_numbers_that_are_drawn() -> None:
+def test_pages_larger_than_the_pool_of_random_numbers() -> None:
     row = measure("decode bf16 (8,8,128) 5000 b1 page5000", [])["None"]
     assert row.ours is not None
     assert row.error is not None
 
 
 class Broken(Sdpa):
-    """SDPA of another problem; answers as fast as one likes."""
+    """SDPA of another problem: wrong, however fast it is."""
 
     def __init__(self, name: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.name = self.peer = name
@@ -101,7 +101,7 @@ def test_a_failing_contender_is_a_row_with_its_reason() -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_ours_wrong_leaves_the_peer_and_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_of_ours_keeps_the_peer_without_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     bind = Ours.bind
 
     def spoiled(self: Ours, case: Case, query: torch.Tensor, layers: list[torch.Tensor]) -> Bound:
@@ -115,7 +115,7 @@ def test_ours_wrong_leaves_the_peer_and_no_ratio(monkeypatch: pytest.MonkeyPatch
     assert any("ours is wrong" in note for note in row.notes)
 
 
-def test_a_case_that_memory_does_not_allow_is_a_row_that_says_so() -> None:
+def test_a_case_too_large_for_memory_is_a_row_with_the_reason() -> None:
     rows = measure("decode fp32 (128,128,256) 1024K b64", [Sdpa()])
     assert list(rows) == ["None"]
     assert "may be used here" in rows["None"].notes[0]
@@ -129,7 +129,7 @@ def test_an_unknown_contender() -> None:
 def test_without_a_cpu_build_of_vllm_one_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The ordinary environment of this package; vLLM itself would print a warning about a missing module."""
+    """This is the package's ordinary environment, where vLLM itself would print a warning about a missing module."""
     case = parse_case("decode bf16 (8,2,64) 512 b1", 128)
     vllm_native._operators.cache_clear()
     assert "compiled CPU kernels" in (vllm_native.CpuAttn().why_not(case) or "")

@@ -35,10 +35,10 @@ def test_losing_rows_count_and_are_named() -> None:
     assert (decode.group, decode.mean, decode.count, decode.losses) == ("decode", pytest.approx(1.0), 2, 1)
     assert decode.worst.case == "decode bf16 (32,8,128) 8K b1"
     assert (prefill.group, prefill.mean, prefill.losses) == ("prefill bf16", pytest.approx(3.0), 0)
-    assert cpu_report(rows, 2).rows == rows, "no row is left out of the file"
+    assert cpu_report(rows, 2).rows == rows, "the file must contain every row"
 
 
-def test_the_better_of_the_peers_is_the_one_that_is_hardest_to_beat() -> None:
+def test_ours_is_compared_with_the_fastest_peer() -> None:
     cases = ["decode bf16 (32,8,128) 4K b1", "decode fp16 (32,8,128) 4K b1"]
     rows = [row(cases[0], 2.0), row(cases[0], 8.0, "vLLM"), row(cases[1], 5.0), row(cases[1], 0.5, "vLLM")]
     means = {summary.peer: summary.mean for summary in summaries(rows)}

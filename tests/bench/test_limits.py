@@ -13,7 +13,7 @@ from fastattention_vllm.bench.limits import Roofline
 
 @pytest.mark.parametrize("text", ["decode bf16 (4,2,64) 50 b3 page16", "decode fp32 (4,1,8) 64 b2 page16"])
 def test_the_plain_read_covers_the_bytes_that_attention_reads(text: str) -> None:
-    """Everything up to the last token of each sequence, and nothing behind it."""
+    """The read covers everything up to the last token of each sequence, and nothing after it."""
     case = parse_case(text)
     layer = torch.randint(0, 256, (case.layer_bytes,), dtype=torch.uint8)
     table = block_table(case)
@@ -43,7 +43,7 @@ def test_units_that_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.usable_kinds("fp32") == {"fp32_fma": 1}
 
 
-def test_a_unit_that_takes_four_products_for_one_has_a_quarter_of_the_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_needs_four_products_has_a_quarter_of_the_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "peak", lambda kind, iterations: 400.0)
     monkeypatch.setattr(limits.Peak, "_seconds", lambda self: self() or 1.0)
     peak = limits.Peak("bf16_amx", 4)
@@ -51,7 +51,7 @@ def test_a_unit_that_takes_four_products_for_one_has_a_quarter_of_the_flops(monk
     assert peak.kind == "bf16_amx / 4"
 
 
-def test_the_fastest_unit_counts_and_not_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_unit_is_the_limit_even_if_it_is_not_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"bf16_dot": 1.0, "fp32_fma": 2.0}
     monkeypatch.setattr(roofline, "peak_kinds", lambda: list(rates))
     monkeypatch.setattr(roofline, "peak", lambda kind, iterations: 1.0)  # this machine may lack the unit

@@ -9,8 +9,8 @@ from fastattention_vllm.bench.measure import Subject, run_rounds
 from fastattention_vllm.bench.sampling import Rotation
 
 
-def test_everyone_takes_the_next_layer() -> None:
-    """No one may find a layer in a cache because another has just read it."""
+def test_each_call_uses_the_next_layer() -> None:
+    """No contender may find a layer in a cache because another one has just read it."""
     rotation = Rotation(3)
     seen: list[tuple[str, int]] = []
     subjects = [

@@ -9,7 +9,7 @@ from fastattention_vllm.bench.cases import parse_case
 from fastattention_vllm.bench.memory import Arena, plan_rotation
 
 GIB = 2**30
-CASE = parse_case("decode bf16 (32,8,128) 32K b1")  # 128 MiB a layer
+CASE = parse_case("decode bf16 (32,8,128) 32K b1")  # 128 MiB per layer
 
 
 def test_a_sweep_is_4_gib_or_8_caches() -> None:
@@ -18,14 +18,14 @@ def test_a_sweep_is_4_gib_or_8_caches() -> None:
     assert plan_rotation(CASE, available=64 * GIB, cache=GIB).note is None
 
 
-def test_less_memory_is_said() -> None:
+def test_a_sweep_shortened_by_memory_is_reported() -> None:
     plan = plan_rotation(CASE, available=2 * GIB, cache=0)
     assert plan.layers == 9
     assert plan.note is not None
     assert "1.12 GiB instead of 4 GiB, because memory is short" in plan.note
 
 
-def test_less_on_request_is_said_too() -> None:
+def test_a_sweep_shortened_on_request_is_reported() -> None:
     plan = plan_rotation(CASE, available=64 * GIB, cache=0, asked=GIB)
     assert plan.layers == 8
     assert plan.note is not None
@@ -49,4 +49,4 @@ def test_layers_are_apart_and_full_of_numbers() -> None:
     numbers = layers[2].view(torch.float16).float()
     assert 0.9 < numbers.std() < 1.1
     other = arena.layers(parse_case("decode fp32 (8,2,64) 300 b1 page16"), 1)[0].view(torch.float32)
-    assert 0.9 < other.std() < 1.1, "refilled for another dtype"
+    assert 0.9 < other.std() < 1.1, "must be refilled for another dtype"

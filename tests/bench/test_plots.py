@@ -13,12 +13,12 @@ ROWS = [
 ]
 
 
-def test_a_line_joins_what_differs_in_its_context_only() -> None:
+def test_a_line_joins_cases_that_differ_only_in_context() -> None:
     found = panels(ROWS, dtype_of, heads_of, context_of, lambda row: [percent_of_roofline(row)])
     assert found == {"bf16": {"(32,8,128) b1": [(4096.0, 80.0), (32768.0, pytest.approx(90.0))]}}
 
 
-def test_a_panel_holds_everyone_lost_cases_too() -> None:
+def test_a_panel_shows_every_contender_and_lost_cases() -> None:
     found = panels(ROWS, lambda row: f"{dtype_of(row)} {heads_of(row)}", None, context_of, speeds)
     (lines,) = found.values()
     assert lines["torch SDPA"] == [(4096.0, 20.0), (32768.0, 5.0)]

@@ -22,7 +22,7 @@ def test_without_both_sides_there_is_no_ratio(ours: float | None, peer: float | 
     assert compared("c", "decode rate", "GB/s", ours, better="higher", peer_name="p", peer=peer).ratio is None
 
 
-def test_a_benchmark_s_own_fields_come_after_everyone_s(tmp_path: Path) -> None:
+def test_a_benchmarks_own_fields_come_after_the_common_ones(tmp_path: Path) -> None:
     found = report([compared("c", "decode", "ms", 1.0, better="lower", **{"rounds ms": [1.0]})], "a CPU", complete=True)
     found.write(tmp_path / "file.json")
     read = Report[Row].model_validate_json((tmp_path / "file.json").read_text())
@@ -32,7 +32,7 @@ def test_a_benchmark_s_own_fields_come_after_everyone_s(tmp_path: Path) -> None:
     assert list(read.rows[0].model_dump()) == [*KEYS, "rounds ms"]
 
 
-def test_a_row_without_its_unit_is_none() -> None:
+def test_a_row_without_a_unit_is_refused() -> None:
     with pytest.raises(ValidationError, match="unit"):
         Row.model_validate({"case": "c", "metric": "decode", "ours": 1.0})
 

@@ -18,7 +18,7 @@ from fastattention_vllm.bench.saved_report import saved_report
         ('{"rows": 3}', "its rows are no list"),
     ],
 )
-def test_what_is_no_result(content: str | None, message: str, tmp_path: Path) -> None:
+def test_files_without_results_are_refused(content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     if content is not None:
         path.write_text(content)

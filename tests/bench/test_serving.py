@@ -1,4 +1,4 @@
-"""Latencies from the arrival of streamed tokens, and the client that sees them arrive."""
+"""Latencies computed from the arrival of streamed tokens, and the client that measures them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ serve(int(sys.argv[sys.argv.index("--port") + 1]))
 
 
 class Fake(http.server.BaseHTTPRequestHandler):
-    """The least of an OpenAI server: one event without tokens, one with one, then two at a time."""
+    """A minimal OpenAI server: one event without tokens, one with one token, then two tokens per event."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -63,7 +63,7 @@ def test_tokens_are_counted_as_they_arrive(server: Server) -> None:
     assert arrivals == sorted(arrivals)
 
 
-def test_requests_are_asked_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_sent_concurrently(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     barriers: list[threading.Barrier] = []
 
     def stream(prompt: list[int], tokens: int, started: threading.Barrier) -> serving.Arrivals:
@@ -95,11 +95,11 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
 
 
 def test_the_median_is_over_tokens_not_events() -> None:
-    """A late event with two tokens is two gaps; one slow token does not move the median."""
+    """A late event with two tokens counts as two gaps. One slow token does not move the median."""
     assert inter_token_seconds([[(0.0, 1), (1.0, 2), (5.0, 4), (15.0, 5)]]) == pytest.approx(2.0)
 
 
-def test_only_the_time_counts_in_which_all_are_answered() -> None:
+def test_only_the_time_when_all_streams_overlap_counts() -> None:
     alone, together = 0.1, 1.0
     first = [
         (0.0, 1),
@@ -119,18 +119,18 @@ def test_streams_that_never_overlap_are_refused() -> None:
         inter_token_seconds([[(0.0, 1), (1.0, 2)], [(2.0, 1), (3.0, 2)]])
 
 
-def test_what_others_took_of_the_machine() -> None:
+def test_cpu_time_of_other_processes() -> None:
     assert foreign_share(3.0, 2.5, 2.0) == pytest.approx(0.25)
-    assert foreign_share(2.0, 2.1, 2.0) == 0.0, "the machine's clock is coarser than ours"
+    assert foreign_share(2.0, 2.1, 2.0) == 0.0, "the system's CPU accounting is coarser than our clock"
 
 
-def test_cpu_time_covers_what_a_server_uses(server: Server) -> None:
+def test_cpu_time_covers_a_servers_usage(server: Server) -> None:
     before, own, everyone = server.cpu_seconds(), serving.own_cpu_seconds(), serving.machine_cpu_seconds()
     used = 0.0
-    for _ in range(2000):  # requests, of which some hundred suffice
+    for _ in range(2000):  # a few hundred requests suffice
         server.stream([1], 401)
         used = server.cpu_seconds() - before
-        if used > 0.1:  # the clock's unit is 0.01
+        if used > 0.1:  # the clock's resolution is 0.01
             break
     assert used > 0.1
     assert serving.own_cpu_seconds() > own

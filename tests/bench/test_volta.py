@@ -1,4 +1,4 @@
-"""`fastattention bench volta` without a GPU: answers by the simulated V100, times by a clock that the tests set."""
+"""`fastattention bench volta` without a GPU: results come from the simulated V100, times from a clock set by tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ L2_BYTES = 3 * DECODE.kv_bytes // volta.MIN_ROTATED
 
 
 class Clock:
-    """In the place of a GPU."""
+    """Replaces the GPU's clock."""
 
     device = torch.device("cpu")
 
@@ -54,7 +54,7 @@ class Clock:
 
 
 class Played:
-    """Takes ``takes`` seconds on ``clock``, one after the other, and is right; unless ``error`` is raised."""
+    """A contender that takes each of ``takes`` seconds on ``clock`` in turn and is right, or raises ``error``."""
 
     def __init__(self, name: str, clock: Clock, takes: Sequence[float], error: Exception | None = None) -> None:
         self.name = self.peer = name
@@ -80,7 +80,7 @@ class Played:
         return Bound([play(call) for call in right.calls])
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ class Played:
     ],
     ids=str,
 )
-def test_everyone_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_contenders_compute_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     grids = simulated_gpu.use(monkeypatch)
     monkeypatch.setattr(gpus, "interleave", lambda gpu, timed, rounds: [one.samples.clean.append(1.0) for one in timed])
     rows = {row.contender: row for row in volta.measure(case, contenders(), Clock(), 1, 0)}
@@ -105,7 +105,7 @@ def test_everyone_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch)
         assert rows[name].note == ""
         assert rows[name].error is not None
         assert rows[name].error < 2e-3
-    # On CPUs torch has no memory-efficient kernel, and xformers is not there: rows that say why.
+    # On CPUs, torch has no memory-efficient kernel and xformers is missing; these rows give the reason.
     assert rows["torch SDPA, mem-efficient"].value is None
     assert rows["torch SDPA, mem-efficient"].note
     if xformers.version() is None:
@@ -113,7 +113,7 @@ def test_everyone_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch)
 
 
 class LowerTriangularMask:
-    """As xformers documents it."""
+    """As documented by xformers."""
 
     def materialize(self, shape: tuple[int, int]) -> torch.Tensor:
         return torch.full(shape, -torch.inf).triu(1)
@@ -125,8 +125,8 @@ class NoMask:
 
 
 @pytest.mark.parametrize("case", [PREFILL, DECODE], ids=str)
-def test_what_xformers_is_given(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the equivalent PyTorch code of its documentation: it computes on GPUs only."""
+def test_arguments_passed_to_xformers(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked with the equivalent PyTorch code from xformers' documentation, because xformers computes only on GPUs."""
 
     def documented(query: Any, key: Any, value: Any, attn_bias: Any = None, scale: float | None = None) -> Any:
         return memory_efficient_attention(query, key, value, attn_bias or NoMask(), scale=scale)
@@ -140,7 +140,7 @@ def test_what_xformers_is_given(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     assert volta.error_of(case, query, layers[0], one.bind(case, query, layers).answer()) < 2e-3
 
 
-def test_errors_are_of_the_rows_that_a_causal_mask_leaves() -> None:
+def test_errors_cover_only_rows_that_a_causal_mask_keeps() -> None:
     query = torch.randn(2 * 48, 2, 64, dtype=torch.float16)
     layer = Layer(*(torch.randn(2, 48, 2, 64, dtype=torch.float16) for _ in range(2)))
     sdpa = Sdpa("math", torch.nn.attention.SDPBackend.MATH)
@@ -179,7 +179,7 @@ def test_decoding_rotates_and_counts_a_layer() -> None:
         clock = Clock(capturable)
         (row,) = volta.measure(DECODE, [Played(OURS, clock, [0.01])], clock, 3, L2_BYTES)
         assert row.captured is capturable
-        assert row.milliseconds == pytest.approx(10.0)  # of one of the three layers
+        assert row.milliseconds == pytest.approx(10.0)  # the time of one of the three layers
         assert row.value == pytest.approx(4 * 64 * 160 * 2 * 2 / 0.01 / 1e9)
     assert len(volta._tensors(DECODE, clock.device, L2_BYTES)[1]) == 3
     assert len(volta._tensors(PREFILL, clock.device, L2_BYTES)[1]) == 1
@@ -210,10 +210,10 @@ def test_samples_take_turns_and_a_slow_one_is_not_the_median() -> None:
     assert quick.samples.median == pytest.approx(1e-4)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_failures_are_rows() -> None:
+def test_failures_are_reported_as_rows() -> None:
     clock = Clock()
     wrong = Played("wrong", clock, [0.01])
     wrong.off = 0.5
@@ -236,7 +236,7 @@ def test_failures_are_rows() -> None:
     assert clock.frees >= len(everyone)
 
 
-def test_no_memory_for_the_numbers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*arguments: object, **named: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -343,7 +343,7 @@ class WallClock(Clock):
         return 0.1
 
 
-def test_the_table_keeps_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_failures(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     everyone = [
         Played(OURS, clock, [0.02]),
@@ -362,7 +362,7 @@ def test_the_table_keeps_what_failed(capsys: pytest.CaptureFixture[str]) -> None
     assert "Tesla V100, ours: machine code of sm_70" in printed
 
 
-def test_a_wrong_answer_of_ours_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_result_of_ours_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock, console = Clock(), Console(file=(tmp_path / "printed").open("w"))
     monkeypatch.setattr(gpus, "CudaGpu", lambda: clock)
     monkeypatch.setattr(gpus, "hardware", lambda: {"gpu": "Tesla V100"})
@@ -384,7 +384,7 @@ def test_how_kernels_run() -> None:
     assert volta.how_kernels_run(turing, (9, 0)) == "sm_75, compiled from PTX by the driver"
 
 
-def test_kernels_of_no_name() -> None:
+def test_unknown_kernel_names() -> None:
     assert volta.why_not("sm_75") == "--kernels is 'sm_75'; there are auto, ptx, ptx-sm_75."
 
 

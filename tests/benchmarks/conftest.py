@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/ import each other by bare names, as they do when one of them is run; so do their tests."""
+"""Scripts of benchmarks/ import each other by bare names, as when one of them is run; so do their tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/ablation.py and cpu_variants.py: that what is switched off is off, and where a gain is above one."""
+"""benchmarks/ablation.py and cpu_variants.py: each variant really lacks its feature, and gains are above one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_gain_is_above_one_in_every_unit() -> None:
 
 
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx512", "avx2", "neon", "scalar"])
-def test_what_is_taken_out_of_the_cpu_kernels_is_there(isa: str, tmp_path: Path) -> None:
+def test_each_edit_of_the_cpu_kernels_still_applies(isa: str, tmp_path: Path) -> None:
     sources = cpu_variants.KERNELS / "src"
     for number, edits in enumerate(
         [cpu_variants.EVERY_KEY, cpu_variants.rows_of_one_panel(isa), cpu_variants.one_tile(isa, 8192)]
@@ -44,13 +44,13 @@ def test_what_is_taken_out_of_the_cpu_kernels_is_there(isa: str, tmp_path: Path)
 
 
 def talker(some: str) -> subprocess.Popen[str]:
-    """In the place of a build: answers each line with these numbers."""
+    """Replaces a build: answers each line with these numbers."""
     line = f'{{"seconds": 1.0, "some": [{some}]}}'
     script = f"import sys\nfor _ in sys.stdin: print({line!r}, flush=True)"
     return subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_builds_that_compute_something_else_are_no_ablation() -> None:
+def test_builds_that_compute_something_else_are_refused() -> None:
     took = ablation_cpu.in_turns({"": talker("0.5, 1"), "masks": talker("0.501, 1")})
     assert took == {"": [1.0] * ablation_cpu.ROUNDS, "masks": [1.0] * ablation_cpu.ROUNDS}
     for wrong in ("0.6, 1", "0.5, NaN"):
@@ -58,14 +58,14 @@ def test_builds_that_compute_something_else_are_no_ablation() -> None:
             ablation_cpu.in_turns({"": talker("0.5, 1"), "masks": talker(wrong)})
 
 
-def test_a_simulated_kernel_without_skipping_or_levels_is_right_and_slower() -> None:
+def test_a_simulated_kernel_without_skipping_or_levels_is_correct_and_slower() -> None:
     every_key = ablation_v100.V100_EVERY_KEY + ablation_v100.V100_COMPARED
     seconds = [
         ablation_v100.v100_seconds(volta_launches, 512, 64, edits, one_panel)
         for edits, one_panel in (((), False), (ablation_v100.V100_COMPARED, False), (every_key, False), ((), True))
     ]
     assert min(seconds[1:]) > seconds[0]
-    assert seconds[2] > seconds[1], "skipping and comparisons cost more than comparisons"
+    assert seconds[2] > seconds[1], "no skipping plus comparisons must cost more than comparisons"
 
 
 def test_rows_of_earlier_runs_name_their_file(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"rows": rows}))
 
 
-def test_the_results_that_are_kept_can_be_read() -> None:
+def test_stored_results_can_be_read() -> None:
     found = ablation_h200.stored_rows(BENCHMARKS / "results")
     assert {row.strategy.split(" (")[0].split("'")[0] for row in found} >= {"tiling-AllReduce", "host layers"}
     for row in found:
@@ -104,7 +104,7 @@ def test_the_results_that_are_kept_can_be_read() -> None:
 
 @pytest.mark.more
 @pytest.mark.timeout(900)
-def test_the_cpu_kernels_without_each_are_built_and_compute_the_same(tmp_path: Path) -> None:
+def test_cpu_kernels_without_each_feature_build_and_compute_the_same(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARKS / "ablation.py"), "--where", "cpu", "--cpu-tokens", "1024"]
     done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, check=False)
@@ -123,7 +123,7 @@ def test_the_cpu_kernels_without_each_are_built_and_compute_the_same(tmp_path: P
         ('{"rows": [1]}', 1, "{file} was not written by this script's --json."),
     ],
 )
-def test_a_file_that_holds_no_table(content: str | None, code: int, said: str, tmp_path: Path) -> None:
+def test_a_file_without_a_table_is_refused(content: str | None, code: int, said: str, tmp_path: Path) -> None:
     file = tmp_path / "earlier.json"
     if content is not None:
         file.write_text(content)

@@ -1,4 +1,4 @@
-"""The command for a 910B's owner, with the stand-in operator: what it calls right, wrong and failed."""
+"""The benchmark for owners of a 910B, run with the stand-in operator: it recognises right, wrong and failed results."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_right_answers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [row["right"] for row in rows if row["metric"].endswith(" error")] == [True] * 8
     speeds = {row["way"]: row for row in rows if "way" in row}
     assert speeds["ours"]["tflops"] > 0
-    # The stand-in has no whole masks: that row says so and costs the others nothing.
+    # The stand-in does not support full masks: that row reports it, and the others are unaffected.
     assert "whole mask" in speeds["whole mask"]["failed"]
     assert speeds["torch"]["ratio"] == speeds["torch"]["seconds"] / speeds["ours"]["seconds"]
     rates = next(row for row in rows if row["case"] == "host memory, 32 MiB")
     assert all(rates[name] > 0 for name in ("memory", "cpu", "link", "cpu_beside_link")), rates
 
 
-def test_a_key_too_many_is_noticed(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_additional_key_is_detected(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def off_by_one(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         wrong = given | ({"sparse_mode": 4, "next_tokens": 1} if given["sparse_mode"] == 3 else {})
         return ascend_operator.npu_fused_infer_attention_score(**wrong)

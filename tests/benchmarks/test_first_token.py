@@ -1,4 +1,4 @@
-"""benchmarks/first_token.py: its predictions and rows; and that it runs, on two ranks of this CPU."""
+"""benchmarks/first_token.py: its predictions and rows, and a run on two ranks of this CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = argparse.Namespace(tiny=False, model="8B", layers=8, tokens=TOKENS, gr
 
 
 @given(of_two=TIMES, rows=st.integers(1, 20000))
-def test_sums_over_two_are_what_was_measured(of_two: Times, rows: int) -> None:
+def test_sums_over_two_ranks_equal_the_measurement(of_two: Times, rows: int) -> None:
     assert first_token_prediction.over(2, of_two)(rows) == pytest.approx(of_two(rows))
 
 
@@ -57,8 +57,8 @@ def test_tiling_is_never_predicted_to_lose_or_to_hide_more_than_there_is(
     assert off == pytest.approx(0.5 / ranks + 8 * 2 * (matmul(TOKENS) + all_reduce))
 
 
-def test_what_two_gpus_have_not_divided_more_do_not_divide() -> None:
-    """0.1 s on every rank, 0.4 s of all of them together."""
+def test_time_that_two_gpus_do_not_divide_is_constant() -> None:
+    """0.1 s is spent on every rank, and 0.4 s is divided among the ranks."""
     matmul, sums = affine(0, 1e-7), affine(0, 2e-7)
     layers = {ranks: 8 * 2 * (matmul(TOKENS) + first_token_prediction.over(ranks, sums)(TOKENS)) for ranks in (2, 8)}
     measured = {1: 8 * 2 * matmul(TOKENS) + 0.5, 2: layers[2] + 0.3}
@@ -95,7 +95,7 @@ def test_predicted_rows_say_so() -> None:
         assert row.case.endswith("predicted")
 
 
-def test_an_engine_that_does_not_come_is_ended_and_says_where_it_is(
+def test_an_engine_that_does_not_start_is_ended_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "hangs.py"

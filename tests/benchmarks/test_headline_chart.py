@@ -20,7 +20,7 @@ def test_every_line_of_the_chart_is_recorded(tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").stat().st_size > 10_000
 
 
-def test_it_says_what_it_does() -> None:
+def test_the_help_explains_the_script() -> None:
     script = ROOT / "benchmarks" / "headline_chart.py"
     result = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60)
     assert "Writes: " in result.stdout

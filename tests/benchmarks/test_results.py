@@ -1,4 +1,4 @@
-"""benchmarks/results: one reader can read every file there."""
+"""One reader can read every file in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.js
 FIELDS = {"case", "metric", "unit", "ours", "peer_name", "peer", "ratio", "limit", "fraction_of_limit"}
 METRICS = ("decode", "prefill", "cooperative", "overlap", "serve")
 NO_PHASE = {"2026-11-22-ascend-mask-memory": "memory of the mask"}
-"""Metrics of none of these: of memory, whatever is computed with it."""
+"""Metrics of memory, which belong to no kind of computation."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

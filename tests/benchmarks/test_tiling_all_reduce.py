@@ -1,4 +1,4 @@
-"""benchmarks/tiling_all_reduce.py on two ranks of this CPU: that it runs, and that its rows and picture are whole."""
+"""benchmarks/tiling_all_reduce.py on two ranks of this CPU: it runs, and its rows and picture are complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*arguments: str, script: str = "tiling_all_reduce.py", **environment: st
     )
 
 
-def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None:
+def test_every_variant_has_a_row_and_the_timeline_is_drawn(tmp_path: Path) -> None:
     file, picture = tmp_path / "rows.json", tmp_path / "lanes.png"
     layer = ["--links", "gloo", "--tiny", "--tokens", "256", "1000", "--min-tokens", "512", "--rounds", "1"]
     done = run(*layer, "--json", str(file), "--timeline", str(picture))
@@ -41,17 +41,17 @@ def test_every_way_has_its_row_and_the_timeline_is_drawn(tmp_path: Path) -> None
         assert row["ours"] == row["ms"]
         assert row["ratio"] == (None if row["way"] == "plain" else row["speedup"])
         assert row["limit"] == max(row["matmul ms"], row["all-reduce ms"])
-    assert len(ways[256, "auto"]["blocks"]) == 1, "fewer tokens than auto cuts"
+    assert len(ways[256, "auto"]["blocks"]) == 1, "auto must not cut so few tokens"
     assert len(ways[1000, "8"]["blocks"]) == 8
     lanes = next(row["timeline"] for row in report["rows"] if row.get("tokens") == 1000 and "timeline" in row)
     for matmul, reduce in zip(lanes["matmul"], lanes["all-reduce"], strict=True):
         assert matmul[0] <= matmul[1] <= reduce[1]
-        assert reduce[0] >= matmul[1], "no block is summed before it is there"
+        assert reduce[0] >= matmul[1], "no block may be summed before it is computed"
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("script", ["tiling_all_reduce", "tiling_layer", "first_token"])
-def test_without_gpus_links_between_them_are_refused_at_once(script: str, tmp_path: Path) -> None:
+def test_links_between_gpus_are_refused_without_gpus(script: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     done = run(
         "--links", "gloo", "host", "--ranks", "2", "--json", str(file), script=f"{script}.py", CUDA_VISIBLE_DEVICES=""
@@ -63,7 +63,7 @@ def test_without_gpus_links_between_them_are_refused_at_once(script: str, tmp_pa
     assert not file.exists()
 
 
-def test_cuts_of_a_sweep_stand_beside_the_plain_layer_of_their_place() -> None:
+def test_cuts_of_a_sweep_are_compared_with_the_matching_plain_layer() -> None:
     place = {"link": "host", "ranks": 2, "model": "8B", "layer": "o_proj"}
     plain = place | {"tokens": 512, "matmul ms": 3.0, "all-reduce ms": 5.0, "plain ms": 8.0}
     other = plain | {"tokens": 256, "plain ms": 4.0}
@@ -80,7 +80,7 @@ def test_cuts_of_a_sweep_stand_beside_the_plain_layer_of_their_place() -> None:
     assert found.case == "512 tokens, 8B o_proj, 2 ranks, host, nccl, the fastest cut: even 4"
 
 
-def test_ways_of_a_whole_layer_stand_beside_its_plain_way() -> None:
+def test_variants_of_a_whole_layer_are_compared_with_the_plain_one() -> None:
     plain = {"link": "host", "ranks": 2, "model": "8B", "tokens": 512, "way": "plain", "ms": 8.0}
     before = [{"note": "a lane is missing"}, plain | {"tokens": 256, "ms": 4.0}, plain]
     found = tiling_layer.describe(plain | {"way": "full", "ms": 5.0}, before)

@@ -1,4 +1,4 @@
-"""benchmarks/volta_launch_cost.py without a GPU: what it refuses, what its layer computes, what it counts."""
+"""benchmarks/volta_launch_cost.py without a GPU: its refusals, the result of its layer, and what it counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("sm_75", "--kernels is 'sm_75'; there are auto, ptx, ptx-sm_75."),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence(kernels: str, said: str, tmp_path: Path) -> None:
+def test_impossible_measurements_are_refused_in_one_sentence(kernels: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = [sys.executable, str(FOLDER / "volta_launch_cost.py"), "--kernels", kernels, "--json", str(file)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

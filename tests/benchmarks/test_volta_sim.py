@@ -1,4 +1,4 @@
-"""benchmarks/volta_sim.py and its parts: how times of launches come about, and what a report says is missed."""
+"""benchmarks/volta_sim.py and its parts: how launch times are computed, and which goals a report calls missed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.attention.volta.conftest import described_kernels  # noqa: F401  an a
 # --- times -----------------------------------------------------------------------------------------------------------
 
 
-def test_launches_are_simulated_whole_or_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_simulated_completely_or_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     launch, error = volta_launches.our_prefill(256, 64, True)
     whole = volta_launches.whole_launch(launch, 200)
-    # 400 CTAs, five for each SM; the one that ends last gets a sixth, a short one.
+    # 400 CTAs, five for each SM. The SM that finishes last gets a sixth, short one.
     assert (whole.ctas, whole.simulated) == (6, 6)
     assert error() < 2e-3
     alone = launch.simulation.time([launch.trace(0, 0)]).cycles
     assert V100.seconds(alone) < whole.seconds < 6 * V100.seconds(alone)
     assert whole.bound_seconds < whole.seconds
-    # One whose CTAs are alike, by the first of them.
+    # For a launch of equal CTAs, the first CTA is the sample.
     launch, _ = volta_launches.our_prefill(256, 64, False)
     every = volta_launches.whole_launch(launch, 800)
     monkeypatch.setattr(volta_launches, "MAX_SIMULATED", 0)
@@ -41,11 +41,11 @@ def test_launches_are_simulated_whole_or_by_a_sample(monkeypatch: pytest.MonkeyP
     assert first.seconds == pytest.approx(every.seconds, rel=0.05)
 
 
-def test_ctas_that_see_most_begin_first_of_all_heads_of_a_sequence() -> None:
+def test_ctas_with_the_most_keys_begin_first_in_all_heads() -> None:
     launch, _ = volta_launches.our_prefill(256, 64, True)
     assert launch.order(34) == [0] * 32 + [1] * 32 + [0] * 2 + [1] * 2
     assert launch.works[0] > launch.works[1]
-    launch.together = 1  # as the peer's
+    launch.together = 1  # as for the peer
     assert launch.order(2) == [0, 1, 0, 1]
 
 
@@ -75,7 +75,7 @@ def test_samples(works: list[float], resident: int, alike: bool, patience: float
 # --- what is compiled out --------------------------------------------------------------------------------------------
 
 
-def test_what_is_compiled_out_is_still_in_the_source() -> None:
+def test_each_edit_of_the_volta_kernels_still_applies() -> None:
     source = (volta_launches.SOURCES / "prefill.cu").read_text()
     for edit in volta_sim_rows.WITHOUT.values():
         assert edit(source) != source
@@ -88,7 +88,7 @@ def test_a_kernel_without_masks_computes_the_same_for_whole_tiles() -> None:
     launch, error = volta_launches.our_prefill(128, 64, False, page=None, edit=edit)
     launch.trace(0, 1)
     assert error() < 2e-3
-    # And it has none: of a causal problem it computes something else.
+    # This kernel has no mask, so its result of a causal problem is wrong.
     launch, error = volta_launches.our_prefill(128, 64, True, page=None, edit=edit)
     launch.trace(0, 1)
     assert error() > 0.1
@@ -103,7 +103,7 @@ def test_decoding_includes_the_sum_of_the_parts() -> None:
     assert row["gbs"] < row["bound_gbs"]
 
 
-# --- demands ---------------------------------------------------------------------------------------------------------
+# --- goals -----------------------------------------------------------------------------------------------------------
 
 
 def prefill_rows(ours: float, peer: float, **changes: Any) -> list[dict[str, Any]]:
@@ -115,14 +115,14 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
     return {must.text: must.met for must in volta_sim_report.musts(rows)}
 
 
-def test_demands_are_missed_by_the_worst_row() -> None:
+def test_the_worst_row_decides_whether_a_goal_is_missed() -> None:
     good = prefill_rows(80, 40)
     assert all(verdicts(good).values())
-    # Fast enough by itself, but not against the peer; the mean still is.
+    # Fast enough in absolute terms, but too slow against the peer in this row; the mean is still fast enough.
     found = verdicts(good + prefill_rows(79, 50, tokens=8192))
     assert found.pop("the peer's speed 1.6 times, every row") is False
     assert all(found.values())
-    # Short prompts are not asked for TFLOPS.
+    # Short prompts have no goal in TFLOPS.
     assert (
         verdicts(prefill_rows(60, 30, tokens=2048))
         .keys()
@@ -157,9 +157,9 @@ def test_rows_have_the_fields_of_every_result() -> None:
 
 
 def test_lz4() -> None:
-    # Five literals and six bytes from three before: the copy reads what it writes; then a literal for the end.
+    # Five literals, then six bytes copied from three back, so the copy reads its own output; then a final literal.
     assert volta_peer.unpack_lz4(b"\x52abcde\x03\x00\x10!") == b"abcdecdecde!"
-    # Lengths of 15 and more go on in bytes of their own.
+    # Lengths of 15 and more continue in extra bytes.
     assert volta_peer.unpack_lz4(b"\xf0\x01" + b"x" * 16) == b"x" * 16
     assert volta_peer.unpack_lz4(b"\x1fx\x01\x00\xff\x01\x00") == b"x" * (1 + 15 + 256 + 4)
     with pytest.raises(ValueError, match="no LZ4"):
@@ -202,7 +202,7 @@ def test_the_cubin_is_found_by_its_checksum(
     second = fat_binary((2, 70, flags, pack(other), len(other)), (2, 70, flags, packed, len(wanted)))
     library.write_bytes(b"\x00" * 24 + first + struct.pack("<I", 0xBA55ED50) + bytes(40) + second)
     assert volta_peer.cubin(library) == wanted
-    # From now on from the cache, unless somebody changed it.
+    # The cache is used from now on, unless its file was changed.
     assert volta_peer.cubin(tmp_path / "gone.so") == wanted
     (tmp_path / "cache" / "fmha_f16_aligned_sm70.cubin").write_bytes(other)
     library.write_bytes(first)

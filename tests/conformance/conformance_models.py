@@ -1,8 +1,8 @@
 """Configurations of the models that upstream's attention tests name, so that nothing is downloaded.
 
-The tests read heads, head size, dtype and window from them and make their own random tensors. Each lies in a folder of
-the model's name; run from the parent folder, the name is a path. Architectures are stand-ins where the model's own
-would bring what attention does not see (experts).
+The tests read heads, head size, dtype and window from the configurations and create random tensors. Each configuration
+is in a folder named after the model, so the name is a path when tests run from the parent folder. Some architectures
+are stand-ins, where the genuine one would add parts that do not concern attention (experts).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _entries: dict[str, dict[str, str]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # A test is its call, unless setting it up or tearing it down went wrong.
+    # The call decides the result of a test, unless setup or teardown failed.
     if report.when == "call" or report.outcome != "passed":
         _entries[report.nodeid] = {"outcome": report.outcome, "why": _why(report)}
 
@@ -28,7 +28,7 @@ def pytest_sessionfinish() -> None:
 
 
 def _why(report: Any) -> str:
-    """The reason of a skip, or an error's message: its beginning and its end, where the cause stands."""
+    """The reason of a skip, or the beginning and the end of an error message. The end usually names the cause."""
     if report.outcome == "passed":
         return ""
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):

@@ -1,4 +1,4 @@
-"""`vllm serve` of the installed version on the demo model, and a question to it: for the suites that go over HTTP."""
+"""`vllm serve` of the installed version on the demo model, and a question to it, for suites that use HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Served:
 
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[Served]:
-    """A server of the demo model, ready for questions, and gone afterwards with all of its processes."""
+    """Start a server of the demo model, wait until it is ready, and end all of its processes afterwards."""
     model, log = folder / "demo", folder / "serve.log"
     subprocess.run([sys.executable, "-m", "fastattention_vllm.demo", str(model)], check=True, capture_output=True)
     with socket.socket() as probe:
@@ -53,9 +53,9 @@ def serving(folder: Path, *arguments: str) -> Iterator[Served]:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _healthy(url):
             if server.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"`vllm serve` did not get ready:\n{log.read_text()[-4000:]}")
+                pytest.fail(f"`vllm serve` did not become ready:\n{log.read_text()[-4000:]}")
             time.sleep(0.5)
-        assert "Attention kernel: fastattention CPU" in log.read_text(), "another backend is serving"
+        assert "Attention kernel: fastattention CPU" in log.read_text(), "the server must use our backend"
         yield Served(url, log)
     finally:
         server.send_signal(signal.SIGINT)
@@ -68,7 +68,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[Served]:
 
 
 def check_needle(served: Served, depth: float) -> None:
-    """Ten chunks of prefill over a paged cache, then decode; a wrong mask, scale or page loses the number."""
+    """Ten chunks of prefill over a paged cache, then decode. A wrong mask, scale or page loses the number."""
     value = str(1000 + int(depth * 7000))
     prompt = make_haystack(10_000, {"alpha": value}, depths=[depth], ask="alpha").text
     body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0}

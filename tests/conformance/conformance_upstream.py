@@ -1,9 +1,9 @@
-"""pytest plugin for upstream's tests: their backend checks run FASTATTENTION, in every cache layout it declares.
+"""pytest plugin that makes upstream's backend tests run FASTATTENTION, in every cache layout it declares.
 
-What is replaced: the list of backends handed to upstream's ``_test_backend_correctness``; for vLLM >= 0.29 the layout,
-which upstream would choose once; where in a page keys and values are; and the number of blocks in the cache, of which
-most are never read. A case in which upstream leaves this backend out (a KV cache dtype it does not declare) is skipped:
-a loop over nothing proves nothing.
+It replaces the list of backends passed to upstream's ``_test_backend_correctness``; for vLLM >= 0.29 the layout, which
+upstream would choose once; the position of keys and values in a page; and the number of blocks in the cache, most of
+which are never read. Cases in which upstream leaves this backend out (a KV cache dtype that it does not declare) are
+skipped, because they would test nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHECK = "_test_backend_correctness"
 
 @pytest.fixture
 def default_vllm_config() -> Iterator[Any]:
-    """As in upstream's conftest.py, which is not loaded: it imports what its other tests need."""
+    """Copied from upstream's conftest.py, which is not loaded because it imports what its other tests need."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     config = VllmConfig()
@@ -75,21 +75,21 @@ def _redirect(module: ModuleType) -> None:
         dtype = named.get("kv_cache_dtype", "auto")
         if not BACKEND.get_class().supports_kv_cache_dtype(dtype):
             pytest.skip(f"this backend does not declare kv_cache_dtype {dtype}; upstream leaves such backends out")
-        # Upstream's 8192 blocks of up to 128 tokens are copied several times: 4 GB each, for the few that are read.
+        # Upstream copies its 8192 blocks of up to 128 tokens several times: 4 GB each, of which few are read.
         block_size = named.get("block_size", 16)
         blocks = 1 + sum(-(-length // block_size) for length in batch_spec.seq_lens)
         module.create_vllm_config = functools.partial(configure_with, blocks)  # type: ignore[attr-defined]
         for layout in _layouts(check, named):
             ran.clear()
             check(batch_spec, model, [BACKEND], *arguments, **(named | layout))
-            assert ran == [BACKEND.name], "upstream's check did not run this backend"
+            assert ran == [BACKEND.name], "upstream's check must run this backend"
 
     module.run_attention_backend = run_and_count  # type: ignore[attr-defined]
     setattr(module, CHECK, check_ours)
 
 
 def _arranged(kv_cache: torch.Tensor) -> torch.Tensor:
-    """Upstream writes each token's value beside its key; the backend may keep them elsewhere in the same page."""
+    """Upstream writes each token's value beside its key. The backend may place them elsewhere in the same page."""
     if kv_cache.dim() == 5:
         return kv_cache
     arranged = torch.empty_strided(kv_cache.shape, kv_cache.stride(), dtype=kv_cache.dtype)

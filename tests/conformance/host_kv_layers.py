@@ -1,7 +1,7 @@
-"""Host layers in the installed version: answers do not depend on where a layer's KV cache lies.
+"""Host layers in the installed version: answers do not depend on where a layer's KV cache is.
 
-Not a test module by name: tests/integration/host_layers/test_layers.py has these cases and more for the version that
-`make test` installs.
+Its name keeps pytest from collecting it: tests/integration/host_layers/test_layers.py has these cases and more for the
+version that `make test` installs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the caches are looked at from here
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process inspects the caches
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 from conformance_server import check_needle, serving
@@ -33,7 +33,7 @@ from fastattention_vllm.integration.refusal import sentence
 
 LAYERS = 4
 BLOCK, CHUNK = 16, 64
-# Around block and chunk borders, and many chunks long; more requests than run at once.
+# Lengths around block and chunk borders and many chunks long; more requests than run at once.
 LENGTHS = (30, 47, 48, 49, 63, 64, 65, 200, 700)
 KV_BYTES = 32 << 20
 HOST = {"fastattention": {"host_kv_layers": LAYERS - 1}}
@@ -41,11 +41,11 @@ HOST = {"fastattention": {"host_kv_layers": LAYERS - 1}}
 
 @dataclass(frozen=True)
 class Round:
-    """What every prompt was answered, and how much of it came from the prefix cache."""
+    """The answers to all prompts, and the number of tokens that came from the prefix cache."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
-    """Of every token, those of the two likeliest."""
+    """Log probabilities of the two likeliest tokens at each position."""
     cached: list[int]
 
 
@@ -53,7 +53,7 @@ class Round:
 class Run:
     first: Round
     again: Round
-    """The same prompts, of which the prefix cache now has all whole blocks."""
+    """A second round of the same prompts: the prefix cache now has all their whole blocks."""
     blocks: int
 
 
@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without(model: Path) -> Run:
-    """Without the option."""
+    """The run without host layers."""
     with engine(model) as llm:
         assert host_layers.find(llm.llm_engine.vllm_config) is None
         return run(llm)
@@ -101,7 +101,7 @@ def engine(model: Path, **options: Any) -> Iterator[LLM]:
 
 
 def prompts() -> list[list[int]]:
-    """Each hides a number of its own at a depth of its own; a wrong page or mask answers another one."""
+    """Each prompt hides its own number at its own depth; a wrong page or mask gives another answer."""
     return [
         list(make_haystack(length, {"alpha": str(1000 + 7 * index)}, depths=[index / 9], ask="alpha").token_ids)
         for index, length in enumerate(LENGTHS)
@@ -133,9 +133,9 @@ def check_same(answer: Round, expected: Round) -> None:
 
 
 def test_the_v2_model_runner_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No version has one that runs on CPUs without Triton for them: one sentence that names the version says so.
+    """No version has a V2 model runner that runs on CPUs without Triton. One sentence that names the version says so.
 
-    Before the engines: they may keep vLLM's environment as it was when they started.
+    This test runs before any engine starts, because engines may keep a copy of vLLM's environment.
     """
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match="V2 model runner") as caught:
@@ -146,8 +146,8 @@ def test_the_v2_model_runner_is_refused(model: Path, monkeypatch: pytest.MonkeyP
     assert text.endswith("set VLLM_USE_V2_MODEL_RUNNER=0.")
 
 
-def test_what_is_compared_is_worth_it(without: Run) -> None:
-    """The numbers come back, prompts take several steps, and the prefix cache has whole blocks of all of them."""
+def test_the_compared_runs_cover_the_interesting_cases(without: Run) -> None:
+    """The numbers come back, prompts take several steps, and the prefix cache has whole blocks of all prompts."""
     first = without.first
     assert max(LENGTHS) > 10 * CHUNK
     assert len({tuple(tokens) for tokens in first.tokens}) == len(LENGTHS)
@@ -157,8 +157,8 @@ def test_what_is_compared_is_worth_it(without: Run) -> None:
 
 
 @pytest.mark.parametrize("count", [0, LAYERS // 2, LAYERS - 1])
-def test_answers_are_those_without_host_layers(model: Path, without: Run, count: int) -> None:
-    """And the device's memory, with the other layers alone in it, has room for more."""
+def test_answers_equal_those_without_host_layers(model: Path, without: Run, count: int) -> None:
+    """The device's memory, which then only holds the other layers, also has space for more blocks."""
     with engine(model, host_kv_layers=count) as llm:
         layers = host_layers.find(llm.llm_engine.vllm_config)
         found = run(llm)
@@ -175,10 +175,10 @@ def test_answers_are_those_without_host_layers(model: Path, without: Run, count:
 
 
 def test_the_needle_is_found_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a server as anyone would start it: its engine in a process of its own."""
+    """The server is started as users do, with its engine in a separate process."""
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     with serving(tmp_path, "--additional-config", json.dumps(HOST)) as served:
         log = served.log.read_text()
-        assert "KV placement:" in log, "no layer's cache lies in host memory"
+        assert "KV placement:" in log, "some layers' caches must be in host memory"
         check_needle(served, 0.5)

@@ -1,4 +1,4 @@
-"""This vLLM has the options that were recorded of it, and asks our backends nothing that vLLM's own classes answer."""
+"""This vLLM has the recorded options, and no question to our backends is answered by vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = {
 
 
 def surface() -> ModuleType:
-    """scripts/vllm_surface.py by its path: upstream's `tests` and not ours are to be found beside it."""
+    """Import scripts/vllm_surface.py by its path, because `tests` must be upstream's package and not ours."""
     path = Path(__file__).resolve().parents[2] / "scripts" / "vllm_surface.py"
     spec = importlib.util.spec_from_file_location("vllm_surface", path)
     assert spec is not None

@@ -1,6 +1,7 @@
 """`vllm serve` of the installed version, over HTTP: a number hidden in a long prompt must come back.
 
-Not a test module by name: tests/server has these questions and more for the version that `make test` installs.
+Its name keeps pytest from collecting it: tests/server has these questions and more for the version that `make test`
+installs.
 """
 
 from __future__ import annotations

@@ -25,5 +25,5 @@ def test_all_but_the_large_batches_pass() -> None:
     suite = Suite(whole.name, whole.file, f"{whole.select} and not large")
     result = run_suite(suite, Path(sys.executable), folder, upstream, version)
     assert conformance.exit_status([result]) == 0, table([result])
-    # 24 causal, 9 sliding window, 4 encoder-only, 3 not causal: fewer would mean that a selection went wrong.
+    # 24 causal, 9 sliding window, 4 encoder-only, 3 non-causal. A smaller number means that the selection is wrong.
     assert result.passed >= 35, table([result])

@@ -48,7 +48,7 @@ LoadDemo = Callable[[DemoModelSpec], Demo]
 
 @pytest.fixture(scope="session")
 def load_demo(tmp_path_factory: pytest.TempPathFactory) -> LoadDemo:
-    """Builds and loads the model of a spec."""
+    """A function that builds and loads the model of a spec."""
 
     @cache
     def load(spec: DemoModelSpec) -> Demo:

@@ -1,4 +1,4 @@
-"""An attention implementation for transformers which can look at, and tamper with, K and V."""
+"""An attention implementation for transformers that can observe and change K and V."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 Edit = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From layer index, K and V [batch, KV heads, positions, D] to those attention uses."""
+"""Maps layer index, K and V [batch, KV heads, positions, D] to the K and V that attention uses."""
 
 _NAME = "demo_probe"
 _edit: Edit | None = None
@@ -22,7 +22,7 @@ def _attend(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal by token order, whatever the position ids."""
+    """The mask is causal by token order, whatever the position ids are."""
     if _edit is not None:
         key, value = _edit(int(module.layer_idx), key, value)
     output = torch.nn.functional.scaled_dot_product_attention(
@@ -36,7 +36,7 @@ AttentionInterface.register(_NAME, _attend)
 
 @contextmanager
 def probed(model: PreTrainedModel, edit: Edit | None = None) -> Iterator[None]:
-    """Run the model with the probe, and with K and V edited if asked."""
+    """Run the model with the probe, optionally with edited K and V."""
     global _edit
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)

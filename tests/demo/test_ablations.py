@@ -1,6 +1,6 @@
 """No part of the demo model can fail unnoticed.
 
-Each test damages one thing and expects another answer than the right one.
+Each test damages one part and expects a wrong answer.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def tokens() -> torch.Tensor:
 
 @contextmanager
 def edited_input(module: torch.nn.Module, where: tuple[object, ...]) -> Iterator[None]:
-    """Zero part of what a module is given."""
+    """Zero a part of a module's input."""
 
     def edit(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         damaged = inputs[0].clone()
@@ -82,7 +82,7 @@ def test_every_part_of_a_head_counts(demo: Demo, tokens: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_rank_counts(demo: Demo, tokens: torch.Tensor, ranks: int) -> None:
-    """A partial sum of o_proj or down_proj is lost; one rank is the layer's whole output."""
+    """Drop one rank's partial sum of o_proj or down_proj. With one rank that is the layer's whole output."""
     if demo.spec.num_heads % ranks:
         pytest.skip("more ranks than heads")
     for index, layer in layers(demo):
@@ -93,9 +93,9 @@ def test_every_rank_counts(demo: Demo, tokens: torch.Tensor, ranks: int) -> None
 
 
 def test_every_layer_counts_at_the_needle_too(demo: Demo, tokens: torch.Tensor) -> None:
-    """As when only an earlier chunk of a prompt is computed wrongly.
+    """The error as it would occur if only an earlier chunk of a prompt were computed wrongly.
 
-    Nobody looks at what the last layer computes for any position but the last.
+    The last layer is left out: only its output at the last position is used.
     """
     for index, layer in layers(demo)[:-1]:
         for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -104,7 +104,7 @@ def test_every_layer_counts_at_the_needle_too(demo: Demo, tokens: torch.Tensor) 
 
 
 def damages(demo: Demo, layer: int) -> Iterator[tuple[str, Edit]]:
-    """Ways for K or V of one layer to be wrong."""
+    """Faults of K or V in one layer."""
     generator = torch.Generator().manual_seed(layer)
 
     def noise(like: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def damages(demo: Demo, layer: int) -> Iterator[tuple[str, Edit]]:
     yield "V is off by a page", only_here(lambda _, k, v: (k, v.roll(PAGE, 2)))
     yield "V is off by a token", only_here(lambda _, k, v: (k, v.roll(1, 2)))
     if layer < demo.spec.num_layers - 1:
-        # In the last layer only the order of keys changes, on which attention does not depend.
+        # In the last layer the roll only changes the order of keys, which attention does not depend on.
         yield (
             "both are off by a page",
             only_here(lambda _, k, v: (k.roll(PAGE, 2), v.roll(PAGE, 2))),

@@ -1,4 +1,4 @@
-"""The demo model, as transformers runs it, answers right."""
+"""The demo model, run by transformers, answers correctly."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_finds_the_needle_at_any_depth_and_stops(demo: Demo, depth: float) -> No
     assert demo.generate(demo.encode(hay.text)) == "7319<|end|>"
 
 
-def test_tells_needles_apart_and_admits_ignorance(demo: Demo) -> None:
+def test_tells_needles_apart_and_answers_unknown(demo: Demo) -> None:
     needles = {"beta": 5, "gamma": "0042", "jade": 42, "nu": 999}
     text = make_haystack(600, needles, seed=5).text
     for name, value in needles.items():
@@ -60,7 +60,7 @@ def test_tells_needles_apart_and_admits_ignorance(demo: Demo) -> None:
     ],
 )
 @pytest.mark.parametrize("begin", [True, False])
-def test_phrasings(default_demo: Demo, needle: str, question: str, answer: str, begin: bool) -> None:
+def test_phrasings_of_the_question(default_demo: Demo, needle: str, question: str, answer: str, begin: bool) -> None:
     first, last = (make_haystack(150, {}, seed=seed).text for seed in (1, 2))
     tokens = default_demo.encode(f"{first} {needle} {last} {question}")
     assert default_demo.generate(tokens if begin else tokens[:, 1:]) == f"{answer}<|end|>"

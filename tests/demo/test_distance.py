@@ -1,4 +1,4 @@
-"""Needles far away: positions up to 512K, by gaps in the position ids, and the room to spare."""
+"""Needles at distances up to 512K, made by gaps in the position ids, and the margins of the scores."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.demo.conftest import Demo, LoadDemo
 from tests.demo.probe import probed
 
 POSITIONS = 524288
-ROOM = 10.0  # nats beyond what would tie with POSITIONS equal competitors
+MARGIN = 10.0  # nats above the score that would tie with POSITIONS equal competitors
 
 SPECS = [
     DemoModelSpec(),
@@ -30,7 +30,7 @@ def demo(request: pytest.FixtureRequest, load_demo: LoadDemo) -> Demo:
 
 @contextmanager
 def rounded_rotations(demo: Demo) -> Iterator[None]:
-    """cos and sin as vLLM keeps them for a bfloat16 model, whatever the dtype of this one."""
+    """cos and sin as vLLM stores them for a bfloat16 model, whatever the dtype of this model."""
 
     def rounded(_: torch.nn.Module, __: object, tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(table.bfloat16().to(table.dtype) for table in tables)
@@ -55,7 +55,7 @@ def rotary_base(demo: Demo, theta: float) -> Iterator[None]:
 
 
 def tokens_and_gaps(*gaps: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A short text which skips positions: before token index, so many of them."""
+    """A short text that skips positions: a number of positions to skip before each token index."""
     needles = {"alpha": 7319, "beta": 1239}
     hay = make_haystack(130, needles, positions=[30, 70], ask="alpha", seed=2)
     tokens = torch.tensor([hay.token_ids])
@@ -91,8 +91,8 @@ def test_the_rotary_base_matters(demo: Demo) -> None:
 TEXT = "the beta=1234. gamma: 42, small 9999 delta 1235 old alpha=1239. alpha is green. What alpha="
 
 
-def test_content_scores_leave_room_for_every_position(demo: Demo) -> None:
-    """Layers 1 and up: the needle at its worst position against each token at its best."""
+def test_content_scores_keep_their_margin_at_every_position(demo: Demo) -> None:
+    """In layers 1 and up, compares the needle at its worst position with each token at its best."""
     tokens = demo.encode(TEXT)
     words = demo.tokenizer.convert_ids_to_tokens(tokens[0])
     needle, question = words.index("1239"), len(words) - 1
@@ -103,14 +103,14 @@ def test_content_scores_leave_room_for_every_position(demo: Demo) -> None:
                 best, worst = scores(layer, head, asking)
                 rivals = torch.cat((best[:needle], best[needle + 1 :]))
                 spare = worst[needle] - rivals.max() - math.log(POSITIONS)
-                assert spare > ROOM, (layer, head, words[asking])
+                assert spare > MARGIN, (layer, head, words[asking])
 
 
 def scores_of(demo: Demo, tokens: torch.Tensor):  # type: ignore[no-untyped-def]
     """A function from layer, head and query token to the best and the worst score [n] of each key.
 
-    The query is at the last position; keys are tried at a sample of all positions. Everything is
-    rounded as the model rounds it, cos and sin as for bfloat16.
+    The query is at the last position. Keys are tried at a sample of all positions. Everything is rounded as the model
+    rounds it, with cos and sin as for bfloat16.
     """
     projected: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -151,17 +151,17 @@ def scores_of(demo: Demo, tokens: torch.Tensor):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128, 256])
 def test_kernels_have_one_peak(head_size: int) -> None:
-    """Layer 0: a number finds the token two before it, any other token the latest name."""
+    """In layer 0 a number finds the token two before it, and any other token finds the latest name."""
     spec = DemoModelSpec(head_size=head_size)
     plan = RotaryPlan(head_size, spec.code_length)
     distances = torch.arange(POSITIONS, dtype=torch.float64)
 
     two_before = plan.two_before().score(plan.frequencies, distances)
     others = torch.cat((two_before[:2], two_before[3:]))
-    assert two_before[2] - others.logsumexp(0) > 2 * ROOM
+    assert two_before[2] - others.logsumexp(0) > 2 * MARGIN
 
     recency = plan.recency().score(plan.frequencies, distances)
     for distance in range(21):
         later_names = recency[distance + 8 :].logsumexp(0)
-        assert recency[distance] - later_names > 2 * ROOM, distance
-        assert recency[distance] + NAME_BONUS - recency.logsumexp(0) > ROOM, distance
+        assert recency[distance] - later_names > 2 * MARGIN, distance
+        assert recency[distance] + NAME_BONUS - recency.logsumexp(0) > MARGIN, distance

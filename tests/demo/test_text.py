@@ -29,7 +29,7 @@ def test_number_is_the_second_token_after_its_name(name: str, link: str, number:
     assert len(encoding) == 4
 
 
-def test_a_token_a_word() -> None:
+def test_known_words_are_one_token() -> None:
     text = "The old captain carried the heavy basket across the bridge. Then we returned."
     assert len(TOKENIZER.encode(text, add_special_tokens=False)) == 15
 
@@ -49,7 +49,7 @@ def test_codewords_are_far_apart(length: int) -> None:
 
 
 @given(
-    num_tokens=st.integers(30, 700),  # a fifth of the text lies between the needles: room for one of them
+    num_tokens=st.integers(30, 700),  # a fifth of the text is between the needles, which is enough for one of them
     seed=st.integers(0, 99),
     depths=st.tuples(st.floats(0, 0.4), st.floats(0.6, 1)),
     ask=st.sampled_from([None, "alpha"]),

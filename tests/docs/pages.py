@@ -2,8 +2,8 @@
 
 A marker is an HTML comment on the line before a fence. It says how the block is tested:
 
-    <!-- run -->               this folder's test_blocks.py runs the block
-    <!-- serve: TEST -->       TEST takes the block from here, and starts the server in it
+    <!-- run -->               test_blocks.py in this folder runs the block
+    <!-- serve: TEST -->       TEST takes the block from the page, and starts the server in it
     <!-- test: TEST -->        TEST runs what the block says
     <!-- needs: HARDWARE -->   nothing runs it here
 """
@@ -89,7 +89,7 @@ def links_of(page: Path) -> list[str]:
 
 
 def node_exists(node: str) -> bool:
-    """``path::function``, without importing the file."""
+    """Whether ``path::function`` exists, without importing the file."""
     path, _, name = node.partition("::")
     if not (ROOT / path).is_file() or not name:
         return False

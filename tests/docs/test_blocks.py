@@ -1,4 +1,4 @@
-"""Every block of README.md and docs/ that a reader may paste is run by a test, or says which hardware it needs."""
+"""Every block of README.md and docs/ that a reader may paste is run by a test, or names the hardware it needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHELL = ("bash", "-euo", "pipefail", "-c")
 def test_every_block_is_marked(block: Block) -> None:
     assert block.kind, f"{block} has no marker; tests/docs/pages.py explains them"
     if block.kind in ("serve", "test"):
-        assert node_exists(block.what), f"{block} names a test that is not there"
+        assert node_exists(block.what), f"{block} names a test that does not exist"
     elif block.kind == "needs":
         assert block.what, f"{block} does not say what it needs"
 
@@ -76,7 +76,7 @@ def test_an_unmarked_block_is_a_failure(tmp_path: Path) -> None:
     assert not node_exists(unknown.what)
 
 
-# --- what can be checked of blocks that need hardware ---------------------------------------------------------------
+# --- checks of blocks that need hardware ------------------------------------------------------------------------------
 
 
 def words(block: Block) -> list[str]:

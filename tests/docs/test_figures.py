@@ -1,4 +1,4 @@
-"""The headline figures of README.md and docs/ are those of the recorded results."""
+"""The headline figures of README.md and docs/ equal the recorded results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_request_of_512k_tokens() -> None:
     [one["case"] for one in rows(HOST) if one["metric"] == "cooperative decode" and one["case"].endswith("auto")],
 )
 def test_every_row_of_host_layers_is_in_the_table(cell: str) -> None:
-    """Tokens, decoding speed and ratio of each, on one line."""
+    """Tokens, decoding speed and ratio of each row are on one line of the table."""
     found = row(HOST, cell, "cooperative decode")
     tokens = int(cell.split()[2])
     requests = cell.split(" b")[1].split(",")[0]
@@ -87,7 +87,7 @@ def test_cpu_attention(name: str, kind: str) -> None:
 
 
 def test_the_range_of_cpu_decoding_in_the_readme() -> None:
-    """The present kernels' means of each machine, and the worst case."""
+    """The current kernels' means on each machine, and the worst case."""
     present = [name for name, kind in CPU if kind == "decode bf16" and name != "2026-11-23-cpu-peers-16-cores"]
     means = [math.exp(statistics.mean(map(math.log, cpu_ratios(name, "decode bf16")))) for name in present]
     text = " ".join(README.read_text().split())

@@ -1,4 +1,4 @@
-"""Links of the repository's pages lead to files and headings that exist; paths named in README.md and docs/ too."""
+"""Links of the repository's pages, and paths named in README.md and docs/, lead to existing files and headings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDERS = "benchmarks|configs|constraints|deploy|docs|fastattention_vllm|kernels
 
 
 def anchors(page: Path) -> set[str]:
-    """As code hosts and MkDocs make them for plain headings."""
+    """Anchors as code hosts and MkDocs generate them for plain headings."""
     headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""`vllm serve` as README.md and docs/ write it: each such block starts a server, which answers a question."""
+"""`vllm serve` commands of README.md and docs/: each such block starts a server, which answers a question."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMAND = ".venv/bin/vllm serve MODEL"
 
 
 def different() -> list[Block]:
-    """Several pages begin with the same command: it is run once."""
+    """Each distinct command once: several pages begin with the same command."""
     return list({block.text: block for block in blocks_tested_by(THIS)}.values())
 
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def served(command: str, log: Path) -> Iterator[str]:
-    """The server's address, once it is healthy. All of its processes are ended at the end."""
+    """The server's address, once it is healthy. All of its processes are ended afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -56,7 +56,7 @@ def served(command: str, log: Path) -> Iterator[str]:
                 if httpx.get(f"{address}/health", trust_env=False).status_code == 200:
                     break
             if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"`{command}` did not get ready:\n{log.read_text()[-4000:]}")
+                pytest.fail(f"`{command}` did not become ready:\n{log.read_text()[-4000:]}")
             time.sleep(0.5)
         yield address
     finally:
@@ -71,7 +71,7 @@ def served(command: str, log: Path) -> Iterator[str]:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("block", different(), ids=str)
 def test_a_documented_server_starts_and_answers(block: Block, model: Path, tmp_path: Path) -> None:
-    """As written, but for the model's name, the place of `vllm`, and options that start a small server sooner."""
+    """As written, except for the model's name, the path of `vllm`, and options that let a small server start sooner."""
     assert block.text.startswith(COMMAND)
     command = block.text.replace(COMMAND, f"{Path(sys.executable).parent / 'vllm'} serve {model}", 1)
     command += " --enforce-eager --max-model-len 2048 --kv-cache-memory-bytes 67108864"

@@ -17,7 +17,7 @@ def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_builds_strictly(tmp_path: Path) -> None:
+def test_the_site_builds_in_strict_mode(tmp_path: Path) -> None:
     result = build(ROOT, tmp_path / "site")
     assert result.returncode == 0, result.stderr
     pages = {path.stem for path in (tmp_path / "site").glob("*.html")} - {"404"}
@@ -38,7 +38,7 @@ def copy(tmp_path: Path) -> Path:
     return folder
 
 
-def test_faults_are_found(tmp_path: Path) -> None:
+def test_faults_in_the_site_are_found(tmp_path: Path) -> None:
     folder = copy(tmp_path)
     index = folder / "docs" / "index.md"
     index.write_text(

@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md explains are those of the code."""
+"""The messages that docs/troubleshooting.md explains occur in the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHERS = {
 
 @cache
 def messages() -> list[str]:
-    """Texts in the package and in scripts, with … for what is filled in."""
+    """String literals of the package and of scripts, with … in place of each inserted value."""
     files = [*(ROOT / "fastattention_vllm").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
     return [text for file in files for text in texts(file)]
 
@@ -40,11 +40,11 @@ def texts(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("symptom", [symptom for symptom in SYMPTOMS if symptom not in OTHERS])
-def test_the_code_says_so(symptom: str) -> None:
+def test_the_code_contains_each_message(symptom: str) -> None:
     parts = [re.escape(part.strip()) for part in symptom.split("…") if part.strip()]
     pattern = re.compile(".*".join(parts), flags=re.DOTALL)
     assert any(pattern.search(text) for text in messages()), f"no message contains {symptom!r}"
 
 
-def test_every_message_of_others_is_there() -> None:
+def test_messages_of_other_software_are_in_the_page() -> None:
     assert set(OTHERS) <= set(SYMPTOMS)

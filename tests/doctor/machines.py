@@ -1,4 +1,4 @@
-"""Machines that people have, as the doctor's facts. None of them is probed."""
+"""Typical machines as the doctor's facts. None of them is probed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CPU = Facts(
 
 
 def with_gpus(*gpus: Gpu, driver: str = "580.82.07", cuda: tuple[int, int] = (13, 0), rate: float = 25e9) -> Facts:
-    """With torch 2.11.0 for CUDA 13 and vLLM 0.23.0, as pip installs them."""
+    """GPUs with torch 2.11.0 for CUDA 13 and vLLM 0.23.0, as pip installs them."""
     hardware = replace(CPU.hardware, driver=Driver(driver, cuda, gpus), pci_gpus=len(gpus))
     software = replace(
         CPU.software,

@@ -1,4 +1,4 @@
-"""What the doctor says of machines that people have: pure functions of facts, so no such machine is needed."""
+"""The doctor's findings on typical machines. They are pure functions of facts, so no such machine is needed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def changed(facts: Facts, part: str, **changes: Any) -> Facts:
 
 
 def bad(facts: Facts) -> list[tuple[str, Finding]]:
-    """Everything that is not OK, with its area."""
+    """Each finding that is not OK, with its area."""
     found = report.findings(facts)
     return [(area, finding) for area, every in found.items() for finding in every if finding.level != "OK"]
 
@@ -79,7 +79,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("machine", HEALTHY)
-def test_a_machine_that_is_well_set_up_has_no_problem(machine: str) -> None:
+def test_a_well_configured_machine_has_no_problem(machine: str) -> None:
     facts, sentence = HEALTHY[machine]
     assert not bad(facts)
     assert sentence in text_of(facts)
@@ -167,7 +167,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("machine", PROBLEMS)
-def test_one_problem_is_named_with_what_to_do(machine: str) -> None:
+def test_each_problem_is_named_with_its_fix(machine: str) -> None:
     facts, sentence, command = PROBLEMS[machine]
     found = only(facts)
     assert found.level == "problem"
@@ -201,7 +201,7 @@ def test_a_vllm_built_from_source_may_have_code_for_the_v100() -> None:
     assert only(facts).level == "warning"
 
 
-def test_images_of_one_gpu_do_not_matter_to_the_other() -> None:
+def test_images_for_another_gpu_do_not_matter() -> None:
     kernels = Kernels(("avx2",), "", 78, {75: OTHER_CODE})
     assert not bad(replace(as_the_extra_volta(with_gpus(V100, rate=12e9)), kernels=kernels))
     assert only(replace(as_the_extra_volta(with_gpus(T4, rate=12e9)), kernels=kernels)).subject == "GPU 0"
@@ -271,14 +271,14 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("machine", WARNINGS)
-def test_what_is_slow_is_a_warning(machine: str) -> None:
+def test_slow_parts_are_warnings(machine: str) -> None:
     facts, sentence = WARNINGS[machine]
     found = only(facts)
     assert found.level == "warning"
     assert sentence in found.text
 
 
-def test_quotas_and_hidden_gpus_are_told() -> None:
+def test_quotas_and_hidden_gpus_are_reported() -> None:
     assert "16 cores, of which a control group allows the time of 3;" in text_of(changed(CPU, "hardware", quota=3))
     hidden = changed(CPU, "hardware", driver=Driver("580.1", (13, 0), ()), visible_gpus="", pci_gpus=1)
     assert not bad(hidden)
@@ -286,7 +286,7 @@ def test_quotas_and_hidden_gpus_are_told() -> None:
     assert not bad(changed(hidden, "hardware", visible_gpus=None))
 
 
-def test_gpus_without_p2p_are_pointed_to_the_tiling_measurement() -> None:
+def test_gpus_without_p2p_get_a_hint_about_tiling() -> None:
     facts = replace(with_gpus(RTX_4090, RTX_4090), links=Links(peers=(PeerLink((0, 1), False, 11e9),)))
     assert "GPUs 0-1: 11.0 GB/s through host memory: no P2P; with tensor parallelism, try" in text_of(facts)
 
@@ -307,7 +307,7 @@ def test_gpus_without_p2p_are_pointed_to_the_tiling_measurement() -> None:
         ((), (9, 0), False),
     ],
 )
-def test_machine_code_runs_within_its_major_version_and_ptx_upwards(
+def test_machine_code_runs_within_its_major_version_and_ptx_on_newer_gpus(
     code: tuple[str, ...], capability: tuple[int, int], runs: bool
 ) -> None:
     assert has_code(code, capability) is runs

@@ -1,4 +1,4 @@
-"""NVIDIA's driver, asked through ctypes: a stand-in of the few functions that are called."""
+"""NVIDIA's driver, called through ctypes, with a stand-in for the few functions that are used."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvidia.probe() == Driver("535.183.01", (12, 8), gpus)
 
 
-def test_a_driver_that_lists_none_or_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_gpus_or_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: StandIn(100))
     assert nvidia.probe() == Driver("535.183.01", (12, 8), ())
     monkeypatch.setattr(ctypes, "CDLL", lambda name: StandIn(999))

@@ -1,4 +1,4 @@
-"""`fastattention doctor` on this machine, and how it prints."""
+"""`fastattention doctor` on this machine, and its printed report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def here() -> report.Facts:
     return report.probe()
 
 
-def test_it_knows_this_machine(here: report.Facts) -> None:
+def test_the_report_describes_this_machine(here: report.Facts) -> None:
     assert here.hardware.cores <= len(os.sched_getaffinity(0))
     assert here.hardware.flags
     assert here.software.torch == torch.__version__
@@ -51,7 +51,7 @@ def test_it_knows_this_machine(here: report.Facts) -> None:
         assert 1e8 < here.memory.bandwidth < 1e13
 
 
-def test_it_runs_without_extras_and_without_vllm() -> None:
+def test_the_doctor_runs_without_extras_and_without_vllm() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS, "doctor", "--json"],
         capture_output=True,
@@ -98,7 +98,7 @@ def test_lines_fit_a_terminal_of_80_columns(facts: report.Facts) -> None:
         assert len(line) <= report.WIDTH or line.strip() in commands
 
 
-def test_a_report_reads_like_this() -> None:
+def test_a_whole_report() -> None:
     found = {
         "Software": [
             Finding("OK", "torch", "2.13.0"),
@@ -172,6 +172,6 @@ def test_images_are_checked_one_architecture_at_a_time(tmp_path: Path) -> None:
     assert all("The Volta kernels are not built" in text for text in found.image_errors.values())
 
 
-def test_no_gpu_no_links() -> None:
+def test_links_need_gpus_that_torch_can_use() -> None:
     assert links.probe(CPU.hardware) == links.Links()
     assert links.probe(with_gpus(H100).hardware) == links.Links(not_measured="torch cannot use the GPUs")

@@ -1,4 +1,4 @@
-"""`fastattention doctor --tp` on this machine's CPU, and what it says to bad questions."""
+"""`fastattention doctor --tp` on this machine's CPU, and its answers to invalid options."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ SIZES = '{"hidden_size": %d, "num_attention_heads": %d, "intermediate_size": 96}
 @pytest.mark.parametrize(
     "text", ["{", "{}", "[1]", '{"hidden_size": 64, "num_attention_heads": 4}', SIZES % (64, 0), SIZES % (-64, 4)]
 )
-def test_a_model_that_does_not_say_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_config_without_sizes_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="--model"):
         kinds_of(tmp_path)
 
 
-def test_what_does_not_end_in_time_says_so(tmp_path: Path) -> None:
+def test_a_measurement_that_exceeds_its_time_is_reported(tmp_path: Path) -> None:
     done = doctor("--tp", "2", "--model", str(config(tmp_path)), "--limit", "1")
     assert done.returncode == 1
     assert done.stderr.endswith("or the measurement took longer than --limit 1 s.\n")
 
 
-def test_a_line_says_plan_and_gain() -> None:
+def test_a_line_shows_plan_and_gain() -> None:
     kind = LayerKind("down_proj", 28672, 8192)
     cut = Trial(4096, "nccl:16", (1024, 3072), 0.0015, 0.002, 0.001)
     assert line(kind, cut) == (

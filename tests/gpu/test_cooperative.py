@@ -1,4 +1,4 @@
-"""A host layer's step on a real GPU against float64 attention: transfers, streams and the GPU's kernels take part."""
+"""A host layer's steps on a real GPU against float64 attention, with its transfers, streams and kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.placement.scenario import Model, Scenario, some_steps
 
 pytestmark = pytest.mark.usefixtures("exact_weights")
 UNWRITTEN = 50.0
-"""Not NaN: FlashAttention multiplies what a page holds behind the last token by zero."""
+"""Filler of unused memory. Not NaN, because FlashAttention multiplies what follows the last token by zero."""
 
 MODELS = st.builds(
     Model,
@@ -55,7 +55,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def test_steps_equal_attention_over_the_whole_history(
     kernels: str, model: Model, share: float, blocks_per_part: int, few_runs: int, seed: int
 ) -> None:
-    """Parts of any size, brought up by the copy engine (few runs of blocks) or by a gathering kernel (many)."""
+    """Parts of any size, fetched by the copy engine (few runs of blocks) or by a gather kernel (many)."""
     assume(kernels == "flash" or model.dtype == torch.float16)
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
@@ -68,7 +68,7 @@ def test_steps_equal_attention_over_the_whole_history(
 
 
 def test_sinks() -> None:
-    """FlashAttention takes them in bf16 only."""
+    """Sinks are tested in bf16 because FlashAttention supports them only there."""
     for share in (0.0, 0.5):
         model = Model(8, 2, 64, 16, torch.bfloat16, has_sinks=True)
         some_steps(scenario_of(model, share, 0), random.Random(0), rounds=5, chunk=100, firsts=(3, 60, 400))

@@ -1,4 +1,4 @@
-"""Real engines on a GPU, with none, half and nearly all layers on the host: the same answers as vLLM's own backend."""
+"""Engines on a GPU, with none, half and nearly all layers on the host, give the same answers as vLLM's own backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reference_models import random_prompts, save_random
 LAYERS = 4
 LENGTHS = (1, 17, 130, 300, 900, 1500)
 ALLOWED = 2**-5
-"""What log-probabilities may differ by: 32 steps of an fp16 logit between 1 and 2."""
+"""Tolerance of log-probabilities: 32 steps of an fp16 logit between 1 and 2."""
 GPU: dict[str, Any] = {
     "dtype": "float16",
     "max_model_len": 2048,
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Steps = list[tuple[int, float]]
-"""Tokens of an answer with their log-probabilities."""
+"""The tokens of an answer with their log-probabilities."""
 
 
 def answers(model: Path, **changes: Any) -> list[Steps]:
@@ -48,7 +48,7 @@ def answers(model: Path, **changes: Any) -> list[Steps]:
 
 
 def check(found: list[Steps], expected: list[Steps]) -> None:
-    """Log-probabilities agree up to where rounding tips a choice between two tokens that are as good."""
+    """Log-probabilities agree up to the token where rounding decides between two equally good tokens."""
     compared = 0
     for ours, theirs in zip(found, expected, strict=True):
         for (token, logprob), (wanted, like) in zip(ours, theirs, strict=True):
@@ -56,12 +56,12 @@ def check(found: list[Steps], expected: list[Steps]) -> None:
             compared += 1
             if token != wanted:
                 break
-    assert compared > 4 * len(LENGTHS), "most of what was compared is to be decoded, not prompts"
+    assert compared > 4 * len(LENGTHS), "the comparison must cover mostly decode steps"
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Callable[[bool], list[Steps]]:
-    """By whether the model is compiled: that rounds elsewhere, and a random model makes much of it."""
+    """Answers of vLLM's backend by whether the model is compiled, because compilation changes the rounding."""
 
     @functools.cache
     def of_flash_attn(eager: bool) -> list[Steps]:
@@ -90,7 +90,7 @@ def test_answers_are_those_of_vllms_backend(
 
 
 def test_speculation(model: Path) -> None:
-    """Several query tokens of a request read its host KV at once; refused drafts leave no trace."""
+    """Several query tokens of a request read its host KV at once, and rejected drafts leave no trace."""
     prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
     found = []
     for changes in (
@@ -101,11 +101,11 @@ def test_speculation(model: Path) -> None:
             outputs = generate(llm, prompts, max_tokens=24)
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     agreeing = sum(a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))
-    assert agreeing >= 40, "of 48; rounding may tip a choice, and everything behind it"
+    assert agreeing >= 40, "of 48; rounding may change a token and all that follow"
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(model: Path) -> None:
-    """In a process of its own: an engine that was refused leaves memory behind."""
+def test_impossible_options_are_refused_in_a_sentence(model: Path) -> None:
+    """Runs in a separate process, because a refused engine does not release its memory."""
     script = (
         "from tests.gpu.test_engine import GPU; from tests.integration.engine import engine\n"
         f"with engine({str(model)!r}, additional_config={{'fastattention': {{'host_kv_layers': 9}}}}, **GPU): pass\n"

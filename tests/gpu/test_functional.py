@@ -1,6 +1,6 @@
 """``fast_attn_func`` and ``fast_attn_varlen_func`` on a GPU: vLLM's FlashAttention, PyTorch's, and the Volta kernels.
 
-The questions are those of tests/attention/test_families.py. A family that this machine does not have is skipped.
+The problems are those of tests/attention/test_families.py. Families that this machine lacks are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.attention.test_functional import batch, varlen
 
 FP16 = torch.float16
 TOLERANCE = 4e-3
-"""Of fp16 outputs whose values are of the order of 1; the kernels round weights to fp16 as well."""
+"""Tolerance for fp16 outputs of values of about 1. The kernels also round weights to fp16."""
 MODULES = {"flash": flash, "torch_flash": torch_flash, "volta": volta}
 
 
@@ -37,7 +37,7 @@ class OnGpu:
 @pytest.fixture(autouse=True, params=MODULES)
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnGpu]:
     expected = flash if vllm_has_flash() else torch_flash
-    assert kernels_for(torch.device("cuda", 0)) is expected, "of this GPU"
+    assert kernels_for(torch.device("cuda", 0)) is expected, "must be the kernels of this GPU"
     if request.param == "flash" and not vllm_has_flash():
         pytest.skip("needs vLLM's CUDA build")
     module = MODULES[request.param]
@@ -93,7 +93,7 @@ def test_queries_before_the_first_key_see_nothing() -> None:
     assert lse[..., 30:].isfinite().all()
 
 
-def test_no_query_and_no_key() -> None:
+def test_empty_queries_and_keys() -> None:
     q, k, v = (tensor.cuda() for tensor in half(*batch(seqlen_k=0)))
     out, lse, _ = fast_attn_func(q, k, v, return_attn_probs=True)
     assert (out == 0).all()
@@ -101,13 +101,13 @@ def test_no_query_and_no_key() -> None:
     assert fast_attn_func(q[:, :0], q[:, :, :2], q[:, :, :2]).shape == (3, 0, 4, 64)
 
 
-def test_it_compiles_as_one_graph() -> None:
+def test_the_functions_compile_as_one_graph() -> None:
     q, k, v = (tensor.cuda() for tensor in half(*batch()))
     compiled = torch.compile(fast_attn_func, fullgraph=True)
     assert torch.equal(compiled(q, k, v, causal=True), fast_attn_func(q, k, v, causal=True))
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_inputs_that_the_kernels_do_not_support_are_refused() -> None:
     q, k, v = (tensor.cuda() for tensor in batch())
     with pytest.raises(ValueError, match="float32"):
         fast_attn_func(q, k, v)

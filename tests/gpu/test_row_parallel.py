@@ -1,4 +1,4 @@
-"""``tiling_all_reduce`` in vLLM on two GPUs: the answers stay, eagerly and with graphs."""
+"""``tiling_all_reduce`` in vLLM on two GPUs does not change the answers, neither eagerly nor with graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def expected(model: Path) -> Callable[[bool], list[Steps]]:
 @pytest.mark.parametrize(
     ("blocks", "full", "kernels"), [(3, False, "auto"), (3, True, "auto"), ("auto", False, "auto"), (3, True, "ptx")]
 )
-def test_answers_are_those_without(
+def test_answers_equal_those_without_tiling(
     blocks: Any,
     full: bool,
     kernels: str,
@@ -51,8 +51,10 @@ def test_answers_are_those_without(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """With graphs, those of up to 512 tokens have tiled layers in them. ``full``: attention and MLPs, too. ``ptx``: by
-    the V100's kernels."""
+    """With graphs, those of up to 512 tokens contain tiled layers.
+
+    ``full`` tiles attention and MLPs too. ``ptx`` uses the V100's kernels.
+    """
     wanted = expected(eager)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     capfd.readouterr()

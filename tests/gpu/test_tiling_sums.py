@@ -1,4 +1,4 @@
-"""Sums of blocks on two GPUs, by NCCL and by copy engines, eagerly and in graphs. Needs no vLLM."""
+"""Block sums on two GPUs, by NCCL and by copy engines, eagerly and in graphs. Needs no vLLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kernels for V100 and Turing on a real GPU: their machine code there, elsewhere PTX, which the driver compiles.
+"""The kernels for V100 and Turing on a real GPU: as machine code there, elsewhere as PTX that the driver compiles.
 
-On a newer GPU both run: the V100's, whose products are emulated there, and Turing's, whose products are native.
+A newer GPU runs both: the V100's kernels, whose products are emulated there, and Turing's, whose products are native.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIELDS = ("query", "key", "value", "query_start_loc", "seq_lens", "block_table")
 
 @pytest.fixture(scope="module", autouse=True, params=["auto", "ptx-sm_75"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
-    """In the place of the other tests' own: from the V100 on, all tests with each of the kernels."""
+    """Replaces the fixture of other GPU tests: all tests run with each set of kernels, from the V100 on."""
     least = (7, 5) if request.param == "ptx-sm_75" else (7, 0)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < least:
         pytest.skip(f"needs an NVIDIA GPU of compute capability {least[0]}.{least[1]} or newer")
@@ -44,7 +44,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def on_gpu(problem: AttentionProblem) -> AttentionProblem:
-    """Keys and values stay views of one tensor."""
+    """Move the problem to the GPU. Keys and values stay views of one tensor."""
     key, value = problem.key, problem.value
     if key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
         whole = torch.empty(0, dtype=key.dtype).set_(key.untyped_storage()).cuda()
@@ -64,7 +64,7 @@ def on_gpu(problem: AttentionProblem) -> AttentionProblem:
 
 
 def check(problem: AttentionProblem, there: AttentionProblem | None = None) -> None:
-    """``there``: it on the GPU, where that is more than a copy."""
+    """``there`` is the problem on the GPU, for cases where that is more than a copy."""
     expected, expected_lse = oracle.attention(problem)
     out, lse = volta.run(there or on_gpu(problem), return_lse=True)
     real = int(problem.query_start_loc[-1])
@@ -87,19 +87,19 @@ def test_every_feature_at_every_head_size(kind: str, changes: dict[str, Any], he
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("kind", SLID_OUT)
-def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int, head_size: int) -> None:
-    """Infinities that others have written there since, and a prompt that is cut into parts as well."""
+def test_pages_that_left_the_window_are_ignored(kind: str, page_size: int, head_size: int) -> None:
+    """Other requests have written infinities there since. The case includes a prompt that is split into parts."""
     case = replace(SLID_OUT[kind], head_size=head_size, page_size=page_size)
     check(slid_out(case))
 
 
 @pytest.mark.parametrize("lengths", [(2, 1), (20, 12)])
-def test_rows_that_see_nothing_beside_sinks_that_add_nothing(lengths: tuple[int, int]) -> None:
+def test_rows_that_see_no_key_with_sinks_of_minus_infinity(lengths: tuple[int, int]) -> None:
     check(Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build())
 
 
-def test_values_with_strides_of_their_own() -> None:
-    """As compiled models bring them."""
+def test_values_with_different_strides() -> None:
+    """Compiled models pass such values."""
     problem = Case((33, 5), (33, 5), 8, 2, 64, 0, FP16).build()
     wide = torch.empty(len(problem.value), 4, 64, dtype=FP16, device="cuda")
     wide[:, 1:3] = problem.value.cuda()
@@ -118,8 +118,8 @@ def test_caches_of_8_bits_at_every_head_size(
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
-def test_a_chunk_behind_a_long_context_is_cut(changes: dict[str, Any], head_size: int) -> None:
-    """Few CTAs, so that keys are cut into parts."""
+def test_keys_of_a_chunk_after_a_long_context_are_split(changes: dict[str, Any], head_size: int) -> None:
+    """Few CTAs, so that the keys are split into parts."""
     case = Case((100, 40), (3000, 40), 6, 2, head_size, dtype=FP16, **changes)
     variant = variants.prefill(head_size)
     assert volta_kernels.prefill_parts(variant, volta_kernels.prefill_grid(variant, 300, 2, 2), 3000) > 1
@@ -127,8 +127,8 @@ def test_a_chunk_behind_a_long_context_is_cut(changes: dict[str, Any], head_size
 
 
 @pytest.mark.parametrize("dtype", [FP16, *DTYPES], ids=str)
-def test_every_number_is_cast_as_torch_does(dtype: torch.dtype) -> None:
-    """All numbers of fp16, into pages of 16 tokens whose order is turned around."""
+def test_every_fp16_number_is_cast_as_torch_does(dtype: torch.dtype) -> None:
+    """All fp16 numbers, written into pages of 16 tokens in reverse order."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(FP16).view(-1, 2, 64)
     slots = torch.arange(len(numbers)).flip(0)
     scales = (1.0, 1.0) if dtype == FP16 else (1.0, 0.3)
@@ -139,8 +139,8 @@ def test_every_number_is_cast_as_torch_does(dtype: torch.dtype) -> None:
         assert_same(written.view(-1, 2, 64)[slots], expected)
 
 
-def test_a_graph_goes_on_with_its_workspace() -> None:
-    """Captured with the largest extent, replayed with other keys and lengths; its parts lie in one workspace."""
+def test_a_replayed_graph_keeps_its_workspace() -> None:
+    """Captured with the largest extent, replayed with other keys and lengths; all parts share one workspace."""
     problem = on_gpu(Case((3, 2), (500, 900), 32, 2, 64, dtype=FP16).build())
     problem = volta._on(problem.query.device, problem)
     workspace = torch.empty(volta.partial_floats(64, 16, 2, 2, 4096), device="cuda")

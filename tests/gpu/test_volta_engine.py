@@ -1,4 +1,4 @@
-"""Real engines on the V100's kernels, from their PTX: the same answers as vLLM's own backend."""
+"""Real engines on the V100's kernels, from their PTX, give the same answers as vLLM's own backend."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_answers_of_turings_kernels(
 
 
 def test_replays_read_the_tables_of_their_own_step(model: Path) -> None:  # noqa: F811
-    """Batches of every size, requests that end and others that come: what a graph was captured with is long gone."""
+    """Batches of every size, with requests that end and others that arrive, long after the graphs were captured."""
     prompts = random_prompts((1, 700, 33, 5, 260, 90, 16, 17, 800, 2))
     found = []
     for eager in (True, False):
@@ -63,11 +63,11 @@ def test_replays_read_the_tables_of_their_own_step(model: Path) -> None:  # noqa
             ]
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     agreeing = sum(a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))
-    assert agreeing >= 0.8 * (9 * 10 + 30 * 3), "rounding may tip a choice, and everything behind it"
+    assert agreeing >= 0.8 * (9 * 10 + 30 * 3), "rounding may change a token and all that follow"
 
 
 def test_speculation(model: Path) -> None:  # noqa: F811
-    """Several query tokens of a request in the decode kernel."""
+    """The decode kernel computes several query tokens of a request."""
     prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
     drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 3}
     found = []
@@ -75,7 +75,7 @@ def test_speculation(model: Path) -> None:  # noqa: F811
         with engine(model, additional_config={"fastattention": PTX | {"host_kv_layers": 0}}, **(GPU | changes)) as llm:
             found.append([list(output.outputs[0].token_ids) for output in generate(llm, prompts, max_tokens=24)])
     agreeing = sum(a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))
-    assert agreeing >= 40, "of 48; rounding may tip a choice, and everything behind it"
+    assert agreeing >= 40, "of 48; rounding may change a token and all that follow"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_needle_is_found(eager: bool, cache: str, tmp_path: Path) -> None:
     assert [output.outputs[0].token_ids[0] for output in outputs] == [token_id("7319")] * 3
 
 
-def test_what_the_kernels_cannot_do_is_refused_in_a_sentence(model: Path) -> None:  # noqa: F811
+def test_models_that_the_kernels_do_not_support_are_refused_in_a_sentence(model: Path) -> None:  # noqa: F811
     with (
         pytest.raises(Exception, match=r"bfloat16|dtype"),
         engine(model, additional_config={"fastattention": PTX}, **(GPU | {"dtype": "bfloat16"})),

@@ -1,4 +1,4 @@
-"""What ranks with a GPU each are told to do; see tests/parallel/ranks.py. Runs in the ranks' processes."""
+"""Tasks for ranks with one GPU each (see tests/parallel/ranks.py). They run in the ranks' processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLLECTIVES: dict[str, Collective] = {}
 
 
 def open_all(rank: int, names: list[str], peer_to_peer: bool) -> list[str]:
-    """Sentences about those that could not be had."""
+    """Open all collectives; returns a sentence about each one that is not available."""
     import os
 
     if not peer_to_peer:
@@ -29,7 +29,7 @@ def open_all(rank: int, names: list[str], peer_to_peer: bool) -> list[str]:
 
 
 def sums(rank: int, name: str, sizes: list[int], dtype: torch.dtype) -> bool:
-    """Whether blocks in flight together are summed exactly."""
+    """Whether concurrent block sums are exact."""
     generator = torch.Generator().manual_seed(rank)
     blocks = [torch.randint(-9, 10, (size,), generator=generator).to(dtype) for size in sizes]
     there = [block.cuda() for block in blocks]
@@ -42,7 +42,7 @@ def sums(rank: int, name: str, sizes: list[int], dtype: torch.dtype) -> bool:
 
 
 def layer(rank: int, name: str, rows: int, count: int, graph: bool) -> float:
-    """The largest difference between the op and float64, as a part of the largest number."""
+    """The largest difference between the op and float64, relative to the largest number."""
     collective = COLLECTIVES[name]
     tiled_linear.register(GROUP, TilingBy(collective, lambda rows, weight: even(rows, count), _never))
     generator = torch.Generator().manual_seed(rank)
@@ -53,7 +53,8 @@ def layer(rank: int, name: str, rows: int, count: int, graph: bool) -> float:
     replay = None
     if graph:
         x.zero_()
-        tiled_linear.tiled_linear_all_reduce(x, *arguments)  # what is made at the first use is not for a graph
+        # the first use creates things that must not be created in a graph
+        tiled_linear.tiled_linear_all_reduce(x, *arguments)
         torch.cuda.synchronize()
         recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
@@ -76,4 +77,4 @@ def layer(rank: int, name: str, rows: int, count: int, graph: bool) -> float:
 
 
 def _never(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    raise AssertionError("not for one block")
+    raise AssertionError("must not be called for one block")

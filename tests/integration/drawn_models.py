@@ -1,4 +1,4 @@
-"""Small models of every kind of attention that engines are compared on, with drawn shapes."""
+"""Small models with every kind of attention, with random shapes, on which engines are compared."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from transformers.models.bloom.modeling_bloom import BloomGelu
 from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import Layers, Limits, PlacementError, plan
 from tests import reference_models as reference
-from tests.reference_models import VOCAB, decoder_shape, save_random
+from tests.reference_models import VOCAB, RoundedCache, Rounding, decoder_shape, save_random
 
 FULL, WINDOWED = "F", "W"
 KIND_NAMES = {FULL: "full_attention", WINDOWED: "sliding_attention"}
 MIXED = ("gemma2", "gemma3", "gemma3n", "gpt-oss", "laguna")
-"""Kinds of models with full and windowed layers."""
+"""Model kinds that have both full and windowed layers."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a model is: as printed, it can be made again."""
+    """Description of a model. Its printed form recreates it."""
 
     kind: str
     layers: str
     """One letter per layer: F attends to all tokens, W to a window."""
     heads: tuple[int, ...]
-    """Of each layer; all alike except in laguna."""
+    """Query heads of each layer; they only differ in laguna."""
     kv_heads: int
     head_size: int
     window: int
     seed: int
     shared: int = 0
-    """Layers at the end that read the KV cache of an earlier one."""
+    """Number of final layers that read the KV cache of an earlier one."""
 
     def config(self) -> PretrainedConfig:
         shape = decoder_shape(self.heads[0], self.kv_heads, self.head_size, len(self.layers))
-        shape["hidden_size"] = 192  # which the heads of a layer have to divide, whatever their size
+        shape["hidden_size"] = 192  # the head counts of the layers must divide this, whatever their size
         kinds = {"layer_types": [KIND_NAMES[letter] for letter in self.layers], "sliding_window": self.window}
         tied = {"tie_word_embeddings": True}
         if self.kind == "llama":
@@ -73,7 +73,8 @@ class Model:
             return Gemma3nTextConfig(
                 **shape | tied,
                 **kinds,
-                # A padding token is embedded as zeros, by whose size vLLM's Gemma-3n divides: a draft of it is NaN.
+                # The embedding of a padding token is zero. vLLM's Gemma-3n divides by its norm, so drafting one gives
+                # NaN.
                 pad_token_id=None,
                 num_kv_shared_layers=self.shared,
                 vocab_size_per_layer_input=VOCAB,
@@ -84,7 +85,7 @@ class Model:
             )
         if self.kind == "gpt-oss":
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-            # Its experts multiply twice: with larger weights fp32's own rounding grows beyond the tolerance.
+            # Its experts multiply twice: with larger weights fp32's own rounding exceeds the tolerance.
             size = {"intermediate_size": 64, "initializer_range": 0.08}
             return GptOssConfig(**shape | size, **kinds, **experts)
         assert self.kind == "laguna"
@@ -98,11 +99,11 @@ class Model:
 
     @property
     def own(self) -> str:
-        """The layers with a KV cache of their own."""
+        """The layers that have a KV cache (and do not share another layer's)."""
         return self.layers[: len(self.layers) - self.shared]
 
     def path(self, root: Path) -> Path:
-        """Where it lies; written there by the first who asks."""
+        """The model's folder, written by the first caller."""
         path = root / "-".join(str(part) for part in (self.kind, self.layers, *self.heads, *self._rest()))
         return path if path.exists() else save_random(self.config(), path, self.seed)
 
@@ -110,11 +111,11 @@ class Model:
         return self.kv_heads, self.head_size, self.window, self.seed, self.shared
 
     def kv_size(self, block_size: int, tokens_per_step: int) -> KvSize:
-        """In blocks: each layer's has one byte."""
+        """The KV size in blocks: each layer has one byte per block."""
         return KvSize(block_size, 1, self.own.count(FULL), self.own.count(WINDOWED), self.window, tokens_per_step)
 
     def possible_host_layers(self) -> list[tuple[int, ...]]:
-        """All that are not refused at start: a layer of each kind stays on the device, block tables do not grow."""
+        """All selections that are accepted: a layer of each kind stays on the device, and no block tables are added."""
         full, windowed = ([i for i, own in enumerate(self.own) if own == kind] for kind in (FULL, WINDOWED))
         fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if self.shared else frozenset[int]()
         layers, size = Layers(tuple(full), tuple(windowed), fixed), self.kv_size(16, 1)
@@ -130,7 +131,7 @@ class Model:
 
 
 class Forced:
-    """Hugging Face's log-probabilities, in fp32, of every token behind every prefix of a text."""
+    """Hugging Face's fp32 log-probabilities of every token after every prefix of a text."""
 
     def __init__(self, path: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -140,10 +141,11 @@ class Forced:
             if isinstance(getattr(module, "gelu_impl", None), BloomGelu):
                 module.gelu_impl = torch.nn.GELU()
 
-    def logprobs(self, text: Sequence[int]) -> torch.Tensor:
-        """``[tokens, vocabulary]``: row i is of what follows token i."""
+    def logprobs(self, text: Sequence[int], rounding: Rounding | None = None) -> torch.Tensor:
+        """``[tokens, vocabulary]``: row i is the distribution after token i, with all keys and values rounded."""
+        cache = RoundedCache(self.model.config, rounding, rounding) if rounding else None
         with torch.no_grad():
-            return self.model(torch.tensor([text])).logits[0].float().log_softmax(-1)
+            return self.model(torch.tensor([text]), past_key_values=cache).logits[0].float().log_softmax(-1)
 
 
 def draw_model(numbers: random.Random) -> Model:
@@ -159,18 +161,18 @@ def draw_model(numbers: random.Random) -> Model:
         kv_heads, head_size = numbers.choice([4, 6]), 32
         heads = [kv_heads] * count
     elif kind == "gemma3n":
-        # The layers that share read the last of their kind, and vLLM finds those at the end in this order.
+        # The sharing layers read the last layer of their kind, and vLLM expects those at the end in this order.
         shared = numbers.randint(1, 3)
         own = letters(numbers, numbers.randint(0, 3)) + WINDOWED + FULL
         layers = own + letters(numbers, shared)
         heads = heads[:1] * len(layers)
     elif kind in MIXED:
-        # As often as not in equal numbers, of which many may lie on the host.
+        # Half of the draws have equal numbers of both kinds, many of which may be on the host.
         count = numbers.choice([2, 4, 4, 5, 6, 6])
         half = count // 2
         in_order = FULL * half + WINDOWED * half + letters(numbers, count % 2)
         layers = "".join(numbers.sample(in_order, count))
-        if kind == "gpt-oss":  # vLLM takes no order but this one, whatever the configuration says
+        if kind == "gpt-oss":  # vLLM supports only this order, whatever the configuration says
             layers = (WINDOWED + FULL) * half + WINDOWED * (count % 2)
         heads = [kv_heads * numbers.choice([1, 2, 3, 4]) for _ in layers] if kind == "laguna" else heads[:1] * count
     window = numbers.choice([reference.WINDOW, 7, 100])

@@ -1,4 +1,4 @@
-"""What an engine may be asked, drawn at random: a model, options that run together, and requests."""
+"""Random inputs for an engine: a model, options that work together, and requests."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ class Asked:
     """A request."""
 
     new: int
-    """Tokens of its own, drawn by ``seed``."""
+    """Number of its unshared tokens, drawn with ``seed``."""
     seed: int
     times: int
-    """It says them so often: then there is something to look up."""
+    """How often the tokens are repeated, so that n-gram speculation has something to look up."""
     like: int
-    """It begins with what this earlier request begins with, ..."""
+    """An earlier request with the same prefix."""
     shared: int
-    """... so many tokens of it."""
+    """Number of tokens of that prefix."""
     answer: int
-    """Tokens."""
+    """Number of tokens of the answer."""
     logprobs: int
     prompt_logprobs: int | None
     at_step: int
-    """Of the engine, when it comes."""
+    """The engine's step at which the request arrives."""
     dropped_after: int | None
-    """Steps, then the client goes away; None if it stays."""
+    """Number of steps after which the client disconnects; None if it stays."""
     priority: int
 
 
 @dataclass(frozen=True)
 class Problem:
-    """As printed, it can be made again and given to :func:`tests.integration.test_differential.solve`."""
+    """Its printed form recreates it and can be passed to :func:`tests.integration.test_differential.solve`."""
 
     model: Model
     host_layers: tuple[int, ...]
     settings: dict[str, Any]
-    """For vLLM."""
+    """Options of vLLM."""
     ours: dict[str, Any]
-    """For the plugin."""
+    """Options of the plugin."""
     staging_blocks: int | None
-    """Blocks of context that come up at once; None for what users have."""
+    """Blocks of context per staging buffer; None for the default."""
     requests: tuple[Asked, ...]
 
     def prompts(self) -> list[list[int]]:
@@ -93,7 +93,7 @@ def draw_problem(seed: int) -> Problem:
         ours["cpu_threads"] = numbers.choice([1, 2])
     crowded = cache == "auto" and numbers.random() < 0.2
     if crowded:
-        settings["block_size"] = numbers.choice([8, 16])  # requests soon want another one
+        settings["block_size"] = numbers.choice([8, 16])  # requests soon need another block
         settings["num_gpu_blocks_override"] = fewest_blocks(model, settings) + numbers.randint(0, 3)
         settings["max_num_seqs"] = 8 if settings["max_num_batched_tokens"] > 16 else 4
     fast = model.kind == "gemma3n" and not host_layers and cache == "auto" and numbers.random() < 0.5
@@ -105,7 +105,7 @@ def draw_problem(seed: int) -> Problem:
 
 
 def draw_host_layers(numbers: random.Random, model: Model, some: bool) -> tuple[int, ...]:
-    """None, some, or as many as can be."""
+    """Draw no host layers, some, or as many as possible."""
     possible = model.possible_host_layers()
     how_many = numbers.choice(["none", "some", "some", "most", "most"])
     if not possible or (how_many == "none" and not some):
@@ -116,7 +116,7 @@ def draw_host_layers(numbers: random.Random, model: Model, some: bool) -> tuple[
 
 
 def draw_tiling(numbers: random.Random, *, full_form: bool) -> dict[str, Any]:
-    """``full_form``: the model has what it asks for, output projections of one shape, called o_proj."""
+    """``full_form``: the model meets its requirements, output projections of one shape named o_proj."""
     if numbers.random() < 0.3:
         return {"tiling_all_reduce": "off"}
     return {
@@ -127,7 +127,7 @@ def draw_tiling(numbers: random.Random, *, full_form: bool) -> dict[str, Any]:
 
 
 def fewest_blocks(model: Model, settings: dict[str, Any]) -> int:
-    """Those that one request of the greatest length needs, whatever lies on the host."""
+    """The number of blocks that one request of the maximum length needs, whatever is on the host."""
     size = model.kv_size(settings["block_size"], 2 * settings["max_num_batched_tokens"])
     return -(-size.of_request(settings["max_model_len"]) // size.layers_per_group())
 
@@ -135,7 +135,7 @@ def fewest_blocks(model: Model, settings: dict[str, Any]) -> int:
 def draw_requests(
     numbers: random.Random, *, crowded: bool, longer_answers: bool, of_prompts: bool
 ) -> tuple[Asked, ...]:
-    """``crowded``: many that begin together with room for all, and by their answers have too little."""
+    """``crowded``: many requests that all fit at first, but run out of blocks as their answers grow."""
     requests: list[Asked] = []
     lengths: list[int] = []
     for number in range(numbers.randint(6, 8) if crowded else numbers.randint(2, 7)):

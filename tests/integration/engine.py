@@ -1,4 +1,4 @@
-"""In-process vLLM engines for tests, and what they are compared on."""
+"""In-process vLLM engines for tests, and the comparison with a reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV cache tensors as the installed vLLM hands them to this backend, and as upstream's own tests do."""
+"""KV cache tensors as the installed vLLM passes them to this backend, and as upstream's own tests do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ HAS_LAYOUTS = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
 
 
 def kinds() -> list[str]:
-    """Names for :func:`empty_cache`."""
+    """Names of the layouts for :func:`empty_cache`."""
     declared = [layout.name for layout in FastAttentionBackend.supported_kv_cache_layouts()] if HAS_LAYOUTS else []
     return [*declared, "shape of the backend", "5-D of upstream's tests"]
 
 
 def empty_cache(kind: str, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> torch.Tensor:
-    """A cache full of NaN."""
+    """A cache filled with NaN."""
     shape = FastAttentionBackend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
     if kind == "shape of the backend":
         return torch.full(shape, float("nan"))

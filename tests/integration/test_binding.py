@@ -27,7 +27,7 @@ def test_a_rank_reads_back_the_cpus_it_was_given(groups: list[set[int]]) -> None
             assert binding.cpus_of_rank(rank) == sorted(group)
 
 
-def test_cpu_ranges_and_missing_ranks_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_ranges_and_missing_ranks_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(binding.THREADS_BIND, "0-2,5|7")
     assert binding.cpus_of_rank(0) == [0, 1, 2, 5]
     assert binding.cpus_of_rank(1) == [7]
@@ -35,7 +35,7 @@ def test_cpu_ranges_and_missing_ranks_are_understood(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("text", "ranks"), [("0,a", 1), ("0|1", 1), ("0", 2), ("0||1", 3), ("-3", 1)])
-def test_a_binding_that_vllm_would_trip_over_is_refused(text: str, ranks: int) -> None:
+def test_an_invalid_binding_is_refused(text: str, ranks: int) -> None:
     with pytest.raises(Refusal, match="VLLM_CPU_OMP_THREADS_BIND") as caught:
         binding.check_bind(text, ranks)
     assert text in str(caught.value)
@@ -46,7 +46,7 @@ def test_a_good_binding_is_accepted(text: str, ranks: int) -> None:
     binding.check_bind(text, ranks)
 
 
-def test_ranks_that_float_share_the_threads_and_reach_every_cpu(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbound_ranks_share_the_threads_and_reach_every_cpu(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
     monkeypatch.setenv(binding.THREADS_BIND, binding.NOBIND)
     assert binding.floats()

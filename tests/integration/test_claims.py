@@ -1,4 +1,4 @@
-"""No backend of ours inherits an answer to what vLLM asks of it, in any version."""
+"""No backend of ours inherits its answer to a question of vLLM's, in any version."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ NOT_OF_HOST_LAYERS = (
 
 def test_no_device_inherits_from_another_one() -> None:
     for ours in (one for classes in OURS.values() for one in classes):
-        rooms = {parts[2] for one in ours.__mro__ if len(parts := one.__module__.split(".")) > 3}
-        assert len(rooms & {"cpu", "cuda", "ascend"}) <= 1, ours
+        folders = {parts[2] for one in ours.__mro__ if len(parts := one.__module__.split(".")) > 3}
+        assert len(folders & {"cpu", "cuda", "ascend"}) <= 1, ours
 
 
 BASES = {"Backend", "Layer", "HostLayerMixin"} | {name for name in vars(claims) if name.endswith(("Claims", "Own"))}
 ELSEWHERE = {"base", "ascend", "metadata"}
-"""Files and folders whose classes are no device's own, or tested in another way: ascend in test_on_npus_too."""
+"""Modules whose classes belong to no single device, or are tested in test_classes_derived_from_vllm_ascends."""
 
 
 def answering() -> Iterator[str]:
-    """Every class of integration/ that derives from one of ``BASES``."""
+    """All classes of integration/ that derive from one of ``BASES``."""
     folder = Path(claims.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         if ELSEWHERE & set(path.relative_to(folder).with_suffix("").parts):
@@ -94,7 +94,7 @@ def answering() -> Iterator[str]:
                 yield node.name
 
 
-def test_every_class_that_answers_is_tested() -> None:
+def test_every_backend_class_is_tested() -> None:
     found = set(answering())
     assert len(found) > 10
     assert found <= {one.__name__ for classes in OURS.values() for one in classes}
@@ -110,7 +110,7 @@ def unknown(surface: vllm_surface.Surface) -> list[str]:
 
 
 def not_its_own(ours: type[Any], kind: str) -> list[str]:
-    """What the class would answer with vLLM's words."""
+    """Questions that the class would answer with vLLM's implementation."""
     owners = {name: next((one for one in ours.__mro__ if name in vars(one)), None) for name in claims.CLAIMS[kind]}
     return [
         name
@@ -119,19 +119,19 @@ def not_its_own(ours: type[Any], kind: str) -> list[str]:
     ]
 
 
-def test_the_installed_vllm_asks_nothing_that_we_do_not_know() -> None:
-    assert not unknown(vllm_surface.installed()), "say in claims.py what the backends answer"
+def test_every_question_of_the_installed_vllm_is_known() -> None:
+    assert not unknown(vllm_surface.installed()), "add the backends' answers to claims.py"
 
 
 @pytest.mark.parametrize("version", vllm_surface.versions())
-def test_no_supported_vllm_asks_anything_that_we_do_not_know(version: str) -> None:
+def test_every_question_of_supported_vllms_is_known(version: str) -> None:
     recorded = vllm_surface.recorded(version)
     assert recorded is not None
     assert not unknown(recorded)
 
 
-def test_a_new_question_is_noticed() -> None:
-    """Also that the sources say what the class has: the first name is not in the file of records."""
+def test_a_new_question_is_detected() -> None:
+    """The sources contain everything that the class has; the added name is not in the recorded surface."""
     found = vllm_surface.installed()
     assert set(found["AttentionBackend"]) <= set(dir(AttentionBackend))
     more = {**found, "AttentionBackend": [*found["AttentionBackend"], "supports_telepathy"]}
@@ -148,17 +148,17 @@ def test_every_answer_is_our_own(ours: type[Any], kind: str) -> None:
     assert issubclass(ours, base)
     assert not not_its_own(ours, kind)
     asked = [name for name in claims.CLAIMS[kind] if inspect.getattr_static(base, name, None) is not None]
-    # Lest the name be spelt wrong in our class and right in vLLM's.
+    # Otherwise the name could be misspelt in our class and right in vLLM's.
     assert all(any(name in vars(one) for one in ours.__mro__ if "fastattention" in one.__module__) for name in asked)
 
 
 @pytest.mark.parametrize("ours", [*HOST, backend_volta.FastAttentionVoltaBackend, backend.FastAttentionBackend])
-def test_what_is_planned_from_the_hosts_lengths_says_so(ours: type[Any]) -> None:
+def test_host_layers_do_not_claim_features_that_need_device_lengths(ours: type[Any]) -> None:
     for name in NOT_OF_HOST_LAYERS:
         assert getattr(ours, name)() is False, name
 
 
-def test_device_layers_beside_flash_attention_pass_its_answers_on() -> None:
+def test_device_layers_forward_flash_attentions_answers() -> None:
     ours = backend_flash.FastAttentionFlashBackend
     for name in NOT_OF_HOST_LAYERS:
         if hasattr(FlashAttentionBackend, name):
@@ -181,7 +181,7 @@ def test_device_layers_beside_flash_attention_pass_its_answers_on() -> None:
         ("use_mm_prefix", "partial multimodal token full attention not supported"),
     ],
 )
-def test_vllm_refuses_at_start_what_old_gpus_do_not_claim(asked: str, reason: str) -> None:
+def test_vllm_refuses_features_that_old_gpus_do_not_claim(asked: str, reason: str) -> None:
     ours = backend_volta.FastAttentionVoltaBackend
     if asked not in inspect.signature(ours.validate_configuration).parameters:
         pytest.skip(f"this vLLM does not ask for {asked}")
@@ -205,7 +205,7 @@ def test_vllm_refuses_at_start_what_old_gpus_do_not_claim(asked: str, reason: st
 
 
 class Theirs(AttentionBackend):  # type: ignore[misc]
-    """As vllm-ascend's, as far as this is about."""
+    """A stand-in for vllm-ascend's class, with the parts that matter here."""
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
@@ -220,8 +220,8 @@ class TheirImpl(AttentionImpl):  # type: ignore[misc, type-arg]
     pass
 
 
-def test_on_npus_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-ascend is not installed here; `make test-ascend` has the genuine one."""
+def test_classes_derived_from_vllm_ascends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-ascend is not installed here; `make test-ascend` tests the genuine one."""
     theirs = {
         "vllm_ascend": {},
         "vllm_ascend.attention": {},
@@ -237,12 +237,12 @@ def test_on_npus_too(monkeypatch: pytest.MonkeyPatch) -> None:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     vars(sys.modules["vllm_ascend.attention"])["attention_v1"] = sys.modules["vllm_ascend.attention.attention_v1"]
-    rooms = ("fastattention_vllm.integration.ascend.device", "fastattention_vllm.integration.ascend.backend")
-    for room in rooms:
-        monkeypatch.delitem(sys.modules, room, raising=False)
+    modules = ("fastattention_vllm.integration.ascend.device", "fastattention_vllm.integration.ascend.backend")
+    for module in modules:
+        monkeypatch.delitem(sys.modules, module, raising=False)
     try:
-        ascend = importlib.import_module(rooms[1])
-        side = importlib.import_module(rooms[0])
+        ascend = importlib.import_module(modules[1])
+        side = importlib.import_module(modules[0])
         assert not not_its_own(ascend.FastAttentionAscendBackend, "backend")
         assert not not_its_own(ascend.HostLayerAscendBackend, "backend")
         assert not not_its_own(ascend.FastAttentionAscendImpl, "impl")
@@ -251,5 +251,5 @@ def test_on_npus_too(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in NOT_OF_HOST_LAYERS:
             assert getattr(ascend.HostLayerAscendBackend, name)() is False
     finally:
-        for room in rooms:
-            sys.modules.pop(room, None)
+        for module in modules:
+            sys.modules.pop(module, None)

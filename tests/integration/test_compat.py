@@ -61,7 +61,7 @@ def test_builds_of_a_supported_vllm_are_accepted(version: str, monkeypatch: pyte
 
 
 def test_a_member_added_to_a_closed_enum_is_found_by_name_and_value() -> None:
-    """What serves vLLM <= 0.31, tried on an enum that no version registers names with."""
+    """The code path for vLLM <= 0.31, tested with an enum in which no version registers names."""
 
     class Backends(Enum):
         OTHER = "other.Backend"
@@ -85,7 +85,7 @@ def test_kv_bytes_reach_every_setting_that_the_version_has(older: dict[str, int]
     assert set(vars(config.cache_config).values()) == {5 << 20}
 
 
-def test_the_old_environment_variable_counts_where_the_version_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_environment_variable_applies_where_the_version_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     assert compat.requested_kv_bytes(kv_config(kv_cache_memory_bytes=None)) is None
     assert compat.requested_kv_bytes(kv_config(kv_cache_memory_bytes=None, cpu_kvcache_space_bytes=77)) == 3 << 30
@@ -102,12 +102,34 @@ def test_ray_is_refused_where_no_executor_runs_on_cpus(has_executor: bool, monke
     compat.check_ray(config)
 
 
+class Worker:
+    """Stands for the class that allocates memory."""
+
+
+class OwnWorker(Worker):
+    pass
+
+
+@pytest.mark.parametrize("named", [f"{__name__}.Worker", f"{__name__}.OwnWorker", OwnWorker])
+def test_a_worker_class_that_inherits_is_allowed(named: object) -> None:
+    compat.check_worker_class(with_worker(named), Worker)
+
+
+def test_a_worker_class_that_does_not_allocate_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"Enum is not supported: .*test_compat\.Worker.*host_kv_layers to 0"):
+        compat.check_worker_class(with_worker("enum.Enum"), Worker, compat.HOST_LAYERS_OFF)
+
+
+def with_worker(named: object) -> Any:
+    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=named))
+
+
 @pytest.mark.parametrize("asked", [None, False, True])
 @pytest.mark.parametrize(("has_runner", "has_triton"), [(True, True), (True, False), (False, True), (False, False)])
-def test_the_v2_runner_is_missed_only_where_it_is_chosen(
+def test_the_v2_runner_is_required_only_where_it_is_chosen(
     asked: bool | None, has_runner: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the variable alone up to 0.19, by a property of the configuration in newer versions."""
+    """By the environment variable alone up to 0.19, by a property of the configuration in newer versions."""
     from vllm import envs
 
     monkeypatch.setattr(compat, "has_v2_runner_for_cpus", lambda: has_runner)
@@ -115,7 +137,7 @@ def test_the_v2_runner_is_missed_only_where_it_is_chosen(
     missing = asked is True and not (has_runner and has_triton)
     newer: Any = SimpleNamespace(use_v2_model_runner=asked)
     assert compat.v2_runner_is_missing(newer) == missing
-    # As an entry: vLLM's module computes the attribute while there is none.
+    # Set as an entry of the module's dict, because vLLM's module computes the attribute if there is none.
     monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", asked)
     older: Any = SimpleNamespace()
     assert compat.v2_runner_is_missing(older) == missing
@@ -131,7 +153,7 @@ def test_triton_runs_on_cpus_only_with_a_backend_for_them(
     assert compat.has_triton_for_cpus() == runs
 
 
-def test_a_runner_in_a_package_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_in_a_missing_package_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str) -> Any:
         raise ModuleNotFoundError(name)
 
@@ -140,8 +162,8 @@ def test_a_runner_in_a_package_that_is_not_there_is_none(monkeypatch: pytest.Mon
 
 
 def test_the_installed_versions_runner_finds_our_kernels() -> None:
-    """By the way this version looks them up: its dispatcher, or the module of CPU replacements."""
-    if not compat.verifies_speculated_tokens():  # 0.19: no such kernel, and none is added
+    """The runner looks them up in its version's way: by a dispatcher, or in the module of CPU replacements."""
+    if not compat.verifies_speculated_tokens():  # 0.19 has no such kernel, and none is added
         from vllm.utils import cpu_triton_utils
 
         compat.replace_triton_kernels(cpu_speculation.KERNELS)

@@ -15,7 +15,7 @@ from tests import reference_models as reference
 from tests.integration.engine import engine
 from tests.reference_models import hugging_face_states, random_prompts, save_random
 
-# Around the borders of tiles and windows; several requests of different lengths in one step.
+# Lengths around the borders of tiles and windows; several requests of different lengths in one step.
 LENGTHS = (1, 2, 16, 47, 48, 49, 97, 130, 300)
 
 ENCODERS: dict[str, Callable[[], PretrainedConfig]] = {"bert": reference.bert, "modernbert": reference.modernbert}
@@ -25,7 +25,7 @@ def check_embeddings(model: Path, **changes: Any) -> None:
     prompts = random_prompts(LENGTHS)
     expected = hugging_face_states(model, prompts)
     pooler = {"task": "token_embed"}
-    save_tokenizer(model, 512)  # vLLM's pooling entry points want one, even for token ids
+    save_tokenizer(model, 512)  # vLLM's pooling entry points need one, even for token ids
     with engine(model, runner="pooling", skip_tokenizer_init=False, pooler_config=pooler, **changes) as llm:
         outputs = llm.encode([{"prompt_token_ids": p} for p in prompts], pooling_task="token_embed", use_tqdm=False)
     for output, states in zip(outputs, expected, strict=True):
@@ -37,7 +37,7 @@ def check_embeddings(model: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_embeddings_equal_hugging_face(name: str, tmp_path: Path) -> None:
     model = save_random(ENCODERS[name](), tmp_path, kind=AutoModel)
-    # Encoder-only requests cannot be cut into chunks: a step holds the longest of them.
+    # Encoder-only requests cannot be split into chunks, so a step must hold the longest of them.
     check_embeddings(model, max_model_len=512, max_num_batched_tokens=512)
 
 

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from tests.integration.engine import MAX_TOKENS, check, counter, engine, generate
 from tests.reference_models import hugging_face_answers, llama, qwen3, random_prompts, save_random
 
-# One token, around block and tile borders, several chunks of 64.
+# One token, and lengths around block and tile borders and of several chunks of 64.
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 300)
 
 

@@ -1,4 +1,4 @@
-"""One request's KV bytes, against the blocks that vLLM itself counts for the same model."""
+"""One request's KV bytes, compared with the blocks that vLLM itself counts for the same model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", core_first(MODELS, ["five to one", "a step of the whole request"]))
-def test_exactly_that_many_bytes_hold_the_request(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very size runs a request of that length; a byte less than vLLM's own count does not start an engine."""
+def test_the_request_fits_into_exactly_its_kv_bytes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly this size runs a request of that length. One byte less than vLLM's own count does not start an engine."""
     model = save_random(MODELS[kind](), tmp_path)
     arguments = {"max_model_len": LENGTH, "block_size": 16, "max_num_seqs": 1} | ARGUMENTS.get(kind, {})
     with engine(model, **arguments) as llm:
@@ -46,7 +46,7 @@ def test_exactly_that_many_bytes_hold_the_request(kind: str, tmp_path: Path, mon
     with engine(model, kv_cache_memory_bytes=exact, **arguments) as llm:
         (output,) = generate(llm, random_prompts([LENGTH - 4]), max_tokens=4)
     assert len(output.outputs[0].token_ids) == 4
-    # vLLM does not ask for the block that it holds back itself; with a byte less than the others it refuses.
+    # vLLM does not count the block that it reserves for itself; it refuses one byte less than the others.
     monkeypatch.setattr(cpu_resources, "kv_bytes_per_rank", lambda requested, *_: requested)
     too_small = exact - size.null_block() - 1
     with pytest.raises(ValueError, match="KV cache"), engine(model, kv_cache_memory_bytes=too_small, **arguments):

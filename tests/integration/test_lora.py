@@ -1,4 +1,4 @@
-"""LoRA: each request gets its own adapter's answers, equal to Hugging Face with that adapter merged."""
+"""LoRA: each request gets the answers of its adapter, equal to Hugging Face with that adapter merged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.reference_models import hugging_face_answers, llama, random_prompts, 
 
 RANK, ALPHA = 8, 16
 SPREAD = 0.14
-"""Of an adapter's entries: its answers are far from the base model's. Twice as large an adapter amplifies rounding so
-much that two ways of computing the same in fp32 are 1e-4 apart, Hugging Face's own half of that from float64."""
+"""Size of an adapter's entries. It makes answers differ clearly from the base model's. Twice the size would amplify
+rounding so much that two fp32 computations differ by 1e-4; Hugging Face's own result is half of that from float64.
+"""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head")
 
 
@@ -41,7 +42,9 @@ def make_adapter(base: Path, adapter: Path, merged: Path, seed: int) -> None:
     model.save_pretrained(merged)
 
 
-def test_adapters_equal_hugging_face(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host_layers", [0, 2], ids=["device layers", "host layers"])
+def test_adapters_equal_hugging_face(tmp_path: Path, host_layers: int) -> None:
+    options = {"fastattention": {"host_kv_layers": host_layers}}
     base = save_random(llama(4, 2, 64), tmp_path / "base")
     prompts = random_prompts([3, 20, 70])
     expected = [hugging_face_answers(base, prompts[:1], MAX_TOKENS)[0]]
@@ -51,7 +54,7 @@ def test_adapters_equal_hugging_face(tmp_path: Path) -> None:
         make_adapter(base, adapter, merged, seed=number)
         expected += hugging_face_answers(merged, prompts[number : number + 1], MAX_TOKENS)
         requests.append(LoRARequest(f"adapter{number}", number, str(adapter)))
-    with engine(base, enable_lora=True, max_loras=2, max_lora_rank=RANK) as llm:
+    with engine(base, enable_lora=True, max_loras=2, max_lora_rank=RANK, additional_config=options) as llm:
         check(generate(llm, prompts, lora_request=requests), expected)
         with pytest.raises(ValueError, match="prompt_logprobs=1"):
             llm.generate([{"prompt_token_ids": prompts[0]}], SamplingParams(prompt_logprobs=1), use_tqdm=False)

@@ -13,7 +13,7 @@ from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.reference_models import hugging_face_answers, random_prompts, save_random
 
-# One token, around block and window borders, several windows and chunks of 64.
+# One token, and lengths around block and window borders and of several windows and chunks of 64.
 LENGTHS = (1, 15, 17, 47, 48, 49, 64, 65, 130, 300)
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -29,7 +29,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "opt": reference.opt,
 }
 
-# One model of every attention feature runs in `make test`, the others in `make test-more`.
+# One model for every attention feature runs in `make test`, the others in `make test-more`.
 CORE = ("gemma2", "gemma3n", "gpt-oss", "bloom")
 
 
@@ -60,7 +60,7 @@ def test_compiled_equals_hugging_face(name: str, tmp_path: Path) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["gpt-oss", "bloom"])
 def test_two_ranks_equal_hugging_face(name: str, tmp_path: Path) -> None:
-    """Each rank has its own heads' sinks and slopes."""
+    """Each rank has the sinks and slopes of its own heads."""
     compare(MODELS[name](), tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
 
 
@@ -80,7 +80,7 @@ def test_prefix_caching_of_windowed_and_shared_layers(name: str, tmp_path: Path)
 
 @pytest.mark.more
 def test_fast_prefill_of_shared_layers(tmp_path: Path) -> None:
-    """The layers that share a cache compute the last token of a prompt only."""
+    """The layers that share a cache compute only the last token of a prompt."""
     compare(reference.gemma3n(), tmp_path, kv_sharing_fast_prefill=True)
 
 

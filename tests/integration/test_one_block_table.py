@@ -1,4 +1,4 @@
-"""Host layers where vLLM gives windowed and full layers one block table."""
+"""Host layers in models for which vLLM uses one block table for windowed and full layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.integration.engine import engine, generate
 from tests.reference_models import random_prompts, save_random
 
 
-def test_layers_of_both_kinds_in_one_block_table_change_no_answer(tmp_path: Path) -> None:
-    """Their order is the model's, whatever their kinds are."""
+def test_one_block_table_for_both_kinds_changes_no_answer(tmp_path: Path) -> None:
+    """They are ordered as in the model, whatever their kind."""
     save_random(reference.gemma2(), tmp_path)
     prompts = random_prompts((17, 130, 300))
     answers = []

@@ -17,7 +17,7 @@ def test_defaults_without_a_section() -> None:
     assert options_of(config(None)) == Options()
 
 
-def test_a_value_is_taken() -> None:
+def test_valid_values_are_accepted() -> None:
     assert options_of(config({"cpu_threads": 3})).cpu_threads == 3
 
 

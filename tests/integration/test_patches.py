@@ -1,4 +1,4 @@
-"""Every statement of the package that replaces something of vLLM's is in the registry, which has no other."""
+"""The registry lists every statement of the package that replaces something in vLLM, and nothing else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOT_VLLMS = {
 
 
 def statements(source: str, module: str) -> Iterator[str]:
-    """``module:function:statement`` of whatever sets an attribute or item of something other than self."""
+    """``module:function:statement`` of each statement that sets an attribute or item of something other than self."""
 
     def visit(node: ast.AST, where: tuple[str, ...]) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
@@ -108,20 +108,20 @@ def test_every_replacing_statement_is_in_the_registry() -> None:
         "first.one, second.two = ours",
     ],
 )
-def test_a_new_one_is_noticed(line: str) -> None:
+def test_an_unregistered_statement_is_detected(line: str) -> None:
     (site, *_) = statements(f"def install():\n    {line}\n", "new")
     assert site.startswith("new:install:")
     assert site not in in_the_package()
 
 
-def test_what_is_set_on_self_is_none() -> None:
+def test_statements_that_set_attributes_of_self_are_ignored() -> None:
     assert not list(
         statements("class A:\n    def f(self):\n        self.a = 1\n        b = {}\n        b[1] = 2\n", "new")
     )
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.names[0])
-def test_an_entry_says_why_and_until_when(patch: Patch) -> None:
+def test_every_entry_gives_its_reason_and_its_end(patch: Patch) -> None:
     assert patch.why.endswith(".")
     assert patch.remove_when
     assert patch.versions
@@ -129,7 +129,7 @@ def test_an_entry_says_why_and_until_when(patch: Patch) -> None:
 
 @pytest.mark.parametrize("name", [n for p in PATCHES for n in p.names if n.startswith("vllm.")])
 def test_the_replaced_names_exist(name: str) -> None:
-    """In the installed vLLM; what it does not have is not replaced there."""
+    """Names that the installed vLLM does not have are not replaced there."""
     parts = name.split(".")
     depth = next(i for i in range(len(parts), 0, -1) if is_module(".".join(parts[:i])))
     thing = importlib.import_module(".".join(parts[:depth]))

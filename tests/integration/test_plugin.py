@@ -19,7 +19,7 @@ def test_the_entry_points_are_installed() -> None:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine whose NPU device nodes are the files of a folder, and on which vLLM finds what the test says."""
+    """A machine whose NPU device nodes are files of a folder, and on which vLLM finds what the test specifies."""
     monkeypatch.setattr(plugin, "NPU_DEVICES", (str(tmp_path / "davinci[0-9]*"),))
     return tmp_path
 
@@ -47,7 +47,7 @@ def test_the_platform_steps_back_for_a_gpu_that_vllm_finds(devices: Path, monkey
     assert plugin.platform() is None
 
 
-def test_a_probe_that_fails_has_found_nothing(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_probe_finds_nothing(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.platforms
 
     def fail() -> str:
@@ -71,7 +71,7 @@ def test_a_probe_that_fails_has_found_nothing(devices: Path, monkeypatch: pytest
 def test_the_platform_steps_back_for_another_platform_plugin(
     answer: Any, allowed: str | None, stepped_back: bool, devices: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM ends the start where two platform plugins answer."""
+    """vLLM refuses to start if two platform plugins are active."""
     found_by_vllm(monkeypatch, cuda=None)
     if allowed is None:
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)

@@ -44,7 +44,7 @@ def test_vllms_own_validation_error_keeps_its_message_without_the_frame() -> Non
     assert "\n" not in shown
 
 
-def test_what_merely_happened_before_does_not_hide_a_bug() -> None:
+def test_an_earlier_refusal_does_not_hide_a_bug() -> None:
     error = KeyError("bug")
     error.__context__ = ValueError("handled before")
     assert sentence(error) is None

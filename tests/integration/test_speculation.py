@@ -1,4 +1,4 @@
-"""Speculative decoding verifies several query tokens per step; greedy tokens must not change."""
+"""Speculative decoding verifies several query tokens per step and must not change greedy tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     model = save_random({"llama": llama(4, 2, 64), "gemma2": gemma2()}[name], tmp_path)
-    # Prompts that repeat themselves, so that there is something to look up.
+    # Repetitive prompts, so that n-gram drafts are found.
     prompts = [part * 4 for part in random_prompts([5, 17, 33])]
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
     with engine(model, speculative_config=NGRAM) as llm:
         outputs = generate(llm, prompts, max_tokens=MAX_TOKENS)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
-        # Sampled requests: the other half of the rejection sampler. The same seeds must give the same tokens again.
+        # Sampled requests use the other half of the rejection sampler. The same seeds must give the same tokens.
         greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
         sampled = [
             SamplingParams(temperature=0.5, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, **kept)
@@ -40,4 +40,4 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     check(mixed[2:], expected[2:])
     assert drafted_for_sampled > 0
     assert [one.outputs[0].token_ids for one in mixed] == [one.outputs[0].token_ids for one in again]
-    assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: nothing was tested"
+    assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: both are needed"

@@ -1,4 +1,4 @@
-"""Every row of the refusal table fires on vLLM's own configuration of such a model, and a plain decoder passes."""
+"""Every row of the refusal table applies to vLLM's own configuration of such a model, and a plain decoder passes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 QWEN3_MOE = model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=64, num_experts=4)
 
-# For each row: the model, and what else is asked of the engine.
+# The model and the engine arguments for each row.
 CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "multi-head latent attention": (model("DeepseekV3Config", "DeepseekV3ForCausalLM"), {}),
     "cross attention": (
@@ -113,7 +113,7 @@ def test_every_row_has_a_case() -> None:
     assert set(CASES) == {row.feature for row in UNSUPPORTED}
 
 
-def test_what_is_promised_names_a_test_that_exists() -> None:
+def test_every_supported_feature_names_a_test_that_exists() -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/integration"]
     nodes = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -174,7 +174,7 @@ def test_the_sentence_names_feature_reason_and_remedy(
     feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, arguments = CASES[feature]
-    # What the installed packages decide, decided here.
+    # Conditions that depend on the installed packages, fixed here.
     monkeypatch.setattr(
         compat, "verifies_speculated_tokens", lambda: feature != "speculative decoding with this vLLM version"
     )
@@ -222,17 +222,19 @@ def test_the_sentence_names_feature_reason_and_remedy(
         ),
     ],
 )
-def test_what_runs_is_accepted(changes: dict[str, Any], arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_supported_configurations_are_accepted(
+    changes: dict[str, Any], arguments: dict[str, Any], tmp_path: Path
+) -> None:
     config = engine_config(plain(**changes), tmp_path, **arguments)
     assert config.attention_config.backend.name == "FASTATTENTION"
-    # vLLM's own platform may fall back to another dtype in silence.
+    # vLLM's own platform may silently fall back to another dtype.
     assert config.cache_config.cache_dtype == arguments.get("kv_cache_dtype", config.cache_config.cache_dtype)
 
 
-def test_an_fp8_cache_is_kept_from_a_platform_that_does_not_know_it(
+def test_an_fp8_cache_is_hidden_from_a_platform_without_support(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.19's, in any version."""
+    """vLLM 0.19's platform, simulated in any version."""
     theirs = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def refuse_fp8(cls: type, vllm_config: Any) -> None:

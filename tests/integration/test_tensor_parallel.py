@@ -1,4 +1,4 @@
-"""Two ranks over gloo give what one gives: under vLLM's multiprocessing executor and under Ray."""
+"""Two ranks over gloo give the answers of one, under vLLM's multiprocessing executor and under Ray."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 WORKER = "ray::RayWo"
-"""vLLM's worker (psutil cuts names), in which torch's TCPStore listens on all addresses, under every executor."""
+"""Name of vLLM's worker (psutil truncates names). Its torch TCPStore listens on all addresses under every executor."""
 
 
 def listening() -> set[tuple[str, str]]:
-    """Programs that this process has started and the addresses on which they accept connections."""
+    """Programs started by this process, and the addresses on which they accept connections."""
     return {
         (process.name(), connection.laddr.ip)
         for process in psutil.Process().children(recursive=True)
@@ -48,7 +48,7 @@ def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
         if executor == "ray":
             found = {one for one in listening() if not one[0].startswith(WORKER)}
             assert ("gcs_server", "::ffff:127.0.0.1") in found
-            assert [one for one in found if one[1] not in LOOPBACK] == [], "other machines have no business here"
+            assert [one for one in found if one[1] not in LOOPBACK] == [], "reachable from other machines"
     if executor == "ray":
         import ray
 
@@ -57,7 +57,7 @@ def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
 
 @pytest.mark.more
 def test_two_ranks_find_the_needle(tmp_path: Path) -> None:
-    """Every head of every layer is needed for the answer, so both ranks have done their part."""
+    """The answer needs every head of every layer, so both ranks have contributed."""
     path = build_demo_model(tmp_path / "demo", DemoModelSpec(num_heads=4, num_kv_heads=2, dtype="bfloat16"))
     prompts = [list(make_haystack(3000, {"alpha": "7319"}, depths=[d], ask="alpha").token_ids) for d in (0.1, 0.6)]
     with engine(path, tensor_parallel_size=2, dtype="bfloat16", max_model_len=4096, max_num_batched_tokens=512) as llm:

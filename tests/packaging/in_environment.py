@@ -1,4 +1,4 @@
-"""Run by the Python of an environment that holds the installed wheel: prints what works there, as JSON.
+"""Run by the Python of an environment with the installed wheel. Prints as JSON what works there.
 
 Takes the folder of a checkout, from which nothing may be imported.
 """
@@ -20,7 +20,7 @@ from fastattention_vllm.attention.volta.kernels import IMAGES
 
 
 def worst_error(dtype: torch.dtype) -> float:
-    """Of causal grouped-query attention, against PyTorch in float64."""
+    """Error of causal grouped-query attention, against PyTorch in float64."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 65, heads, 64).to(dtype) for heads in (8, 2, 2))
     out = fast_attn_func(query, key, value, causal=True)
@@ -39,7 +39,7 @@ def worst_error(dtype: torch.dtype) -> float:
 def main() -> None:
     checkout = Path(sys.argv[1]).resolve()
     package = Path(fastattention_vllm.__file__).resolve()
-    assert checkout / "fastattention_vllm" not in package.parents, f"{package} is the checkout's"
+    assert checkout / "fastattention_vllm" not in package.parents, f"{package} must not come from the checkout"
     assert package.parent in library.library_path().resolve().parents
     variants = images.variants(IMAGES)
     for variant in variants.values():

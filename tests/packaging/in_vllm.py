@@ -1,4 +1,4 @@
-"""Run by the Python of an environment with the wheel and vLLM: loads both entry points and the backend they bring."""
+"""Run by the Python of an environment with the wheel and vLLM. Loads both entry points and their backend."""
 
 from __future__ import annotations
 

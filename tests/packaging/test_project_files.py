@@ -1,4 +1,4 @@
-"""Files that GitHub and citation tools read: they parse, and what they name exists."""
+"""Files that GitHub and citation tools read are valid, and everything that they name exists."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_the_citation_names_this_version_and_the_paper() -> None:
     assert all(author["family-names"] and author["given-names"] for author in paper["authors"])
 
 
-def test_there_are_workflows_and_forms() -> None:
+def test_workflows_and_forms_exist() -> None:
     assert {path.name for path in WORKFLOWS} == {"ci.yml", "release.yml"}
     assert {path.name for path in FORMS} == {"bug.yml", "hardware.yml"}
 
 
-def test_continuous_integration_runs_what_ci_run_runs() -> None:
+def test_continuous_integration_runs_the_same_as_ci_run() -> None:
     commands = [step["run"] for step in steps(ROOT / ".github" / "workflows" / "ci.yml") if "run" in step]
     assert commands[-1] == "bash .ci/run"
 
@@ -58,7 +58,7 @@ def test_actions_are_pinned_and_make_targets_exist(workflow: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
-def test_issue_forms_have_what_github_demands(form: Path) -> None:
+def test_issue_forms_meet_githubs_requirements(form: Path) -> None:
     page = load(form)
     assert page["name"]
     assert page["description"]
@@ -77,7 +77,7 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert releases[0].split()[0] == __version__
 
 
-def test_the_full_tests_run_on_demand_alone() -> None:
+def test_the_full_tests_run_only_on_demand() -> None:
     collected = subprocess.run(
         ["make", "--dry-run", "test", "test-more"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

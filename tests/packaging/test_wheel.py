@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 
 def run(*command: str | Path, cwd: Path, status: int = 0, **environment: str) -> str:
-    """What the command printed on stdout. With another exit status the test fails, with all that it printed."""
+    """What the command printed on stdout. A nonzero exit status fails the test and shows all output."""
     without = ("PYTHONPATH", "FASTATTENTION_CPU_LIBRARY", "FASTATTENTION_CPU_ISA")
     clean = {name: value for name, value in os.environ.items() if name not in without}
     done = subprocess.run(
@@ -44,7 +44,7 @@ def run(*command: str | Path, cwd: Path, status: int = 0, **environment: str) ->
 
 
 def interpreter(version: str) -> Path | None:
-    """A Python of that version: on the PATH or under pyenv."""
+    """A Python of that version, on the PATH or under pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [*sorted(pyenv.glob(f"{version}.*/bin/python")), *filter(None, [shutil.which(f"python{version}")])]
     for candidate in map(Path, candidates):
@@ -64,13 +64,13 @@ def wheel() -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Removed at once: each environment takes gigabytes."""
+    """A folder that is removed after the test, because each environment takes gigabytes."""
     yield tmp_path
     shutil.rmtree(tmp_path)
 
 
 def environment(python: Path, folder: Path, *requirements: str) -> Path:
-    """The ``bin`` folder of a new environment with nothing but these requirements and what they require."""
+    """The ``bin`` folder of a new environment with only these requirements and their dependencies."""
     run(python, "-m", "venv", folder / "env", cwd=folder)
     tools = folder / "env" / "bin"
     run(tools / "python", "-m", "pip", "install", "--quiet", *requirements, cwd=folder)
@@ -78,7 +78,7 @@ def environment(python: Path, folder: Path, *requirements: str) -> Path:
 
 
 def problems(tools: Path, folder: Path, status: int = 0) -> set[str]:
-    """What `fastattention doctor` finds wrong with the environment."""
+    """Problems of the environment that `fastattention doctor` reports."""
     report = json.loads(run(tools / "fastattention", "doctor", "--json", cwd=folder, status=status))
     findings = [finding for group in report["findings"].values() for finding in group]
     assert {"torch", "V100 and T4"} <= {finding["subject"] for finding in findings}
@@ -101,21 +101,21 @@ def test_the_wheel_holds_the_kernels_and_no_sources(wheel: Path) -> None:
     assert {f"fastattention_vllm/lib/volta/{image}" for image in manifest["images"]} <= set(names)
     assert "fastattention_vllm/py.typed" in names
     assert not [name for name in names if name.startswith(("kernels/", "tests/", "scripts/", "benchmarks/"))]
-    assert wheel.stat().st_size < 100e6  # what package indices accept
+    assert wheel.stat().st_size < 100e6  # limit of package indices
 
 
 @pytest.mark.parametrize("version", PYTHONS)
-def test_it_works_in_an_empty_environment(wheel: Path, folder: Path, version: str) -> None:
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, folder: Path, version: str) -> None:
     python = interpreter(version)
     if python is None:
         pytest.skip(f"there is no Python {version} on this machine")
-    # The V100's torch: it exists for each of these Pythons.
+    # The V100's torch, which exists for each of these Python versions.
     (torch,) = (requirement for requirement in EXTRAS["volta"] if requirement.startswith("torch=="))
     tools = environment(python, folder, str(wheel), torch, "numpy")
     found = json.loads(run(tools / "python", "-I", HERE / "in_environment.py", ROOT, cwd=folder))
     assert found["version"] == __version__
     assert found["torch"].startswith(torch.removeprefix("torch=="))
-    assert found["isas"] == kernels.usable_isas()  # as the checkout's library, which is linked otherwise
+    assert found["isas"] == kernels.usable_isas()  # the same as the checkout's library, which is linked differently
     assert found["errors"].keys() == EPSILON.keys()
     assert all(error < EPSILON[dtype] for dtype, error in found["errors"].items()), found["errors"]
     assert found["volta"] == [70, 75]
@@ -124,13 +124,13 @@ def test_it_works_in_an_empty_environment(wheel: Path, folder: Path, version: st
         "vllm.general_plugins": [PROJECT["entry-points"]["vllm.general_plugins"]["fastattention"]],
         "vllm.platform_plugins": [PROJECT["entry-points"]["vllm.platform_plugins"]["fastattention"]],
     }
-    assert problems(tools, folder, status=1) == {"vLLM"}  # which this environment lacks
+    assert problems(tools, folder, status=1) == {"vLLM"}  # missing in this environment
     package = tools.parent / "lib" / f"python{version}" / "site-packages" / "fastattention_vllm"
     run(tools / "python", "-m", "compileall", "-f", "-q", package, cwd=folder)
 
 
 def test_the_extra_for_the_v100_installs_and_registers(wheel: Path, folder: Path) -> None:
-    """vLLM 0.19.1 from the index, with what pip chooses beside it today. No GPU: its platform is the CPU's, ours."""
+    """vLLM 0.19.1 from the index, with the other versions that pip chooses. Without a GPU, our CPU platform is used."""
     tools = environment(Path(sys.executable), folder, f"{wheel}[volta]")
     installed = json.loads(run(tools / "python", "-m", "pip", "list", "--format", "json", cwd=folder))
     versions = {package["name"]: package["version"] for package in installed}
@@ -145,7 +145,7 @@ def test_the_extra_for_the_v100_installs_and_registers(wheel: Path, folder: Path
 
 
 def test_the_source_distribution_builds_for_aarch64(folder: Path) -> None:
-    """Ascend's hosts. A cross-compiler, zig's clang, builds the kernels from the archive alone; they are not run."""
+    """Ascend hosts use Arm. zig's clang cross-compiles the kernels from the archive alone; they are not run."""
     script.install_tools()
     code = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
     archive = folder / run(sys.executable, "-c", code, folder, cwd=ROOT).split()[-1]
@@ -171,7 +171,7 @@ def test_the_source_distribution_builds_for_aarch64(folder: Path) -> None:
 
 
 def test_workflows_and_citation_pass_their_checkers(folder: Path) -> None:
-    """jactionlint: actionlint's checks and more, in a wheel that brings the program."""
+    """Uses jactionlint, a wheel that contains actionlint's checks and more."""
     tools = environment(Path(sys.executable), folder, *group("checkers"))
     run(tools / "jactionlint", cwd=ROOT)
     run(tools / "cffconvert", "--validate", cwd=ROOT)

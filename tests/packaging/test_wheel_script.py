@@ -1,4 +1,4 @@
-"""scripts/wheel.py, without building: what it demands and what it reads from a wheel's name."""
+"""scripts/wheel.py without building: its requirements, and what it reads from a wheel's name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_oldest_glibc_is_read_from_the_name(name: str, glibc: tuple[int, int
     assert wheel.oldest_glibc(name) == glibc
 
 
-def test_a_wheel_for_this_machine_alone_is_refused() -> None:
+def test_a_wheel_for_this_machine_only_is_refused() -> None:
     with pytest.raises(wheel.WheelError, match=r"linux_x86_64\.whl names no manylinux platform"):
         wheel.oldest_glibc("fastattention_vllm-0.1.0-py3-none-linux_x86_64.whl")
 
@@ -37,7 +37,7 @@ def test_a_wheel_that_needs_a_newer_glibc_is_removed_and_refused(
     assert not tagged.exists()
 
 
-def test_without_images_it_says_how_to_make_them(
+def test_missing_images_are_named_with_the_command_that_builds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(wheel, "ROOT", tmp_path)
@@ -48,6 +48,6 @@ def test_without_images_it_says_how_to_make_them(
     )
 
 
-def test_a_command_that_fails_is_named_with_what_it_printed() -> None:
+def test_a_failing_command_is_named_with_its_output() -> None:
     with pytest.raises(wheel.WheelError, match=r"`false` failed \(status 1\)"):
         wheel.run("false")

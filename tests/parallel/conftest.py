@@ -9,6 +9,6 @@ from tests.parallel.ranks import Ranks
 
 @pytest.fixture(scope="package")
 def two_ranks() -> Iterator[Ranks]:
-    """Spawned once for all tests here that leave them alive."""
+    """Spawned once, and shared by all tests here that do not end the ranks."""
     with Ranks(2) as ranks:
         yield ranks

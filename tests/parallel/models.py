@@ -1,4 +1,4 @@
-"""Pipelines to plan for: any that can be, and those of machines that were measured."""
+"""Pipelines to plan for: random ones, and those of measured machines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BLOCKS = st.lists(st.integers(1, 5000), min_size=1, max_size=8)
 
 
 def affine(start: float, per_row: float, granule: int = 1, rows: int = 1 << 20) -> Times:
-    """``start + per_row * rows`` seconds, from ``granule`` rows on."""
+    """``start + per_row * rows`` seconds, for at least ``granule`` rows."""
     return Times(((granule, start + per_row * granule), (granule + rows, start + per_row * (granule + rows))))
 
 
 @st.composite
 def times(draw: st.DrawFn) -> Times:
-    """Affine ones, and any that rise."""
+    """Affine times, and any other non-decreasing ones."""
     if draw(st.booleans()):
         return affine(draw(st.floats(0, 1e-3)), draw(st.floats(1e-8, 1e-5)), granule=draw(st.integers(1, 300)))
     rows = draw(st.lists(st.integers(1, 20000), min_size=1, max_size=6, unique=True))
@@ -35,7 +35,7 @@ PER_ROW = st.floats(1e-8, 1e-6)
 
 @st.composite
 def noisy(draw: st.DrawFn) -> Times:
-    """As a calibration finds them: at doubled numbers of rows, each up to 10 % off."""
+    """Times as a calibration measures them: at doubled numbers of rows, each up to 10 % off."""
     start, per_row = draw(STARTS), draw(PER_ROW)
     return Times.measured(
         [(64 << i, (start + per_row * (64 << i)) * draw(st.floats(0.9, 1.1))) for i in range(draw(st.integers(2, 5)))]

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of one gloo world, and do what they are told one thing after the other."""
+"""Processes that form the ranks of one gloo world and run tasks one after the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any
 
 SECONDS = 300.0
-"""For a task; a hung rank fails the test instead of the run. The first task waits for the ranks' imports too."""
+"""Timeout of a task, so that a hung rank fails the test and not the whole run. The first task includes the imports."""
 
 
 class Ranks:
-    """``size`` spawned processes. A context: they are ended at its end, whatever they do then."""
+    """``size`` spawned processes, as a context manager that ends them whatever they are doing."""
 
     def __init__(self, size: int, timeout: float = 120.0) -> None:
         """``timeout``: seconds for which a rank waits for another in a sum."""
@@ -35,22 +35,22 @@ class Ranks:
             self.processes.append(process)
 
     def start(self, task: Callable[..., Any], *arguments: Any) -> None:
-        """``task(rank, *arguments)`` on every rank."""
+        """Start ``task(rank, *arguments)`` on every rank."""
         for pipe in self._pipes:
             pipe.send((task, arguments))
 
     def result(self, rank: int) -> Any:
-        """What the task returned there, or an exception that it raised.
+        """The result of the task, or the exception that it raised.
 
         Raises:
-            EOFError: the process has ended.
+            EOFError: The process has ended.
         """
         if not self._pipes[rank].poll(SECONDS):
             raise TimeoutError(f"rank {rank} did not answer within {SECONDS} s")
         return self._pipes[rank].recv()
 
     def run(self, task: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Results of all ranks; the first that raised fails the test, with its traceback."""
+        """Results of all ranks. The first rank that raised fails the test, with its traceback."""
         self.start(task, *arguments)
         results = [self.result(rank) for rank in range(len(self._pipes))]
         for rank, result in enumerate(results):
@@ -71,7 +71,7 @@ class Ranks:
 
 
 class Raised:
-    """An exception of a rank, as text: not every exception can be sent."""
+    """An exception of a rank as text, because not every exception can be pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.kind = type(error).__name__

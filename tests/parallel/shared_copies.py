@@ -1,4 +1,4 @@
-"""Copies of a test's ranks: memcpy and flags in shared memory, done at once by the rank itself."""
+"""A test's copy engine: memcpy and flags in shared memory, executed immediately by the rank itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SharedCopies(Copies):
         self.pieces += phase == PARTIAL
         for peer in range(self.size):
             if peer != self.rank:
-                assert self._flags[peer][channel, phase, self.rank] == 0, "told twice, heard once"
+                assert self._flags[peer][channel, phase, self.rank] == 0, "a flag must be read before it is set again"
                 self._flags[peer][channel, phase, self.rank] = 1
 
     def hear(self, channel: int, phase: int) -> None:
@@ -51,7 +51,7 @@ class SharedCopies(Copies):
             if peer != self.rank:
                 while self._flags[self.rank][channel, phase, peer] == 0:
                     time.sleep(0)
-                    assert time.monotonic() < until, f"rank {peer} has not told phase {phase}"
+                    assert time.monotonic() < until, f"rank {peer} has not set phase {phase}"
                 self._flags[self.rank][channel, phase, peer] = 0
 
     def end(self, channel: int) -> Any:
@@ -62,5 +62,5 @@ class SharedCopies(Copies):
 
     def _place(self, channel: int, rank: int, offset: int, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         place = self._boards[rank][channel, offset : offset + tensor.nbytes]
-        assert place.nbytes == tensor.nbytes, "beyond the board"
+        assert place.nbytes == tensor.nbytes, "must be within the board"
         return place

@@ -1,4 +1,4 @@
-"""What ranks are told to do; see ``Ranks.run``. Runs in the ranks' processes."""
+"""Tasks for ranks (see ``Ranks.run``). They run in the ranks' processes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Case:
 
     rows: int
     inputs: int
-    """Of each rank."""
+    """Number of inputs of each rank."""
     outputs: int
     dtype: torch.dtype
     blocks: tuple[int, ...]
     bias: bool = True
     exact: bool = False
-    """Small whole numbers, whose sums every dtype holds exactly in any order."""
+    """Small integers, whose sums every dtype holds exactly in any order."""
     late: float = 0.0
-    """Seconds that the last rank comes later than the others."""
+    """Seconds by which the last rank is late."""
 
     def tensors(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Input, weight and bias; those of a rank are its own, the bias is everyone's."""
+        """Input, weight and bias. Input and weight differ by rank, the bias is shared."""
         own = torch.Generator().manual_seed(1000 + rank)
         common = torch.Generator().manual_seed(7)
         x = self._numbers((self.rows, self.inputs), own)
@@ -76,7 +76,7 @@ class TilingBy(Tiling):
 
 
 def plain_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As vLLM's RowParallelLinear does it: one matmul, with the bias on one rank, then one all-reduce."""
+    """As vLLM's RowParallelLinear: one matmul, with the bias on one rank, then one all-reduce."""
     out = torch.nn.functional.linear(x, weight, bias)
     dist.all_reduce(out)
     return out
@@ -90,9 +90,9 @@ def tiled_and_plain(rank: int, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     if rank == dist.get_world_size() - 1:
         time.sleep(case.late)
     tiled = tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP)
-    result = tiled.clone()  # what is there when the op is back, whatever comes later
+    result = tiled.clone()  # the contents when the op returns, before anything later changes them
     for tensor, old in zip([t for t in (x, weight, bias) if t is not None], before, strict=True):
-        assert torch.equal(tensor, old), "an argument was changed"
+        assert torch.equal(tensor, old), "arguments must not be changed"
     return result, plain_layer(x, weight, bias if rank == 0 else None)
 
 
@@ -101,7 +101,7 @@ def several(rank: int, cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def mlp(rank: int, case: Case, wide: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A tiled MLP of relu, the same in plain steps, and the sums that the tiled one has ordered."""
+    """A tiled MLP with relu, the plain result, and the number of sums that the tiled one started."""
     x, second, _ = case.tensors(rank)
     generator = torch.Generator().manual_seed(50 + rank)
     x = torch.randint(-1, 2, (case.rows, wide), generator=torch.Generator().manual_seed(5)).to(case.dtype)
@@ -114,7 +114,7 @@ def mlp(rank: int, case: Case, wide: int) -> tuple[torch.Tensor, torch.Tensor, i
 
 
 def after_attention(rank: int, case: Case, ends: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The tiled layer behind something that has computed its input in blocks; the plain layer; sums it has ordered."""
+    """The tiled layer after a producer that computes its input in blocks; the plain result; the number of sums."""
     x, weight, bias = case.tensors(rank)
     ready = RowsReady(case.outputs)
     counted = Counted(COLLECTIVE)
@@ -132,7 +132,7 @@ def after_attention(rank: int, case: Case, ends: list[int]) -> tuple[torch.Tenso
 
 
 class Counted(Collective):
-    """One that counts what it is asked to sum."""
+    """A collective that counts the sums it starts."""
 
     def __init__(self, other: Collective) -> None:
         self.other, self.rank, self.size, self.started = other, other.rank, other.size, 0
@@ -146,7 +146,7 @@ class Counted(Collective):
 
 
 def all_in_flight(rank: int, case: Case, layers: int) -> torch.Tensor:
-    """``layers`` calls one after the other, each on the result of the one before; the last one's."""
+    """``layers`` calls in sequence, each on the previous result; returns the last one."""
     x, weight, _ = case.tensors(rank)
     tiled_linear.register(GROUP, TilingBy(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
     for _ in range(layers):
@@ -155,7 +155,7 @@ def all_in_flight(rank: int, case: Case, layers: int) -> torch.Tensor:
 
 
 def other_collective(rank: int, groups: list[list[int]]) -> tuple[int, int, float]:
-    """Rank, size and a sum in the one of ``groups`` that this rank is in."""
+    """Rank, size and a sum in the group of ``groups`` that contains this rank."""
     from fastattention_vllm.parallel.collective import open_collective
 
     collective: Collective = open_collective(groups, "cpu", 120)
@@ -165,7 +165,7 @@ def other_collective(rank: int, groups: list[list[int]]) -> tuple[int, int, floa
 
 
 def compiled(rank: int, rows: list[int]) -> int:
-    """Compile a layer once for any number of rows and compare it with the plain one; returns the graphs it took."""
+    """Compile a layer once for any number of rows and compare it with the plain one. Returns the number of graphs."""
     case = Case(max(rows), 32, 24, torch.float32, (), exact=True)
     x, weight, bias = case.tensors(rank)
     tiled_linear.register(GROUP, TilingBy(COLLECTIVE, lambda rows, weight: even(rows, 4, GRANULE), plain_layer))
@@ -186,7 +186,7 @@ def compiled(rank: int, rows: list[int]) -> int:
 
 
 def die_in_the_second_layer(rank: int, case: Case) -> None:
-    """The last rank ends without a word where the others wait for it."""
+    """The last rank exits without a message while the others wait for it."""
     tiled_and_plain(rank, case)
     if rank == dist.get_world_size() - 1:
         os._exit(1)
@@ -195,7 +195,7 @@ def die_in_the_second_layer(rank: int, case: Case) -> None:
 
 
 def fall_silent_in_the_second_layer(rank: int, case: Case, seconds: float) -> float:
-    """The last rank stays away; the others return how long they waited before they raised."""
+    """The last rank stays away. The others return how long they waited before they raised."""
     tiled_and_plain(rank, case)
     if rank == dist.get_world_size() - 1:
         time.sleep(seconds)
@@ -218,7 +218,7 @@ def exchange(value: object) -> list[object]:
 def copied_sums(
     rank: int, sizes: list[int], dtype: torch.dtype, channels: int, board_bytes: int, seed: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Sums of blocks of so many numbers by copies, all in flight together; the same by gloo; and the pieces it took."""
+    """Sums of blocks of these sizes by copies, all in flight together; the same by gloo; and the number of pieces."""
     from tests.parallel.shared_copies import SharedCopies
 
     copies = SharedCopies(rank, dist.get_world_size(), exchange, channels, board_bytes)
@@ -238,7 +238,7 @@ KEPT_BACK = 0.02
 
 
 def measured(rank: int, outputs: int, inputs: int, min_rows: int, max_rows: int) -> Choice:
-    """A calibration in which the last rank's matmuls take longer by ``KEPT_BACK``."""
+    """A calibration in which the last rank's matmuls take ``KEPT_BACK`` longer."""
     original = torch.mm
 
     def slow(*arguments: Any, **named: Any) -> torch.Tensor:
@@ -255,9 +255,9 @@ def measured(rank: int, outputs: int, inputs: int, min_rows: int, max_rows: int)
 
 
 def measured_until(rank: int, stage: str, rows: list[int]) -> tuple[Choice, list[str], int]:
-    """A calibration in which the last rank's clock leaps ahead after ``stage`` (the beginning of what is said then).
+    """A calibration in which the last rank's clock jumps ahead after ``stage`` (the beginning of a log line).
 
-    Returns the choice, what was said, and the sums that were ordered after the leap.
+    Returns the choice, the log lines, and the number of sums started after the jump.
     """
     from fastattention_vllm.parallel import layer_timer
 

@@ -1,4 +1,4 @@
-"""Measured choices: that the ranks agree on them, that they outlive the process; never how fast they are."""
+"""Measured choices: the ranks agree on them, and they are stored. No test depends on how fast they are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.parallel.ranks import Ranks
 
 
 def test_ranks_that_differ_agree_on_one_choice(two_ranks: Ranks) -> None:
-    """One of them is kept back in its matmuls, so what they measure is not the same."""
+    """One rank is delayed in its matmuls, so the ranks measure different times."""
     first, second = two_ranks.run(tasks.measured, 48, 32, 200, 500)
     assert first == second
     assert isinstance(first, Choice)
@@ -38,22 +38,22 @@ def test_ranks_that_differ_agree_on_one_choice(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("stage", "kept"), [("matmuls", []), ("sums", []), ("cuts of 512", [512]), ("cuts of 256", [256, 512])]
 )
-def test_when_one_rank_has_no_time_left_all_keep_what_they_have_finished(
+def test_if_one_rank_runs_out_of_time_all_keep_the_finished_trials(
     stage: str, kept: list[int], two_ranks: Ranks
 ) -> None:
-    """And none of them begins with another work, of which the other would wait for its part."""
+    """No rank begins work in which it would wait for the other."""
     answers = two_ranks.run(tasks.measured_until, stage, [100, 500])
     for choice, said, sums_after in answers:
         assert choice == answers[0][0]
         assert [trial.rows for trial in choice.trials] == kept
         rest = f"steps of fewer than {kept[0]} tokens are not cut" if kept else "nothing is cut"
         assert said[-1] == f"{len(kept)} of 3 numbers of tokens were tried in 1000 s; {rest}"
-        assert sums_after == 1, "the one that carries the word"
+        assert sums_after == 1, "only the sum that announces the end"
         assert choice.of(100) == ("", (100,))
     assert len(answers[0][0].trials) == len(kept)
 
 
-def test_in_time_all_is_tried_and_nothing_said_of_an_end(two_ranks: Ranks) -> None:
+def test_within_the_time_limit_everything_is_tried(two_ranks: Ranks) -> None:
     for choice, said, _ in two_ranks.run(tasks.measured_until, "never", [100, 500]):
         assert [trial.rows for trial in choice.trials] == [128, 256, 512]
         assert said == [
@@ -78,8 +78,10 @@ def test_a_gpu_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Slowly:
-    """In the place of a LayerTimer, on a GPU where 4096 rows take a millisecond to multiply and one to sum, each block
-    costs a time to order, and nothing takes from anything else."""
+    """Replaces a LayerTimer. Simulates a GPU on which 4096 rows take a millisecond to multiply and one to sum.
+
+    Each block costs a fixed time to launch, and concurrent work does not slow down.
+    """
 
     def __init__(self, enqueue_seconds: float) -> None:
         self._enqueue_seconds = enqueue_seconds
@@ -106,7 +108,7 @@ MILLISECOND = affine(0, 1e-3 / 4096)
     [(0.0, 8, 16), (0.25e-3, 2, 5), (1e-3, 1, 1)],
     ids=["at once", "a few are as fast as their orders", "slower than plain"],
 )
-def test_a_cut_counts_no_less_than_its_orders(enqueue_seconds: float, least: int, most: int) -> None:
+def test_a_split_takes_at_least_its_launch_time(enqueue_seconds: float, least: int, most: int) -> None:
     timer: Any = Slowly(enqueue_seconds)
     found = calibrate._trial(timer, 4096, MILLISECOND, {"nccl": MILLISECOND})
     assert least <= len(found.blocks) <= most
@@ -123,8 +125,8 @@ def test_rows_are_doubled_until_the_longest_step_is_covered(most: int) -> None:
 
 
 @given(AFFINE, st.floats(1, MAX_SLOWDOWN), st.integers(2, 6))
-def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) -> None:
-    """By the time that a cut takes with it; exactly this slowdown, or one that makes no difference to the time."""
+def test_a_slowdown_is_recovered_from_the_time_of_a_split(pipeline: Pipeline, slow: float, count: int) -> None:
+    """The slowdown is recovered from the time of a split: exactly, or as one that gives the same time."""
     blocks = even(4096, count)
     slowed = Pipeline(pipeline.matmul, pipeline.all_reduce, slow, slow)
     part = slowed.seconds(blocks) / pipeline.seconds((4096,))
@@ -134,8 +136,8 @@ def test_a_slowdown_is_found_again(pipeline: Pipeline, slow: float, count: int) 
 
 
 @given(AFFINE)
-def test_a_cut_that_was_tried_and_lost_is_not_planned(pipeline: Pipeline) -> None:
-    """However fast the two stages are alone."""
+def test_a_split_that_lost_its_trial_is_not_planned(pipeline: Pipeline) -> None:
+    """This holds however fast the two stages are alone."""
     blocks = plan(8192, pipeline).blocks
     slow = slowdown(pipeline.matmul, pipeline.all_reduce, blocks, 1.0)
     after = plan(8192, Pipeline(pipeline.matmul, pipeline.all_reduce, slow, slow))
@@ -156,7 +158,7 @@ def choices(draw: st.DrawFn) -> Choice:
 
 
 @given(choices(), st.integers(0, 50_000))
-def test_any_number_of_rows_is_cut_without_a_row_lost(choice: Choice, rows: int) -> None:
+def test_any_number_of_rows_is_split_without_losing_a_row(choice: Choice, rows: int) -> None:
     name, blocks = choice.of(rows)
     assert sum(blocks) == rows
     assert all(blocks)
@@ -166,32 +168,32 @@ def test_any_number_of_rows_is_cut_without_a_row_lost(choice: Choice, rows: int)
         below = [one for one in choice.trials if one.rows <= rows]
         above = [one for one in choice.trials if one.rows >= rows]
         assert below
-        assert all(len(one.blocks) > 1 for one in (below[-1:] + above[:1])), "both neighbours gained"
+        assert all(len(one.blocks) > 1 for one in (below[-1:] + above[:1])), "both neighbours must have gained"
         assert name == "nccl"
 
 
 @given(choices())
-def test_what_was_timed_is_what_is_done(choice: Choice) -> None:
+def test_timed_numbers_of_rows_use_their_trial(choice: Choice) -> None:
     for one in choice.trials:
         assert choice.of(one.rows) == (one.collective, one.blocks)
 
 
-def test_between_two_the_nearer_one_is_followed() -> None:
+def test_between_two_trials_the_nearer_one_is_used() -> None:
     choice = Choice((trial(1024, (512, 512)), trial(2048, (512, 1536)), trial(4096, (4096,))))
-    assert choice.of(1023) == ("", (1023,)), "fewer than were tried"
+    assert choice.of(1023) == ("", (1023,)), "fewer rows than were tried"
     assert choice.of(1408) == ("nccl", (768, 640))
     assert choice.of(1792) == ("nccl", (512, 1280))
-    assert choice.of(2049) == ("", (2049,)), "what does not gain above"
+    assert choice.of(2049) == ("", (2049,)), "the trial above did not gain"
     assert choice.of(9000) == ("", (9000,))
 
 
-def test_blocks_that_are_not_the_rows_are_no_trial() -> None:
+def test_a_trial_whose_blocks_do_not_add_up_is_refused() -> None:
     with pytest.raises(ValueError, match="do not add up to 1024"):
         trial(1024, (512, 256))
 
 
 @given(choices(), choices())
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: Choice, other: Choice) -> None:
+def test_written_choices_can_be_read(tmp_path_factory: pytest.TempPathFactory, one: Choice, other: Choice) -> None:
     path = tmp_path_factory.mktemp("cache") / "new" / "tiling.json"
     assert calibration_file.read(path, "a") is None
     calibration_file.write(path, "a", one)
@@ -252,7 +254,7 @@ def test_a_good_entry_is_read(tmp_path: Path) -> None:
         json.dumps({"a": {"trials": [GOOD, GOOD]}}),
     ],
 )
-def test_a_file_that_is_not_ours_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+def test_an_invalid_file_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tiling.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"tiling\.json holds no valid measurements"):
@@ -261,7 +263,7 @@ def test_a_file_that_is_not_ours_is_refused_in_a_sentence(tmp_path: Path, text: 
     assert calibration_file.read(path, "a") is not None
 
 
-def test_a_file_that_cannot_be_read_is_refused_too(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiling.json").write_bytes(b"\xff\xfe")
     for path in (tmp_path, tmp_path / "tiling.json"):
         with pytest.raises(ValueError, match="cannot be read"):

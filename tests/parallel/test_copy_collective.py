@@ -1,4 +1,4 @@
-"""Sums made of copies between boards, with copies of a CPU's in the place of a GPU's engines."""
+"""Sums made of copies between boards, with CPU copies instead of a GPU's copy engines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_more_ranks_sum_as_gloo_does(size: int) -> None:
 
 
 class Recorded(Copies):
-    """Copies of one rank of two that are written down in place of done."""
+    """Copies of one rank of two, recorded instead of executed."""
 
     rank, size, channels, board_bytes = 0, 2, 3, 512
 
@@ -88,7 +88,7 @@ class Recorded(Copies):
 
 
 def test_each_channel_begins_and_ends_once_for_a_block() -> None:
-    """Nothing is copied on a channel that has not waited for the block, and all that were used are waited for."""
+    """Every used channel first waits for the block, and every used channel is waited for at the end."""
     copies = Recorded()
     collective = CopyCollective(copies)
     collective.wait(collective.start(torch.zeros(5 * 256, dtype=torch.float16)))  # five pieces

@@ -1,4 +1,4 @@
-"""A whole layer in one call beside the best cut: taken only where it is clearly faster, and used where it was taken."""
+"""A whole layer in one fused call, compared with the best split: chosen only if clearly faster, and used if chosen."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fastattention_vllm.parallel.layer_timer import LayerTimer, OutOfTimeError, 
 
 ROWS = 1024
 HIDEABLE = 0.2
-"""Of a second that the plain layer takes."""
+"""Seconds that could be hidden, out of one second of the plain layer."""
 
 
 class Clock:
-    """Stands for a LayerTimer: what is timed says itself how long it takes."""
+    """Replaces a LayerTimer: each timed work returns its own duration."""
 
     x, weight = torch.zeros(ROWS, 4), torch.zeros(8, 4)
     device = 1.0
-    """Part of the time that the device takes when all is ordered before."""
+    """Device time as a fraction of the total time, when everything is launched in advance."""
 
     def plain(self, rows: int) -> Callable[[], float]:
         return lambda: 1.0
@@ -39,7 +39,7 @@ class Clock:
 
 
 def contest(before: Trial, seconds: float) -> Trial:
-    """``seconds``: what the one call takes in a bad round."""
+    """``seconds`` is the time of the fused call in a bad round."""
 
     def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         assert x.shape == (ROWS, 4)
@@ -58,31 +58,31 @@ CUT = Trial(ROWS, "gloo", (512, 512), 0.8, 1.0, HIDEABLE)
     ("before", "seconds", "taken"),
     [
         (PLAIN, 0.91, True),
-        (PLAIN, 0.93, False),  # hides less than two fifths of what there is to hide
+        (PLAIN, 0.93, False),  # hides less than two fifths of what can be hidden
         (PLAIN, 1.2, False),
         (CUT, 0.77, True),
-        (CUT, 0.78, False),  # a cut that was timed is as good
+        (CUT, 0.78, False),  # an already timed split is as good
         (CUT, 0.9, False),
     ],
 )
-def test_it_is_taken_where_it_is_clearly_faster(before: Trial, seconds: float, taken: bool) -> None:
+def test_the_fused_call_is_chosen_where_it_is_clearly_faster(before: Trial, seconds: float, taken: bool) -> None:
     after = contest(before, seconds)
     if not taken:
         assert after == before
         return
     assert (after.collective, after.blocks) == ("one", (ROWS,))
-    assert after.seconds == pytest.approx(seconds), "its time in a bad round"
+    assert after.seconds == pytest.approx(seconds), "must be the time of a bad round"
     assert (after.plain_seconds, after.hideable_seconds) == (1.0, HIDEABLE)
 
 
-def test_what_python_takes_to_order_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_time_in_python_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Clock, "device", 0.95)
     assert contest(CUT, 0.77).seconds == pytest.approx(0.77)
     assert contest(CUT, 0.78) == CUT
 
 
-def test_when_the_time_is_over_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most rows come first."""
+def test_when_the_time_is_over_the_other_trials_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest number of rows is tried first."""
     tried = []
 
     def trial(trial: Trial, *others: Any) -> Trial:
@@ -98,7 +98,7 @@ def test_when_the_time_is_over_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -
     assert after.trials == (*before[:2], replace(before[2], collective="one"))
 
 
-def test_what_was_taken_is_used_between_numbers_that_gained() -> None:
+def test_the_fused_call_is_used_between_numbers_of_rows_that_gained() -> None:
     one = Trial(ROWS, "one", (ROWS,), 0.7, 1.0, 0.5)
     cut = Trial(2 * ROWS, "gloo", (ROWS, ROWS), 0.7, 1.0, 0.5)
     choice = Choice((one, cut))

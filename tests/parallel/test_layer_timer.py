@@ -1,4 +1,4 @@
-"""A layer timed on a device that is neither a CPU nor a CUDA GPU: by that device's events, after a head start."""
+"""Timing a layer on a device that is neither CPU nor CUDA GPU: by that device's events, after a head start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ happened: list[str] = []
 
 
 class Event:
-    """Stands for torch.npu.Event."""
+    """Replaces torch.npu.Event."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -32,7 +32,7 @@ class Event:
 
 
 class Device:
-    """Stands for torch.npu."""
+    """Replaces torch.npu."""
 
     Event = Event
 
@@ -51,13 +51,13 @@ class Alone(Collective):
         return [2 * number for number in numbers]
 
 
-def test_an_npu_is_timed_by_its_events_behind_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_is_timed_by_its_events_after_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: Device)
     timer = LayerTimer({"hccl": Alone()}, torch.nn.functional.linear, torch.zeros(8, 4, device="meta"), 256)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, *rest, **named: happened.append(f"mm {len(x)}") or mm(x, *rest, **named))
-    monkeypatch.setattr(layer_timer, "_go_on", lambda together: None)  # reads what has no memory here
+    monkeypatch.setattr(layer_timer, "_go_on", lambda together: None)  # reads a tensor that has no memory here
     happened.clear()
     assert timer.seconds([lambda: happened.append("work")], rounds=1) == [0.25]
     once = ["mm 256"] * HEAD_START_MATMULS + ["start", "wait", "record", "work", "record", "query"]
-    assert happened == 2 * once, "a round to warm up, and one that counts"
+    assert happened == 2 * once, "one warm-up round and one measured round"

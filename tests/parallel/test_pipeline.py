@@ -1,4 +1,4 @@
-"""The model of the two stages, against what can be worked out by hand and by another algorithm."""
+"""The model of the two stages, compared with hand-computed results and with another algorithm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_more_rows_never_take_less_time(times: Times, rows: int, more: int) -> N
 
 
 @given(TIMES)
-def test_measured_points_are_met_and_between_them_lies_a_line(times: Times) -> None:
+def test_times_are_interpolated_between_measured_points(times: Times) -> None:
     for rows, seconds in times.points:
         assert times(rows) == pytest.approx(seconds)
     for (rows0, seconds0), (rows1, seconds1) in itertools.pairwise(times.points):
@@ -26,17 +26,17 @@ def test_measured_points_are_met_and_between_them_lies_a_line(times: Times) -> N
             assert times((rows0 + rows1) // 2) == pytest.approx((seconds0 + seconds1) / 2)
 
 
-def test_beyond_the_points_time_is_neither_saved_nor_invented() -> None:
+def test_times_are_extrapolated_beyond_the_measured_points() -> None:
     times = Times(((100, 1.0), (200, 1.5), (400, 3.5)))
     assert times(0) == 0
-    assert times(1) == 1.0, "less than was measured is not believed to be faster"
-    assert times(600) == pytest.approx(5.5), "on at the last rate"
+    assert times(1) == 1.0, "below the measured range the time is constant"
+    assert times(600) == pytest.approx(5.5), "above the range the last rate continues"
     assert Times(((100, 2.0),))(300) == pytest.approx(6.0)
     line = affine(2.0, 0.5, granule=10)
     assert [line(rows) for rows in (1, 10, 50, 1 << 30)] == pytest.approx([7.0, 7.0, 27.0, 2 + 0.5 * (1 << 30)])
 
 
-def test_noise_is_lifted() -> None:
+def test_decreasing_times_are_raised() -> None:
     assert Times.measured([(300, 2.0), (100, 1.0), (200, 3.0)]).points == ((100, 1.0), (200, 3.0), (300, 3.0))
 
 
@@ -46,7 +46,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     "points", [(), ((0, 1.0),), ((5, 1.0), (5, 2.0)), ((5, 2.0), (6, 1.0)), ((5, 0.0),), ((5, NAN),)]
 )
-def test_points_that_cannot_be_are_refused(points: tuple[tuple[int, float], ...]) -> None:
+def test_invalid_points_are_refused(points: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(ValueError, match=r"must rise|at least one"):
         Times(points)
 
@@ -68,12 +68,12 @@ def test_without_slowdown_each_block_waits_for_its_matmul_and_for_the_link(
 
 
 @given(TIMES, TIMES, SLOWDOWNS, SLOWDOWNS, BLOCKS)
-def test_slow_lanes_take_longer_but_never_longer_than_what_each_costs(
+def test_slow_lanes_take_longer_but_at_most_the_sum_of_their_times(
     matmul: Times, all_reduce: Times, slow_matmul: float, slow_all_reduce: float, blocks: list[int]
 ) -> None:
     seconds = Pipeline(matmul, all_reduce, slow_matmul, slow_all_reduce).seconds(blocks)
     first, last = matmul(blocks[0]), all_reduce(blocks[-1])
-    # Beside nothing, neither is slowed down.
+    # Without concurrent work, neither is slowed down.
     assert seconds >= Pipeline(matmul, all_reduce).seconds(blocks) * (1 - 1e-9)
     assert seconds >= first + last - 1e-9 * seconds
     matmuls, reduces = sum(map(matmul, blocks)), sum(map(all_reduce, blocks))
@@ -84,7 +84,7 @@ def test_slowdowns_count_only_while_both_lanes_work() -> None:
     """Blocks of 1 s each: 1 s alone, then both stages for 2 s at half speed, then 1 s alone."""
     one_second = Times(((10, 1.0), (20, 2.0)))
     assert Pipeline(one_second, one_second, 2.0, 2.0).seconds([10, 10]) == pytest.approx(1 + 2 + 1)
-    # The all-reduce is done after 1 s, of which the matmul got a third; the rest it does alone.
+    # The all-reduce takes 1 s, in which a third of the matmul is done; the rest of the matmul runs alone.
     assert Pipeline(one_second, one_second, 3.0, 1.0).seconds([10, 10]) == pytest.approx(1 + 1 + 2 / 3 + 1)
 
 

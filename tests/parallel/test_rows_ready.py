@@ -1,4 +1,4 @@
-"""A layer whose input comes block by block gives what it gives of the whole, on two ranks of this CPU."""
+"""A layer whose input arrives in blocks gives the same result as for the whole input, on two ranks of this CPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.parallel.tasks import Case
 
 
 @pytest.mark.parametrize("ends", [(64, 200, 517), (1, 516), (517,)])
-def test_the_sum_is_that_of_the_plain_layer(two_ranks: Ranks, ends: tuple[int, ...]) -> None:
-    """Rows behind the last mark belong to the last block: those of a step that is padded."""
+def test_the_sum_equals_that_of_the_plain_layer(two_ranks: Ranks, ends: tuple[int, ...]) -> None:
+    """Rows after the last mark belong to the last block: the padding of a padded step."""
     case = Case(517, 96, 80, torch.float16, (), exact=True)
     for blocked, plain, sums in two_ranks.run(tasks.after_attention, case, list(ends)):
         assert torch.equal(blocked, plain)
-        assert sums == (len(ends) if len(ends) > 1 else 0), "one for each block, by the tiled layer"
+        assert sums == (len(ends) if len(ends) > 1 else 0), "the tiled layer must sum each block"
 
 
-def test_marks_are_taken_once_and_by_their_tensor_alone() -> None:
+def test_marks_are_taken_once_and_only_by_their_tensor() -> None:
     ready, x, other = RowsReady(8), torch.zeros(10, 4), torch.zeros(10, 4)
     assert ready.pop(x) is None
     for asked in (other, x):
@@ -37,14 +37,14 @@ def test_marks_are_taken_once_and_by_their_tensor_alone() -> None:
     assert pending.out.shape == (10, 8)
 
 
-def test_what_was_begun_but_not_marked_is_not_taken() -> None:
+def test_rows_without_a_mark_are_not_taken() -> None:
     ready, x = RowsReady(8), torch.zeros(10, 4)
     ready.begin(x)
     assert ready.pop(x) is None
 
 
 def test_a_marked_tensor_lives_until_it_is_taken() -> None:
-    """Otherwise another tensor could lie at its address, and be taken for it."""
+    """Otherwise another tensor at the same address could be mistaken for it."""
     ready, x = RowsReady(8), torch.zeros(10, 4)
     ready.begin(x)
     ready.mark(x, 10)

@@ -1,4 +1,4 @@
-"""The tiled layer gives what the plain one gives, over gloo: where sums are exact the same bits, else to rounding."""
+"""The tiled layer equals the plain one over gloo: bit for bit where sums are exact, otherwise up to rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKS = {
 
 
 def cases(dtype: torch.dtype, numbers: tuple[int, ...] = (130, ODD), **changes: Any) -> list[Case]:
-    """``numbers`` of rows, every way to cut them, with and without bias."""
+    """Every split of these ``numbers`` of rows, with and without bias."""
     found = []
     for rows in numbers:
         for cut in BLOCKS.values():
@@ -38,7 +38,7 @@ def cases(dtype: torch.dtype, numbers: tuple[int, ...] = (130, ODD), **changes: 
 
 
 def exact_sum(case: Case, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In float64: the sum over the ranks, that of the ranks' magnitudes, and that of all terms' magnitudes."""
+    """In float64: the sum over the ranks, the sum of the ranks' magnitudes, and the sum of all terms' magnitudes."""
     total = terms = partials = torch.zeros(case.rows, case.outputs, dtype=torch.float64)
     for rank in range(size):
         x, weight, bias = (None if t is None else t.double() for t in case.tensors(rank))
@@ -52,16 +52,16 @@ def exact_sum(case: Case, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def rounding(case: Case, size: int, partials: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
-    """How far from the exact sum a result may be.
+    """The allowed distance of a result from the exact sum.
 
-    A rank's matmul sums K products (exact in fp32 from 16-bit numbers) and the bias in fp32 in an order of its choice:
-    at most (K + 1) u32 of the sum of magnitudes. It rounds the result to the dtype, and with a bias possibly before it
-    adds that, too: 2 u of the result. Then size - 1 sums in the dtype, in any order, each off by u of what has come
-    together, which the ranks' magnitudes bound. 1 % covers the products of these.
+    A rank's matmul sums K products (exact in fp32 from 16-bit numbers) and the bias in fp32 in any order: the error is
+    at most (K + 1) u32 of the sum of magnitudes. It rounds the result to the dtype, and possibly also before it adds
+    the bias: 2 u of the result. Then follow size - 1 sums in the dtype, in any order, each with an error of u of the
+    partial sum, which the ranks' magnitudes bound. 1 % covers the products of these errors.
     """
     u, u32 = torch.finfo(case.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
     tiny = torch.finfo(case.dtype).tiny
-    with_bias = terms if case.bias else partials  # what is rounded before the bias may be larger than after it
+    with_bias = terms if case.bias else partials  # the rounded value before the bias may be larger than after it
     return 1.01 * ((case.inputs + 2) * u32 * terms + u * with_bias + (1 + size - 1) * u * partials) + tiny
 
 
@@ -80,16 +80,16 @@ def compare(ranks: Ranks, several: list[Case], size: int) -> None:
             else:
                 assert ((tiled.double() - total).abs() <= limit).all(), case
                 assert ((tiled.double() - plain.double()).abs() <= 2 * limit).all(), case
-        assert all(torch.equal(tiled, results[0][0]) for tiled, _ in results), "ranks disagree"
+        assert all(torch.equal(tiled, results[0][0]) for tiled, _ in results), "ranks must agree"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_numbers_are_summed_exactly(two_ranks: Ranks, dtype: torch.dtype) -> None:
+def test_integers_are_summed_exactly(two_ranks: Ranks, dtype: torch.dtype) -> None:
     compare(two_ranks, cases(dtype, exact=True), 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_numbers_are_summed_to_their_rounding(two_ranks: Ranks, dtype: torch.dtype) -> None:
+def test_any_numbers_are_summed_up_to_rounding(two_ranks: Ranks, dtype: torch.dtype) -> None:
     compare(two_ranks, cases(dtype), 2)
 
 
@@ -137,7 +137,7 @@ def test_one_graph_serves_all_numbers_of_rows(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("groups", [[[0], [1]], [[1, 0]]])
-def test_a_rank_sums_with_those_of_its_group(two_ranks: Ranks, groups: list[list[int]]) -> None:
+def test_a_rank_sums_with_the_ranks_of_its_group(two_ranks: Ranks, groups: list[list[int]]) -> None:
     for rank, answer in enumerate(two_ranks.run(tasks.other_collective, groups)):
         group = next(group for group in groups if rank in group)
         assert answer == (sorted(group).index(rank), len(group), sum(10.0**member for member in group))
@@ -163,7 +163,7 @@ def test_a_rank_that_dies_raises_on_the_others() -> None:
 
 
 def test_a_rank_that_falls_silent_raises_on_the_others_within_the_timeout() -> None:
-    timeout = 5.0  # the first layer has to be done within it on a busy machine too
+    timeout = 5.0  # even a busy machine must finish the first layer in this time
     with Ranks(2, timeout=timeout) as ranks:
         ranks.start(tasks.fall_silent_in_the_second_layer, CASE, 2 * SECONDS)
         waited = ranks.result(0)
@@ -172,7 +172,7 @@ def test_a_rank_that_falls_silent_raises_on_the_others_within_the_timeout() -> N
 
 
 class Doubling(Collective):
-    """Two ranks that hold the same numbers. A sum is there when it is waited for, not before."""
+    """Two ranks with the same numbers. A sum is available only once it was waited for."""
 
     size = 2
 
@@ -189,7 +189,7 @@ class Doubling(Collective):
         return len(self.started) - 1
 
     def wait(self, started: int) -> None:
-        assert torch.equal(self.started[started], self.seen[started]), "touched before its sum was there"
+        assert torch.equal(self.started[started], self.seen[started]), "must not be read before its sum is complete"
         self.started[started].mul_(2)
         self.waited += 1
 
@@ -232,7 +232,7 @@ def test_one_rank_adds_the_bias(doubling: Doubling, rank: int, blocks: tuple[int
     assert torch.equal(tiled_linear.tiled_linear_all_reduce(x, weight, bias, GROUP), expected)
 
 
-def test_blocks_are_asked_for_the_rows_and_the_weight(doubling: Doubling) -> None:
+def test_blocks_depend_on_the_rows_and_the_weight(doubling: Doubling) -> None:
     asked = []
 
     def blocks(rows: int, weight: torch.Tensor) -> tuple[int, ...]:
@@ -245,7 +245,7 @@ def test_blocks_are_asked_for_the_rows_and_the_weight(doubling: Doubling) -> Non
     assert asked == [(5, (48, 32))]
 
 
-def test_blocks_that_leave_rows_out_are_noticed(doubling: Doubling) -> None:
+def test_blocks_that_leave_rows_out_are_an_error(doubling: Doubling) -> None:
     x, weight, bias = CASE.tensors(0)
     tiled_linear.register(GROUP, TilingBy(doubling, lambda rows, weight: (64, 64), plain))
     with pytest.raises(AssertionError, match="for 256"):
@@ -259,8 +259,8 @@ def test_inputs_with_gaps_between_their_rows(doubling: Doubling) -> None:
     assert torch.equal(tiled_linear.tiled_linear_all_reduce(wide, weight, bias, GROUP), plain(x, weight, bias))
 
 
-def test_the_op_is_what_torch_expects_of_one(doubling: Doubling) -> None:
-    """Its schema holds, and its fake has the shape, dtype and strides of the real one."""
+def test_the_op_passes_torchs_checks(doubling: Doubling) -> None:
+    """Its schema is valid, and its fake has the shape, dtype and strides of the real op."""
     tiled_linear.register(GROUP, TilingBy(doubling, lambda rows, weight: CASE.blocks, plain))
     op = torch.ops.fastattention.tiled_linear_all_reduce.default
     x, weight, bias = CASE.tensors(0)
@@ -271,8 +271,8 @@ def test_the_op_is_what_torch_expects_of_one(doubling: Doubling) -> None:
 
 
 @pytest.mark.parametrize("blocks", [(64, 300, 153), (517,)])
-def test_an_mlp_is_that_of_plain_steps(two_ranks: Ranks, blocks: tuple[int, ...]) -> None:
-    """Whole numbers, of which fp32 holds all sums."""
+def test_a_tiled_mlp_equals_plain_steps(two_ranks: Ranks, blocks: tuple[int, ...]) -> None:
+    """The inputs are integers, so fp32 holds all sums exactly."""
     case = Case(ODD, 40, 24, torch.float32, blocks, exact=True)
     for tiled, plain, sums in two_ranks.run(tasks.mlp, case, 16):
         assert torch.equal(tiled, plain)

@@ -12,7 +12,7 @@ from tests.attention.isa import set_isa
 
 @pytest.fixture
 def exact_weights() -> Iterator[None]:
-    """Kernels that round the weights to bf16 have tests of their own; here they would hide a missing token."""
+    """Other tests cover kernels that round the weights to bf16; here the rounding would hide a missing token."""
     before = cpu.isa()
     set_isa(next(isa for isa in cpu.usable_isas() if isa not in oracle.BF16_ISAS))
     yield

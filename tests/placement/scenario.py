@@ -1,4 +1,4 @@
-"""Host layers, requests and what attention over everything that was ever written should give for them."""
+"""Host layers, requests, and the expected result of attention over everything written for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class Model:
-    """What a layer is."""
+    """Attributes of the layers."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -57,10 +57,10 @@ class Model:
 class Request:
     blocks: list[int] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
-    """One per layer: ``[tokens, num_kv_heads, head_size]``, all there are."""
+    """One tensor per layer, ``[tokens, num_kv_heads, head_size]``, with all tokens."""
     values: list[torch.Tensor] = field(default_factory=list)
     done: int = 0
-    """Tokens whose keys and values are in the cache, or will be after this step."""
+    """Number of tokens whose keys and values are in the cache, or will be after this step."""
 
     @property
     def tokens(self) -> int:
@@ -77,11 +77,11 @@ class Work:
 
 
 class Scenario:
-    """Some layers of one block table, their caches and requests.
+    """Layers of one block table, with their caches and requests.
 
-    ``unwritten``: what the caches, and everything that may be overwritten, is filled with, so that it shows when read.
-    ``new_cache``: makes the host memory for a cache from its shape and dtype. ``num_heads``: of each layer's queries;
-    None for the model's.
+    ``unwritten``: fill value of caches and of everything that may be overwritten, so that reading it shows.
+    ``new_cache``: allocates the host memory of a cache from its shape and dtype. ``num_heads``: query heads of each
+    layer; None for the model's.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Scenario:
         return torch.randn(count, heads, self.model.head_size, generator=self.random).to(self.model.dtype)
 
     def request(self, tokens: int, like: Request | None = None, shared_blocks: int = 0) -> Request:
-        """One of ``tokens`` tokens; the first ``shared_blocks`` of its blocks are those of ``like``."""
+        """A request of ``tokens`` tokens, whose first ``shared_blocks`` blocks are those of ``like``."""
         shared = shared_blocks * self.model.page_size
         request = Request(done=shared)
         for index in range(len(self.layers)):
@@ -166,7 +166,7 @@ class Scenario:
         padding: int = 2,
         upcoming: Callable[[], Iterable[Visit]] | None = None,
     ) -> None:
-        """One layer's turn with ``step``, which divides ``works``, compared with the oracle."""
+        """Run one layer with ``step``, which contains ``works``, and compare it with the oracle."""
         model = self.models[index]
         total = sum(work.new for work in works)
         query = self.rows(total + padding, model.num_heads).to(self.device)
@@ -179,8 +179,8 @@ class Scenario:
         )
         output = torch.full_like(query, 7.0)
         self.layers[index].attend(step, query, key, value, output, upcoming)
-        assert (output[total:] == 7.0).all(), "rows of padding were touched"
-        for rows in (key, value):  # the next layer's lie in the same memory
+        assert (output[total:] == 7.0).all(), "padding rows must not be touched"
+        for rows in (key, value):  # the next layer reuses this memory
             rows.fill_(self.unwritten)
         self.compare(index, works, query[:total].cpu(), output[:total].cpu())
 
@@ -203,21 +203,22 @@ class Scenario:
             causal=True,
         )
         expected, _ = oracle.attention(problem)
-        # The parts that are merged are each rounded to the output's dtype, and so is the result. In fp32 any bound will
-        # do: the size of the largest value.
+        # Each merged part is rounded to the output's dtype, and so is the result. In fp32 any bound will do: here the
+        # size of the largest value.
         size = problem.value.double().abs().max()
         if self.model.dtype != torch.float32:
             size, _ = oracle.attention(replace(problem, value=problem.value.abs()))
         rtol, atol = oracle.OUTPUT_TOLERANCE[self.model.dtype]
-        weights = oracle.weight_rounding(problem)[:, None, None] * size  # the CPU's, with its instruction set
+        weights = oracle.weight_rounding(problem)[:, None, None] * size  # those of the CPU, with its instruction set
         excess = (output.double() - expected).abs() - rtol * (expected.abs() + size) - weights - 2 * atol
         assert float(excess.max()) <= 0, f"layer {index} is off by {float(excess.max()):.3g} more than allowed"
 
 
 def some_steps(scenario: Scenario, numbers: random.Random, *, rounds: int, chunk: int, firsts: Sequence[int]) -> None:
-    """Requests come, begin with what others have computed or just compute, and go on.
+    """Requests arrive, share prefixes that others have computed or are computing, and continue.
 
-    ``chunk``: tokens of the longest step that goes on; ``firsts``: of steps that begin, the last the most of a prompt.
+    ``chunk``: maximum tokens of a continued step. ``firsts``: tokens of first steps; the last one is the longest
+    prompt.
     """
     requests: list[Request] = []
     for _ in range(rounds):

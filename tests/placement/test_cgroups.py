@@ -1,4 +1,4 @@
-"""Limits of control groups in fake trees: both versions, nested, in containers and out of them."""
+"""Limits of control groups in fake trees: both versions, nested, in containers and outside."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def files(tree: Path, group: str, **contents: str) -> None:
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def test_without_limits_there_are_none(tree: Path) -> None:
+def test_no_limits_are_found_without_limits(tree: Path) -> None:
     assert (cgroups.memory_left(), cgroups.cpus()) == (None, None)
     own(tree, "0::/user.slice\n")
     files(tree, "user.slice", memory__max="max", cpu__max="max 100000")
     assert (cgroups.memory_left(), cgroups.cpus()) == (None, None)
 
 
-def test_the_tightest_of_nested_groups_counts(tree: Path) -> None:
-    """As systemd's MemoryMax= and CPUQuota= make them, for a service or for the slice that it is in."""
+def test_the_tightest_of_nested_groups_applies(tree: Path) -> None:
+    """As systemd's MemoryMax= and CPUQuota= set them, for a service or for its slice."""
     own(tree, "0::/system.slice/vllm.service\n")
     files(tree, "system.slice/vllm.service", memory__max=str(900 * MIB), memory__current=str(100 * MIB))
     assert cgroups.memory_left() == 800 * MIB
@@ -53,7 +53,7 @@ def test_the_tightest_of_nested_groups_counts(tree: Path) -> None:
     assert cgroups.memory_left() == 300 * MIB
 
 
-def test_version_1_has_its_own_names(tree: Path) -> None:
+def test_version_1_is_supported(tree: Path) -> None:
     own(tree, "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n")
     files(tree, "memory", memory__limit_in_bytes=NONE_V1, memory__usage_in_bytes="5")
     files(tree, "cpu,cpuacct/docker/a", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
@@ -70,7 +70,7 @@ def test_version_1_has_its_own_names(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docker/of-the-host", "/../another"])
-def test_a_container_that_does_not_see_its_path_sees_its_root(tree: Path, path: str) -> None:
+def test_a_container_without_its_path_uses_its_root(tree: Path, path: str) -> None:
     own(tree, f"4:memory:{path}\n0::{path}\n")
     files(tree, "memory", memory__limit_in_bytes=str(64 * MIB), memory__usage_in_bytes="0")
     files(tree, ".", cpu__max="200000 100000")
@@ -78,7 +78,7 @@ def test_a_container_that_does_not_see_its_path_sees_its_root(tree: Path, path: 
     assert (cgroups.memory_left(), cgroups.cpus()) == (64 * MIB, 2)
 
 
-def test_all_who_ask_see_the_same(tree: Path) -> None:
+def test_all_callers_see_the_same_limits(tree: Path) -> None:
     own(tree, "0::/a/b\n")
     files(tree, "a", memory__max=str(8 * MIB), memory__current=str(5 * MIB), cpu__max="100000 100000")
     assert host_memory.available_bytes() == machine.available_memory() == 3 * MIB

@@ -12,7 +12,7 @@ from fastattention_vllm.placement.cpus import split_cpus
 
 
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=64), st.integers(1, 16))
-def test_every_rank_gets_cpus_and_none_is_given_twice_where_they_suffice(cpus: set[int], ranks: int) -> None:
+def test_every_rank_gets_cpus_and_shares_none_if_there_are_enough(cpus: set[int], ranks: int) -> None:
     groups = split_cpus(sorted(cpus), ranks)
     assert len(groups) == ranks
     assert all(groups)
@@ -39,7 +39,7 @@ def test_a_cpu_quota_limits_the_cpus(cgroup: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine that numbers its CPUs across two nodes in turn, and has a third node of memory alone."""
+    """A machine that numbers its CPUs alternately across two nodes and has a third node without CPUs."""
     root = tmp_path / "node"
     for node, cpus in {0: "1000-1003,1008", 1: "1004-1007", 2: ""}.items():
         (root / f"node{node}").mkdir(parents=True)
@@ -56,7 +56,7 @@ def test_numa_nodes_are_those_of_the_cpus(two_nodes: Path) -> None:
     assert topology.numa_nodes([]) == []
 
 
-def test_a_machine_with_one_node_or_without_any_has_nothing_to_choose(tmp_path: Path) -> None:
+def test_machines_with_at_most_one_node_need_no_choice(tmp_path: Path) -> None:
     assert topology.numa_nodes([0], tmp_path) == []
     assert topology.numa_nodes([0], tmp_path / "absent") == []
     (tmp_path / "node0").mkdir()
@@ -86,5 +86,5 @@ def test_cpus_are_counted_node_by_node(two_nodes: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_the_log_says_where_threads_run(threads: int, cpus: list[int], of_caller: list[int], text: str) -> None:
+def test_the_log_names_the_cpus_of_threads(threads: int, cpus: list[int], of_caller: list[int], text: str) -> None:
     assert topology.describe_pinning(threads, cpus, of_caller) == text

@@ -1,7 +1,7 @@
-"""A host layer's step against float64 attention over everything that was ever written; "device" and host are one.
+"""A host layer's step against float64 attention over everything written so far; the "device" is the host.
 
-Batches are drawn at random: prompts in chunks, decoding, a few tokens at once, prefixes that other requests computed
-before or compute in the same step, pages from a shuffled pool.
+Batches are random: prompts in chunks, decode steps, a few tokens at once, prefixes that other requests computed earlier
+or compute in the same step, and pages from a shuffled pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 class LateLink(LocalLink):
-    """Copies and writes happen as late as somebody waits for them; :class:`LocalLink` does them as early as it may."""
+    """Copies and writes happen only when something waits for them; :class:`LocalLink` does them at once."""
 
     def __init__(self) -> None:
         self.todo: dict[int, list[Callable[[], None]]] = {}
@@ -65,7 +65,7 @@ class LateLink(LocalLink):
 
 @dataclass
 class LateDevice:
-    """The CPU kernels, which write when the link says so."""
+    """The CPU kernels, but writes happen when the link executes them."""
 
     link: LateLink
 
@@ -77,14 +77,14 @@ class LateDevice:
 
 
 class BesideLink(LateLink):
-    """And the device has arithmetic of its own."""
+    """A late link to a device that computes separately from the CPU."""
 
     beside = True
 
 
 @dataclass
 class BesideDevice(LateDevice):
-    """While the CPU kernels compute, they can be asked for nothing else."""
+    """A device that must not be called while the CPU kernels compute."""
 
     def run(self, problem: AttentionProblem, *, return_lse: bool = False) -> Any:
         out, lse = oracle.attention(problem)
@@ -97,7 +97,7 @@ LINKS = ("local", "late", "beside")
 def scenario_of(
     model: Model, num_layers: int, num_blocks: int, share: float, seed: int, kind: str = "local", **more: Any
 ) -> Scenario:
-    """``kind``: of :data:`LINKS`."""
+    """``kind`` is a key of :data:`LINKS`."""
     if kind == "local":
         group = HostLayerGroup(LocalLink(), cpu, stream_split=StreamSplit(share))
     else:
@@ -142,7 +142,7 @@ MODELS = st.builds(
 def test_steps_equal_attention_over_the_whole_history(
     data: st.DataObject, model: Model, share: float, blocks_per_part: int, max_cpu_tokens: int, kind: str
 ) -> None:
-    """Several steps and layers; requests come, begin with what others have computed or just compute, and go on."""
+    """Several steps and layers; requests arrive, share prefixes that others computed or compute now, and continue."""
     with pytest.MonkeyPatch.context() as patch:
         block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block + block // 2)
@@ -177,7 +177,10 @@ WINDOWS = [None, 1, 7, 20]
 def test_a_prefix_that_is_computed_in_the_same_step(
     kind: str, share: float, window: int | None, small_parts: Callable[[Model, int], None]
 ) -> None:
-    """By the CPU or by the device, for the one or the other, in either order; the caches hold NaN before."""
+    """The prefix is computed by the CPU or the device, for a request on either, in both orders.
+
+    Caches start with NaN.
+    """
     model = Model(window=window)
     small_parts(model, 2)
     for first, second in ((40, 3), (8, 40), (40, 40), (8, 3)):
@@ -193,8 +196,8 @@ def test_a_prefix_that_is_computed_in_the_same_step(
                 layer.cache.fill_(math.nan)
 
 
-def test_steps_without_such_a_prefix_are_told_apart() -> None:
-    """Whole blocks of others are read only; a request's own last block is its own, although it is written."""
+def test_steps_without_such_a_prefix_are_recognised() -> None:
+    """Whole shared blocks are only read. A request's last block belongs to it alone, although it is written."""
     scenario = scenario_of(Model(), 1, 100, 0.0, seed=0)
     one = scenario.request(31)
     other = scenario.request(60, one, 3)
@@ -206,10 +209,10 @@ def test_steps_without_such_a_prefix_are_told_apart() -> None:
     assert scenario.attend([scenario.work(third, 4), scenario.work(one, 15)]).independent
 
 
-def test_a_failure_in_the_middle_leaves_the_lane_in_order(
+def test_a_failure_in_the_middle_leaves_the_buffers_in_order(
     small_parts: Callable[[Model, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buffers may be free, on their way or in use when it happens."""
+    """Buffers may be free, being copied or in use when it happens."""
     model = Model()
     small_parts(model, 2)
     scenario = scenario_of(model, 2, 200, 0.5, seed=0)
@@ -231,10 +234,10 @@ def test_a_failure_in_the_middle_leaves_the_lane_in_order(
     scenario.attend([scenario.work(one, 40), scenario.work(other, 2)])
 
 
-def test_the_share_of_the_device_is_what_was_asked_for(
+def test_the_device_gets_the_configured_share(
     small_parts: Callable[[Model, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole blocks, none of a window, none where parts cannot be merged, nothing where it is not worth it."""
+    """Whole blocks; none with a window, none where parts cannot be merged, and nothing if streaming is not worth it."""
     asked: list[int] = []
     fetch = LocalLink.fetch
 
@@ -275,7 +278,7 @@ def test_the_share_of_the_device_is_what_was_asked_for(
     st.booleans(),
     st.data(),
 )
-def test_every_token_is_divided_to_one_side_once(
+def test_every_token_is_assigned_to_one_side_once(
     counts: list[int], max_cpu_tokens: int, page_size: int, causal: bool, data: st.DataObject
 ) -> None:
     contexts = [data.draw(st.integers(0, 50)) for _ in counts]
@@ -316,11 +319,11 @@ def test_every_token_is_divided_to_one_side_once(
         assert step.cpu_requests.slot_mapping.tolist() == slots[own].tolist()
         assert step.cpu_requests.causal == causal
     assert sorted(rows) == list(range(sum(counts)))
-    assert step.independent  # every request has blocks of its own
+    assert step.independent  # no request shares blocks
 
 
-def test_neighbours_are_taken_as_a_slice() -> None:
-    """So that nothing of the batch is copied on the device; requests without tokens do not part them."""
+def test_neighbouring_requests_are_a_slice() -> None:
+    """So no part of the batch is copied on the device. Requests without tokens in between do not matter."""
 
     def rows(*counts: int) -> Any:
         starts = torch.tensor([0, *counts]).cumsum(0).int()

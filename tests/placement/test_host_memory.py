@@ -1,4 +1,4 @@
-"""Memory is taken step by step: all of what was asked for, or nothing and a sentence."""
+"""Memory is allocated in slices: the whole amount, or nothing and an error message."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def resident() -> int:
 
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize("size", [1, HUGE_PAGE - 1, HUGE_PAGE, 9 * MIB + 5, 16 * MIB])
-def test_all_of_it_is_there_and_zero(size: int) -> None:
+def test_all_memory_is_allocated_and_zero(size: int) -> None:
     gc.collect()
     before = resident()
     memory, placements = host_memory.commit(size)
     assert memory.shape == (size,)
     assert memory.dtype == torch.uint8
     assert memory.data_ptr() % HUGE_PAGE == 0
-    assert resident() - before > size - MIB, "touched by now, so that a lack of memory shows here"
+    assert resident() - before > size - MIB, "must already be touched, so that a lack of memory shows here"
     assert not memory.any()
     memory.fill_(255)
     whole = -(-size // HUGE_PAGE) * HUGE_PAGE
@@ -49,14 +49,14 @@ def test_all_of_it_is_there_and_zero(size: int) -> None:
 
 @needs_huge_pages
 @pytest.mark.usefixtures("small_slices")
-def test_it_lies_in_huge_pages() -> None:
+def test_the_memory_is_in_huge_pages() -> None:
     memory, placements = host_memory.commit(10 * MIB)
     assert sum(placement.huge_bytes or 0 for placement in placements) == 10 * MIB
     assert huge_bytes(memory.data_ptr(), memory.nbytes) >= 10 * MIB
 
 
 @pytest.mark.usefixtures("small_slices")
-def test_it_is_freed_with_the_last_view() -> None:
+def test_the_memory_is_freed_with_the_last_view() -> None:
     memory, _ = host_memory.commit(64 * MIB)
     view = memory[-10:].view(torch.int16)
     address = memory.data_ptr()
@@ -77,12 +77,12 @@ def is_mapped(address: int) -> bool:
 
 
 def shrinking(steps: list[int]) -> Callable[[], int]:
-    """Memory that is there at each look; the last number stays."""
+    """Available memory at each check; the last number repeats."""
     return lambda: steps.pop(0) if len(steps) > 1 else steps[0]
 
 
 @pytest.mark.usefixtures("small_slices")
-def test_too_little_memory_is_an_error_that_says_how_much_there_was_and_keeps_nothing(
+def test_too_little_memory_is_an_error_with_the_amount_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", shrinking([100 * MIB, 96 * MIB, 3 * MIB]))
@@ -95,7 +95,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_there_was_and_keeps_no
 
 
 @pytest.mark.usefixtures("small_slices")
-def test_the_rest_of_the_machine_keeps_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reserve_is_kept_for_the_rest_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "KEEP", 10 * MIB)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 14 * MIB)
     host_memory.commit(4 * MIB)
@@ -115,13 +115,13 @@ def test_memory_that_appears_later_is_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("small_slices")
-def test_ranks_look_and_take_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four at once, and memory for three and a half: the last must not take the half for a whole."""
+def test_ranks_check_and_allocate_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks at once, and memory for three and a half: the last one must fail instead of starting with a half."""
     left = [14 * MIB]
     place_memory = host_memory.cpu_memory.place_memory
 
     def slow_place(address: int, size: int, *rest: object, **named: object) -> object:
-        time.sleep(0.05)  # what has been looked at is not yet taken
+        time.sleep(0.05)  # memory that was checked is not allocated yet
         left[0] -= size
         return place_memory(address, size, *rest, **named)  # type: ignore[arg-type]
 
@@ -136,7 +136,7 @@ def test_ranks_look_and_take_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
     with concurrent.futures.ThreadPoolExecutor(4) as ranks:
         got = list(ranks.map(rank, range(4)))
-    assert left[0] == 2 * MIB, "never more than there was"
+    assert left[0] == 2 * MIB, "must never exceed the available memory"
     assert sum(isinstance(one, str) for one in got) == 1
 
 
@@ -148,7 +148,7 @@ def test_no_address_space_is_an_error_too() -> None:
             host_memory.commit(size)
 
 
-def test_a_memory_limit_counts_but_page_cache_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_apply_without_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     unlimited = host_memory.available_bytes()
     assert unlimited > 0

@@ -25,7 +25,7 @@ SHAPES = st.builds(
 
 
 @given(st.lists(st.lists(SHAPES, max_size=4), max_size=4).filter(any))
-def test_layers_have_their_pages_to_themselves_but_for_those_of_other_block_tables(
+def test_layers_of_one_block_table_do_not_share_pages(
     tables: list[list[PageShape]],
 ) -> None:
     names = [[f"{table}.{layer}" for layer in range(len(shapes))] for table, shapes in enumerate(tables)]
@@ -33,7 +33,7 @@ def test_layers_have_their_pages_to_themselves_but_for_those_of_other_block_tabl
     slabs = assign_slabs(names)
     budget = sum(max(of[slab].nbytes for of in tables if len(of) > slab) for slab in range(max(map(len, tables))))
     pool = host_pool.create(shapes, slabs, budget, pin=None)
-    assert pool.memory.nbytes == budget, "each slab is as large as its largest layer, and there is nothing else"
+    assert pool.memory.nbytes == budget, "the pool must consist of slabs of the size of their largest layer"
     ranges = {}
     for name, shape in shapes.items():
         cache = pool.caches[name]
@@ -60,7 +60,7 @@ def test_the_first_layers_of_all_tables_share_the_first_slab() -> None:
     assert assign_slabs([["a", "b"], [], ["c"], ["d", "e", "f"]]) == {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1, "f": 2}
 
 
-def test_more_than_the_budget_is_refused_in_one_sentence_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_budget_is_refused_before_any_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
     monkeypatch.setattr(host_memory, "commit", lambda *arguments, **named: taken.append(arguments))
     shapes = {"a": shape(1000), "b": shape(1000)}
@@ -73,7 +73,7 @@ def test_more_than_the_budget_is_refused_in_one_sentence_before_any_is_taken(mon
     assert not taken
 
 
-def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_of_the_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PATIENCE", 0.0)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
     with pytest.raises(MemoryError, match=r"^the host layers' KV cache needs 0\.02 GiB, but only 0\.00 of 0\.02 GiB"):

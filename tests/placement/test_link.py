@@ -9,8 +9,8 @@ from fastattention_vllm.placement.link import FEW_RUNS, LocalLink, runs_of
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=80), st.integers(1, 5))
-def test_runs_are_those_of_ascending_neighbours(starts: list[int], length: int) -> None:
-    """Put together they are the blocks again, and none could have gone on; past the limit, the last is the rest."""
+def test_runs_consist_of_ascending_neighbours(starts: list[int], length: int) -> None:
+    """Joined, the runs are the blocks again, and no run could be longer. At the limit, the last run holds the rest."""
     blocks = [start + i for start in starts for i in range(length)]
     runs = runs_of(torch.tensor(blocks), FEW_RUNS + 1)
     naive = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1)]
@@ -20,7 +20,7 @@ def test_runs_are_those_of_ascending_neighbours(starts: list[int], length: int) 
     if len(naive) <= FEW_RUNS:
         assert [first + i for _, first, count in runs for i in range(count)] == blocks
     else:
-        assert len(runs) > FEW_RUNS, "whoever asks must see that there are too many"
+        assert len(runs) > FEW_RUNS, "the result must show that there are too many"
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]

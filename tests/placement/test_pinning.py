@@ -1,4 +1,4 @@
-"""What is asked of CANN's runtime to pin memory, through a library of that name which notes it."""
+"""Calls of CANN's runtime that pin memory, recorded by a stand-in library of the same name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def number(library: ctypes.CDLL, name: str, kind: type[ctypes._SimpleCData[int]]
     return kind.in_dll(library, name).value
 
 
-def test_memory_is_registered_as_a_whole_and_given_back_with_its_last_view(cann: ctypes.CDLL) -> None:
+def test_memory_is_registered_as_a_whole_and_released_with_its_last_view(cann: ctypes.CDLL) -> None:
     memory, _ = host_memory.commit((4 << 20) - 5, pin=NpuPinning())
     assert ctypes.c_void_p.in_dll(cann, "pointer").value == memory.data_ptr()
     assert number(cann, "bytes", ctypes.c_uint64) == 4 << 20
@@ -52,7 +52,7 @@ def test_memory_is_registered_as_a_whole_and_given_back_with_its_last_view(cann:
     assert number(cann, "registered") == 0
 
 
-def test_sizes_of_more_than_32_bits_and_high_addresses_arrive(cann: ctypes.CDLL) -> None:
+def test_sizes_and_addresses_above_32_bits_are_passed_correctly(cann: ctypes.CDLL) -> None:
     NpuPinning().register(0x7F00_1234_5000, 300 << 30)
     assert ctypes.c_void_p.in_dll(cann, "pointer").value == 0x7F00_1234_5000
     assert number(cann, "bytes", ctypes.c_uint64) == 300 << 30
@@ -66,7 +66,7 @@ def test_an_error_is_one_sentence_that_keeps_nothing(cann: ctypes.CDLL) -> None:
     assert number(cann, "registered") == 0
 
 
-def test_a_cann_without_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cann_without_the_call_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning, "ASCENDCL", str(tmp_path / "absent.so"))
     with pytest.raises(MemoryError, match=r"no aclrtHostRegisterV2.*install CANN 8\.5"):
         NpuPinning().register(4096, 4096)

@@ -1,4 +1,4 @@
-"""Plans against every other plan there is, and against the paper's formula."""
+"""Plans compared with every other possible plan, and with the paper's formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLENTY = Limits(device_bytes=1 << 50, host_bytes=1 << 50, tokens=1000)
 
 @st.composite
 def models(draw: st.DrawFn, most: int = 12, fixed: bool = True) -> tuple[Layers, KvSize]:
-    """Layers of one or two kinds in any order, some of which may have to stay."""
+    """Layers of one or two kinds in any order, some of which may have to stay on the device."""
     kinds = draw(st.lists(st.booleans(), min_size=1, max_size=most))
     full = tuple(index for index, kind in enumerate(kinds) if kind)
     windowed = tuple(index for index, kind in enumerate(kinds) if not kind)
@@ -61,7 +61,7 @@ def assert_one_sentence(error: PlacementError) -> None:
 
 
 def check(placement: LayerPlacement, layers: Layers, size: KvSize) -> None:
-    """What holds for every plan."""
+    """Properties of every plan."""
     everything = {*layers.full, *layers.windowed}
     assert set(placement.host) | set(placement.device) == everything
     assert len(placement.host) + len(placement.device) == len(everything)
@@ -85,7 +85,7 @@ def read_bytes(size: KvSize, tokens: int) -> int:
 
 
 def blocks_needed(placement: LayerPlacement, limits: Limits) -> int:
-    """As vLLM's block manager counts them: those of every request, and the null block."""
+    """Counted as vLLM's block manager does: the blocks of every request, and the null block."""
     size = placement.device_size
     page = size.layers_per_group() * size.bytes_per_block
     return limits.requests * (size.of_request(limits.tokens) - page) // page + 1
@@ -96,7 +96,7 @@ def fits(placement: LayerPlacement, limits: Limits) -> bool:
 
 
 def every_split(layers: Layers, size: KvSize) -> Iterator[LayerPlacement]:
-    """By the number of host layers of each kind, which ones do not matter for any size."""
+    """All splits by number of host layers of each kind; sizes do not depend on which layers they are."""
     free = [[index for index in kind if index not in layers.fixed] for kind in (layers.full, layers.windowed)]
     for full in range(len(free[0]) + 1):
         for windowed in range(len(free[1]) + 1):
@@ -129,12 +129,12 @@ def test_automatic_plans_fit_and_no_other_split_that_fits_reads_less_from_the_ho
         least = min(read_bytes(split.host_size, limits.tokens) for split in fitting)
         assert read_bytes(chosen.host_size, limits.tokens) == least
         assert plan(layers, size, "auto", limits) == chosen
-        # The decision is passed on to other processes as a list of layers.
+        # The decision is passed to other processes as a list of layers.
         assert plan(layers, size, list(chosen.host), PLENTY) == chosen
 
 
 @given(models(), LIMITS)
-def test_what_does_not_fit_is_refused_with_the_longest_request_that_does(
+def test_a_request_that_does_not_fit_is_refused_with_the_longest_that_does(
     model: tuple[Layers, KvSize], limits: Limits
 ) -> None:
     layers, size = model
@@ -170,7 +170,7 @@ def with_tokens(limits: Limits, tokens: int) -> Limits:
 def test_one_kind_of_layers_is_placed_by_the_formula_of_the_paper(
     num_layers: int, block_size: int, bytes_per_token: int, device_bytes: int, tokens: int, requests: int
 ) -> None:
-    """L_GPU = min(L, floor(bytes / kappa)), where kappa has whole blocks and vLLM's null block."""
+    """L_GPU = min(L, floor(bytes / kappa)), where kappa includes whole blocks and vLLM's null block."""
     size = KvSize(block_size=block_size, bytes_per_block=block_size * bytes_per_token, full_layers=num_layers)
     limits = Limits(device_bytes, 1 << 60, tokens, requests)
     kappa = (requests * math.ceil(tokens / block_size) + 1) * block_size * bytes_per_token
@@ -180,11 +180,13 @@ def test_one_kind_of_layers_is_placed_by_the_formula_of_the_paper(
     if placement:
         assert len(placement.device) == expected
         assert len(placement.host) == num_layers - expected
-        assert expected <= device_bytes // (requests * tokens * bytes_per_token), "the paper's own kappa is smaller"
+        assert expected <= device_bytes // (requests * tokens * bytes_per_token), "the paper's kappa is smaller"
 
 
 @given(models(), st.integers(0, 13))
-def test_a_number_of_layers_is_met_with_the_least_left_on_the_device(model: tuple[Layers, KvSize], count: int) -> None:
+def test_a_number_of_layers_is_met_with_the_least_memory_left_on_the_device(
+    model: tuple[Layers, KvSize], count: int
+) -> None:
     layers, size = model
     splits = [split for split in every_split(layers, size) if len(split.host) == count]
     placement = try_plan(layers, size, count)
@@ -221,7 +223,7 @@ def test_layers_of_one_kind_are_spread_evenly(num_layers: int, data: st.DataObje
 
 
 @given(st.integers(1, 100), st.data())
-def test_spreading_takes_different_ones_the_first_of_them_first(total: int, data: st.DataObject) -> None:
+def test_spread_chooses_different_layers_in_order(total: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, total))
     chosen = spread(range(100, 100 + total), count)
     assert len(set(chosen)) == count
@@ -263,14 +265,14 @@ SIZE = KvSize(16, 1 << 20, full_layers=4, windowed_layers=8, window=100, tokens_
         ),
     ],
 )
-def test_errors_name_the_value_and_what_would_do(wanted: Any, words: str) -> None:
+def test_errors_name_the_value_and_the_fix(wanted: Any, words: str) -> None:
     with pytest.raises(PlacementError, match=words) as caught:
         plan(LAYERS, SIZE, wanted, PLENTY)
     assert_one_sentence(caught.value)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(LAYERS.full, "full-attention"), (LAYERS.windowed, "sliding-window")])
-def test_one_layer_of_each_kind_stays(kind: tuple[int, ...], name: str) -> None:
+def test_one_layer_of_each_kind_stays_on_the_device(kind: tuple[int, ...], name: str) -> None:
     free = Layers(LAYERS.full, LAYERS.windowed)
     with pytest.raises(PlacementError, match=f"leaves no {name} layer.*remove at least one of {indices_text(kind)}"):
         plan(free, SIZE, list(kind), PLENTY)
@@ -285,7 +287,7 @@ def test_a_model_without_a_cache_needs_no_plan() -> None:
 
 
 @given(models(), st.integers(0, 1 << 22), st.integers(0, 1 << 22), st.data())
-def test_blocks_are_as_many_as_both_sides_hold(
+def test_both_sides_limit_the_number_of_blocks(
     model: tuple[Layers, KvSize], device_bytes: int, host_bytes: int, data: st.DataObject
 ) -> None:
     placement = data.draw(st.sampled_from(list(every_split(*model))))
@@ -298,10 +300,10 @@ def test_blocks_are_as_many_as_both_sides_hold(
     if not placement.host:
         assert placement.host_bytes(blocks) == 0
     if placement.device_size.groups() == 1:
-        assert placement.slabs == len(placement.host), "with one block table nothing can be shared"
+        assert placement.slabs == len(placement.host), "one block table shares nothing"
 
 
-def test_a_step_takes_the_time_to_read_what_its_layers_see() -> None:
+def test_a_step_takes_as_long_as_reading_the_kv_of_its_layers() -> None:
     layers = Layers(full=(0, 2), windowed=(1, 3))
     size = KvSize(16, 16 * 1000, full_layers=2, windowed_layers=2, window=100, tokens_per_step=64)
     placement = plan(layers, size, [2, 3], PLENTY)
@@ -310,7 +312,7 @@ def test_a_step_takes_the_time_to_read_what_its_layers_see() -> None:
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_the_text_of_indices_reads_back(numbers: set[int]) -> None:
+def test_the_text_of_indices_can_be_parsed(numbers: set[int]) -> None:
     text = indices_text(numbers)
     if not numbers:
         assert text == "none"

@@ -1,4 +1,4 @@
-"""The prefetcher: order, buffers, and that a range is handed out to the visit it was fetched for and to no other."""
+"""The prefetcher: order, buffers, and that each range is given only to the visit for which it was fetched."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Layer:
 
 
 class CheckingLink(LocalLink):
-    """Looks at what the prefetcher asks of it. Copies are made at once, or as late as they are waited for."""
+    """Checks the prefetcher's calls. Copies happen at once, or only when they are waited for."""
 
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once
         self.points = iter(range(1, 10**6))
         self.in_use: set[int] = set()
-        """Addresses of buffers."""
+        """Addresses of the buffers."""
         self.over: dict[int, int] = {}
-        """The last point before the end of a buffer's last use, by address."""
+        """By address, the last point before the end of a buffer's last use."""
         self.pending: dict[int, Callable[[], None]] = {}
         self.after: list[list[Any]] = []
         self.fetched: list[int] = []
-        """The numbers that the fetches so far have asked for."""
+        """The block numbers that the fetches so far have requested."""
 
     def mark(self) -> Any:
         self.last = next(self.points)
@@ -62,7 +62,7 @@ class CheckingLink(LocalLink):
         assert address not in self.in_use
         if address in self.over:
             over = isinstance(after[-1], int) and after[-1] > self.over[address]
-            assert over, "the copy may begin before the last use of its buffer is over"
+            assert over, "the copy must not begin before the last use of its buffer is over"
         self.after.append(list(after))
         self.fetched += cache[blocks].flatten().int().tolist()
         fetch, point = super().fetch, self.mark()
@@ -76,7 +76,7 @@ class CheckingLink(LocalLink):
 
 
 class Pass:
-    """Layers that visit the prefetcher and look at what they are given."""
+    """Layers that visit the prefetcher and check the ranges they get."""
 
     def __init__(self, at_once: bool = True, layers: int = 3) -> None:
         self.link = CheckingLink(at_once)
@@ -119,7 +119,7 @@ STEPS = st.builds(Step, st.lists(RANGES, min_size=3, max_size=3), st.sampled_fro
 
 @given(st.lists(STEPS, min_size=1, max_size=3), st.booleans(), st.booleans(), st.data())
 def test_every_visit_gets_its_own_ranges(steps: list[Step], at_once: bool, foretold: bool, data: st.DataObject) -> None:
-    """Passes with several steps, in any order of the visits, and with a forecast that is right, wrong or short."""
+    """Passes with several steps, in any order of the visits, and with a forecast that is right, wrong or incomplete."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefetch, "STAGING_BYTES", 4 * 4)
         scenario = Pass(at_once)
@@ -142,11 +142,11 @@ def test_a_pass_is_fetched_in_the_order_of_its_visits_whatever_their_steps_are()
     for number, (layer, step) in enumerate(visits):
         scenario.visit(layer, step, visits[number:])
     assert scenario.link.fetched == [1, 2, 103, 104, 205]
-    assert len({after[0] for after in scenario.link.after}) == 1, "the pass was begun more than once"
+    assert len({after[0] for after in scenario.link.after}) == 1, "the pass must begin once"
     scenario.assert_at_rest()
 
 
-def test_one_range_comes_while_another_is_in_use() -> None:
+def test_one_range_is_copied_while_another_is_in_use() -> None:
     scenario = Pass(at_once=False, layers=1)
     (layer,) = scenario.layers
     step = Step([[[0], [1], [2], [3]]])

@@ -1,8 +1,9 @@
-"""Several metadata objects in one forward pass: no layer is answered from what was fetched for another one's step.
+"""Several metadata objects in one forward pass: no layer uses data that was fetched for another step.
 
-vLLM makes one metadata object per attention group, which differ in the number of query heads too, and one per
-microbatch. Batches: a prompt's second chunk (whose context comes to the device), decoding that the device shares with
-the CPU, and one prompt cut into two microbatches, of which the second reads what the first writes in the same pass.
+vLLM creates one metadata object per attention group (groups differ in the number of query heads too) and one per
+microbatch. The batches contain a prompt's second chunk (whose context is copied to the device), decode steps that the
+device shares with the CPU, and one prompt split into two microbatches, the second of which reads what the first writes
+in the same pass.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def two_blocks_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_batches(scenario: Scenario, kind: str) -> list[list[Work]]:
-    """Both have contexts in the caches, which were written by passes before."""
+    """Both batches have contexts in the caches, written by earlier passes."""
     one, other, third = (scenario.request(tokens) for tokens in (70, 55, 40))
     scenario.attend([scenario.work(one, 30), scenario.work(other, 25), scenario.work(third, 20)])
     if kind == "prompts":
@@ -67,7 +68,7 @@ def forward(
     forecast: str,
     seed: int,
 ) -> None:
-    """One pass; each turn's answer is compared with the oracle."""
+    """One pass; the result of each turn is compared with the oracle."""
     numbers = random.Random(seed)
     for number, (layer, batch) in enumerate(turns):
         scenario.visit(
@@ -82,7 +83,7 @@ def forward(
 def says(
     scenario: Scenario, steps: Sequence[Step], rest: Sequence[Turn], forecast: str, numbers: random.Random
 ) -> Callable[[], Iterator[Visit]] | None:
-    """What the integration says is to come: nothing (then all layers of the group take one step), or some turns."""
+    """The forecast given to the prefetcher: none (all layers of the group then take one step), or some turns."""
     if forecast == "none":
         return None
     said = list(rest)
@@ -111,8 +112,8 @@ def test_microbatches(kind: str, turns: list[Turn], forecast: str) -> None:
 @pytest.mark.parametrize("forecast", FORECASTS)
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_groups_by_number_of_query_heads_have_steps_of_their_own(kind: str, link: str, forecast: str) -> None:
-    """One batch, divided once for each group; the middle layer belongs to the other one."""
+def test_groups_by_number_of_query_heads_have_separate_steps(kind: str, link: str, forecast: str) -> None:
+    """One batch, split once for each group; the middle layer belongs to the other group."""
     scenario = scenario_of(Model(), NUM_LAYERS, 200, 0.6, 0, link, num_heads=[4, 6, 4])
     (works, _) = two_batches(scenario, kind)
     steps = [scenario.divide(works) for _ in range(2)]
@@ -132,7 +133,7 @@ def test_groups_by_number_of_query_heads_have_steps_of_their_own(kind: str, link
 def test_microbatches_in_any_order(
     kind: str, first: list[bool], forecast: str, link: str, share: float, window: int | None, seed: int
 ) -> None:
-    """Each batch meets the layers in order, and the first meets each before the second does: that is causality."""
+    """Each batch visits the layers in order, and the first batch visits each layer first, as causality requires."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
         scenario = scenario_with(share, link, window=window)

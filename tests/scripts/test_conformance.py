@@ -1,4 +1,4 @@
-"""What scripts/conformance.py counts, prints and exits with. The suites themselves are `make conformance`."""
+"""Counts, output and exit status of scripts/conformance.py. The suites themselves run in `make conformance`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def result(**counts: Any) -> Result:
         ([], 1),
     ],
 )
-def test_only_tests_that_passed_make_a_success(results: list[Result], status: int) -> None:
+def test_only_passed_tests_are_a_success(results: list[Result], status: int) -> None:
     assert exit_status(results) == status
 
 
-def test_the_table_has_every_number_every_failure_and_why_others_were_not_run() -> None:
+def test_the_table_has_all_numbers_failures_and_reasons_of_skips() -> None:
     text = table(
         [
             result(
@@ -63,7 +63,7 @@ def test_a_run_that_breaks_off_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.fixture
 def suite_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs real pytest, with this interpreter, over a file of the given text."""
+    """Runs real pytest, with this interpreter, on a file with the given text."""
     monkeypatch.setattr(conformance, "installed_torch", lambda python: "2.13.0")
 
     def run(text: str, select: str = "") -> Result:
@@ -122,7 +122,7 @@ def test_a_failed_setup_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == "fastattention conformance: pip failed\n"
 
 
-def test_results_are_kept_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_results_are_written_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(conformance.Environment, "prepare", lambda self: None)
     monkeypatch.setattr(conformance, "run_suite", lambda suite, *rest: Result(rest[-1], "2.13.0", suite.name, passed=1))
     assert conformance.main(["--versions", "0.19.1", "0.28.0", "--json", str(tmp_path / "kept.json")]) == 0
@@ -149,13 +149,13 @@ def test_every_version_is_one_that_the_plugin_supports() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.23.0", "0.28.0", "0.32.0"])
-def test_what_each_version_installs_is_pinned(version: str) -> None:
+def test_the_packages_of_each_version_are_pinned(version: str) -> None:
     assert set(conformance_env.TORCH) == {"0.19.1", "0.23.0", "0.28.0", "0.32.0"}
     pins = conformance_env.Environment(version).constraints.read_text().splitlines()
     assert any(line.startswith("transformers==") for line in pins)
 
 
-def test_the_help_needs_nothing_but_python() -> None:
+def test_the_help_needs_only_python() -> None:
     """`make conformance` starts before anything is installed."""
     script = Path(conformance.__file__)
     run = subprocess.run([sys.executable, "-S", str(script), "--help"], capture_output=True, text=True, check=False)
@@ -163,7 +163,7 @@ def test_the_help_needs_nothing_but_python() -> None:
     assert "--versions" in run.stdout
 
 
-def test_an_option_that_came_or_went_is_named() -> None:
+def test_new_and_removed_options_are_named() -> None:
     was = {"engine": ["model", "old"], "sampling": ["n"]}
     now = {"engine": ["model", "new"], "sampling": ["n"], "pooling": ["task"]}
     assert vllm_surface.differences(was, now) == [
@@ -173,8 +173,8 @@ def test_an_option_that_came_or_went_is_named() -> None:
     ]
 
 
-def test_the_installed_vllm_is_as_it_was_recorded(tmp_path: Path) -> None:
-    """As `make conformance` asks it of every version."""
+def test_the_installed_vllm_equals_its_record(tmp_path: Path) -> None:
+    """The comparison that `make conformance` makes for every version."""
     (suite,) = (suite for suite in conformance.SUITES if suite.file.endswith("options_and_claims.py"))
     found = run_suite(suite, Path(sys.executable), tmp_path, tmp_path / "upstream", "installed")
     assert found.ok, found.problems

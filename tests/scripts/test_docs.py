@@ -15,15 +15,15 @@ from scripts.docs import (
 )
 
 
-def test_the_page_of_what_runs_is_up_to_date() -> None:
+def test_the_supported_page_is_up_to_date() -> None:
     assert SUPPORTED_PAGE.read_text() == supported_page(), "run `make docs`"
 
 
-def test_the_page_of_options_is_up_to_date() -> None:
+def test_the_configuration_page_is_up_to_date() -> None:
     assert CONFIGURATION_PAGE.read_text() == configuration_page(), "run `make docs`"
 
 
-def test_what_is_written_by_hand_is_kept() -> None:
+def test_handwritten_text_is_kept() -> None:
     assert "## Environment variables" in CONFIGURATION_PAGE.read_text().partition(BY_HAND)[2]
 
 
@@ -48,7 +48,7 @@ def test_values_in_words(schema: dict[str, object], words: str) -> None:
     assert values(schema) == words
 
 
-def test_names_of_options_are_code_once() -> None:
+def test_names_of_options_are_quoted_once() -> None:
     assert code_quoted("see host_kv_gib, --max-model-len and `stream_fraction`") == (
         "see `host_kv_gib`, `--max-model-len` and `stream_fraction`"
     )

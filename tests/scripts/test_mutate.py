@@ -1,4 +1,4 @@
-"""Each deliberate break under tests/mutations is noticed by the tests it names; and a break that is not would show."""
+"""The tests named in tests/mutations detect each deliberate break, and an undetected break would be reported."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_every_entry_fits_the_code(path: Path) -> None:
     assert len(names) == len(set(names))
 
 
-def test_every_test_that_is_named_exists() -> None:
-    """But for those of instruction sets that this machine lacks."""
+def test_every_named_test_exists() -> None:
+    """Except for tests of instruction sets that this machine lacks."""
     usable = ("", *cpu.usable_isas())
     mutations = [mutation for path in mutate.LISTS.glob("*.toml") for mutation in mutate.read(path)]
     named = {test for mutation in mutations if mutation.isa in usable for test in mutation.tests}
@@ -73,7 +73,7 @@ def test_entries_that_do_not_fit_are_refused(change: dict[str, str], message: st
         (FITS["text"], "names no test, or its replacement equals"),
     ],
 )
-def test_what_is_broken_as_well_has_to_fit_too(text: str, message: str, tmp_path: Path) -> None:
+def test_additional_edits_must_fit_too(text: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "list.toml")
     also = FITS | {"text": text, "replacement": FITS["text"]}
     lines = [f'{name} = "{also[name]}"' for name in ("file", "text", "replacement")]
@@ -85,7 +85,7 @@ def test_what_is_broken_as_well_has_to_fit_too(text: str, message: str, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"), [("", "no mutation matches"), ("[[mutations]]", "unknown table 'mutations'")]
 )
-def test_a_list_of_nothing_is_no_success(text: str, message: str, tmp_path: Path) -> None:
+def test_an_empty_list_is_a_failure(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "list.toml").write_text(text)
     done = run(tmp_path / "list.toml")
     assert done.returncode == 2
@@ -105,7 +105,7 @@ def test_a_change_that_breaks_nothing_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-def test_a_test_that_does_not_exist_catches_nothing(tmp_path: Path) -> None:
+def test_a_missing_test_is_a_failure(tmp_path: Path) -> None:
     done = run(write(tmp_path / "list.toml", test="tests/attention/cpu/test_errors.py::test_gone"))
     assert done.returncode == 2, done.stdout + done.stderr
     assert "fail even without a mutation" in done.stderr
@@ -113,15 +113,15 @@ def test_a_test_that_does_not_exist_catches_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.more
 @pytest.mark.timeout(1800)
-def test_breaks_of_the_kernels_are_noticed() -> None:
-    """Every fourth of the list: the whole of it, which `make mutate` runs, would take a third of an hour."""
+def test_breaks_of_the_kernels_are_detected() -> None:
+    """Every fourth entry of the list. The whole list, which `make mutate` runs, would take 20 minutes."""
     done = run(mutate.LISTS / "kernels.toml", "--jobs", "2", "--every", "4")
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.more
-def test_a_break_that_the_tests_cannot_compile_is_not_caught(tmp_path: Path) -> None:
+def test_a_break_that_does_not_compile_is_not_detected(tmp_path: Path) -> None:
     kernel = {"file": "kernels/volta/src/write_kv.cu", "text": "if (slot < 0) return;", "replacement": "nonsense"}
     test = "tests/kernels/volta/test_attention_kernels.py::test_new_keys_and_values_go_to_their_slots[64]"
     done = run(write(tmp_path / "list.toml", **kernel, test=test))

@@ -1,4 +1,4 @@
-"""scripts/sanitize_gpu.py with a compute-sanitizer that says what the tests want: there is no GPU here."""
+"""scripts/sanitize_gpu.py with a fake compute-sanitizer whose output the tests define, because there is no GPU here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Said = dict[str, "tuple[int, str] | None"]
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with a GPU and with kernels."""
+    """A machine with a GPU and with compiled kernels."""
     images = tmp_path / "images"
     images.mkdir()
     for variant in VARIANTS:
@@ -59,7 +59,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(machine: Path, said: Said) -> Path:
-    """A compute-sanitizer that says ``said`` of each tool; returns the log of what it was asked."""
+    """Install a compute-sanitizer that prints ``said`` for each tool; returns the log of its calls."""
     log, program = machine / "log", machine / "bin" / "compute-sanitizer"
     program.write_text(FAKE.format(python=sys.executable, log=str(log), said=json.dumps(said)))
     program.chmod(0o755)
@@ -104,7 +104,7 @@ def test_both_tools_and_the_self_check(machine: Path, capsys: pytest.CaptureFixt
         ("broken", 1, SEEN.replace("fa_volta_decode", "fa_volta_other"), "NOT REPORTED in fa_volta_decode"),
     ],
 )
-def test_what_is_a_problem(
+def test_problems_are_recognised(
     tool: str, status: int, output: str, problem: str, machine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(machine, ALL_SEEN | {tool: (status, output)})
@@ -115,19 +115,19 @@ def test_what_is_a_problem(
     assert sum(line.endswith(" ok") for line in printed.splitlines()) == 2
 
 
-def test_tests_that_do_not_run_are_no_success(
+def test_tests_that_do_not_run_are_a_failure(
     machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command itself, with nothing around it: without a GPU all tests are skipped."""
+    """The real command without stand-ins: without a GPU all tests are skipped."""
     install(machine, ALL_SEEN | {"memcheck": None})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert sanitize_gpu.main(["-k", "every_number_is_cast"]) == 1
+    assert sanitize_gpu.main(["-k", "every_fp16_number_is_cast"]) == 1
     printed = capsys.readouterr().out
     assert "8 skipped" in printed
     assert "no test passed" in printed
 
 
-def test_broken_kernels_lack_the_barriers_of_the_block_alone(machine: Path, tmp_path: Path) -> None:
+def test_broken_kernels_lack_only_the_barriers_of_the_block(machine: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
     sanitize_gpu.without_barriers(folder)
@@ -148,7 +148,7 @@ def test_broken_kernels_lack_the_barriers_of_the_block_alone(machine: Path, tmp_
         ("kernels", "the Volta kernels are not built: there is no "),
     ],
 )
-def test_what_is_missing_is_one_sentence(
+def test_missing_requirements_are_named_in_one_sentence(
     missing: str, said: str, machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if missing == "compute-sanitizer":
@@ -169,8 +169,8 @@ def test_what_is_missing_is_one_sentence(
 @pytest.mark.parametrize(
     ("chosen", "count"), [*zip(sanitize_gpu.CHOSEN, (6, 2, 6, 4), strict=True), (sanitize_gpu.BROKEN, 2)]
 )
-def test_the_tests_that_are_chosen_are_there(chosen: str, count: int) -> None:
-    """Each with both architectures' kernels."""
+def test_the_selected_tests_exist(chosen: str, count: int) -> None:
+    """Each selected test runs with the kernels of both architectures."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", sanitize_gpu.TESTS, "-k", chosen]
     done = subprocess.run(command, cwd=sanitize_gpu.ROOT, capture_output=True, text=True, check=False)
     names = [line for line in done.stdout.splitlines() if "::" in line]

@@ -1,4 +1,4 @@
-"""The parts of scripts/setup_env.py that a successful install does not show."""
+"""The parts of scripts/setup_env.py that a successful install does not exercise."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_step_runs_again_only_when_its_inputs_change(monkeypatch: pytest.Monke
     assert ran == ["a", "b", "b"]
     inputs["a"] = "2"
     setup_env.run_steps(steps())
-    assert ran == ["a", "b", "b", "a", "b"], "what is built on a changed step is built again"
+    assert ran == ["a", "b", "b", "a", "b"], "steps after a changed step must run again"
 
 
 def run_setup(**environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`make soak` for a minute, and that it would notice what it looks for."""
+"""`make soak` for a minute, and the failures that it must detect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_number_that_is_too_small_is_refused() -> None:
         (soak_report.Quiet(10**9, 100, 51 + soak_report.MORE_THREADS), ["threads"]),
     ],
 )
-def test_what_grows_is_a_failure(after: soak_report.Quiet, grown: list[str]) -> None:
+def test_growing_numbers_are_a_failure(after: soak_report.Quiet, grown: list[str]) -> None:
     result = soak_report.Result(60.0, quiet=[soak_report.Quiet(10**9, 100, 50), after])
     soak_report.compare(result)
     assert [failure.split()[0] for failure in result.failures] == grown

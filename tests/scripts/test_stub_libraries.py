@@ -1,4 +1,4 @@
-"""Libraries that load although what they are linked against is gone."""
+"""Libraries that can be loaded although the libraries they are linked against are missing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(library: Path, stubs: Path, expression: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
 
 
-def test_what_is_gone_is_stood_in_for(tmp_path: Path) -> None:
+def test_missing_libraries_are_replaced_by_stubs(tmp_path: Path) -> None:
     package, elsewhere, stubs = tmp_path / "package", tmp_path / "elsewhere", tmp_path / "stubs"
     package.mkdir()
     elsewhere.mkdir()
@@ -64,12 +64,12 @@ def test_what_is_gone_is_stood_in_for(tmp_path: Path) -> None:
     assert stub_libraries.build([package], stubs, ["libpart.so"]) == ["libgone.so", "libpart.so"]
     (package / "libpart.so").unlink()
     result = load(library, stubs, "library.ask(), library.ask_variable(), library.refers()")
-    # Functions return zero, variables hold it, and references of a library that was left out refer to something.
+    # Functions return zero, variables hold zero, and references into an omitted library resolve to something.
     assert result.stdout == "1 2 1\n", result.stderr
     assert "version" not in result.stderr
 
 
-def test_nothing_is_made_where_nothing_is_missing(tmp_path: Path) -> None:
+def test_no_stub_is_built_if_nothing_is_missing(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     compile_shared("int whole(void) { return 1; }", package / "libwhole.so")

@@ -21,7 +21,7 @@ from tests.environment import USER_ENVIRONMENT
 ROOT = Path(__file__).resolve().parents[2]
 READY = "Ctrl-C stops the server."
 START_TIMEOUT_S = 400
-"""As all limits here, it ends what hangs and says nothing about speed: the machine may be busy."""
+"""Like all limits here, it ends what hangs and is no speed limit, because the machine may be busy."""
 END_TIMEOUT_S = 120
 
 
@@ -29,7 +29,7 @@ END_TIMEOUT_S = 120
 class Served:
     port: int
     banner: str
-    """What `make serve` printed once the server was healthy."""
+    """Output of `make serve` up to the time when the server was healthy."""
     launcher: subprocess.Popen[bytes]
     log: Path
 
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def start(log: Path) -> Served:
-    """Start the command behind `make serve` and wait for its last line."""
+    """Start the command behind `make serve` and wait for the last line of its banner."""
     port = free_port()
     with log.open("wb") as output:
         launcher = subprocess.Popen(
@@ -62,14 +62,14 @@ def start(log: Path) -> Served:
     while READY not in log.read_text():
         if launcher.poll() is not None or time.monotonic() > deadline:
             launcher.kill()
-            pytest.fail(f"`make serve` did not get ready:\n{log.read_text()[-4000:]}")
+            pytest.fail(f"`make serve` did not become ready:\n{log.read_text()[-4000:]}")
         time.sleep(0.2)
     banner = re.sub(r"^(INFO|\().*\n", "", log.read_text(), flags=re.MULTILINE)
     return Served(port, banner, launcher, log)
 
 
 def stop(served: Served, signum: signal.Signals = signal.SIGINT) -> list[psutil.Process]:
-    """Signal the launcher as a terminal would; the processes that are still there when it has ended."""
+    """Send the signal to the launcher as a terminal would. Returns the processes that are left after it has ended."""
     family = served.descendants()
     served.launcher.send_signal(signum)
     served.launcher.wait(END_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""`vllm serve` on a machine whose event loop is late just as the engine is stopped, which a busy machine's may be."""
+"""`vllm serve` with an event loop that is late just when the engine is stopped, as can happen on a busy machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LATE_S = 0.5
 
 
 def be_late() -> None:
-    """Let the loop sleep while the cancellations of the engine's end are put in its queue."""
+    """Let the loop sleep while the cancellations from the engine's end are queued."""
     stop = BackgroundResources.__call__
 
     def late(self: Any) -> None:

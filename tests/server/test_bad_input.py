@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(*arguments: str, **environment: str) -> str:
-    """Run `vllm serve` with input that must be refused; return what it said."""
+    """Run `vllm serve` with input that must be refused; returns its output."""
     process = subprocess.Popen(
         [str(VLLM), "serve", *arguments],
         env=USER_ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "WARNING"} | environment,
@@ -48,12 +48,12 @@ def serve(*arguments: str, **environment: str) -> str:
 
 
 def ours(said: str) -> str:
-    """The one sentence, where the plugin refuses."""
+    """The one-sentence message of a refusal by the plugin."""
     return only_line(said, "fastattention: ")
 
 
 def vllms(said: str) -> str:
-    """The one line, where vLLM refuses."""
+    """The one-line message of a refusal by vLLM."""
     return only_line(said, "vllm: ")
 
 
@@ -106,7 +106,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
     assert "no-such-model" in vllms(serve(str(tmp_path / "no-such-model"), *COMMON))
 
 
@@ -166,7 +166,7 @@ def test_a_taken_port(model: Path) -> None:
 
 
 def test_a_vllm_outside_the_supported_range(model: Path, tmp_path: Path) -> None:
-    """The same vLLM under another version number: an environment whose metadata says 0.18.0 comes first on the path."""
+    """The same vLLM with another version number: a folder whose metadata says 0.18.0 is first on the path."""
     info = tmp_path / "vllm-0.18.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.18.0\n")

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say to do with `make serve`."""
+"""The commands that README.md and docs/ give for `make serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = "tests/server/test_documented.py"
 
 
 def test_make_serve_runs_what_these_tests_start() -> None:
-    """The tests of this folder start scripts/serve.py: `make serve` is the set-up and that."""
+    """The tests of this folder start scripts/serve.py; `make serve` runs the set-up and the same script."""
     for block in blocks_tested_by(f"{HERE}::{test_make_serve_runs_what_these_tests_start.__name__}"):
         assert block.text == "make serve"
         shown = subprocess.run(
@@ -59,8 +59,8 @@ def test_the_question_is_answered(served: Served) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_a_strangers_first_minutes(tmp_path: Path) -> None:
-    """The two commands of the README, on a fresh clone: what is installed, built and served is what git has."""
+def test_the_two_commands_of_the_readme_in_a_fresh_clone(tmp_path: Path) -> None:
+    """The two commands of the README in a fresh clone, so that only files in git are installed, built and served."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     port, log = free_port(), tmp_path / "log"
@@ -81,7 +81,7 @@ def test_a_strangers_first_minutes(tmp_path: Path) -> None:
         (block,) = blocks_tested_by(QUESTION)
         assert ask(block, f"http://127.0.0.1:{port}") == "2718"
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(60)  # make reports the interruption, not what the server made of it
+        process.wait(60)  # make reports the interruption, not the server's exit status
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

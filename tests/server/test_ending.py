@@ -1,4 +1,4 @@
-"""A server that is told to end while long requests are in flight tells their clients, and ends."""
+"""A server that is stopped while long requests are in flight sends their clients an error, and ends."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.environment import USER_ENVIRONMENT
 from tests.server.conftest import ROOT, START_TIMEOUT_S, free_port
 
 END_S = 120
-"""Without an end of its own it waits for ever. The soak, which is no test of `make test`, holds it to 10 seconds."""
+"""A limit only against waiting forever. The soak, which `make test` does not run, allows 10 seconds."""
 TOKENS = 60_000
 
 
 @pytest.fixture
 def late(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server whose event loop is late as the engine ends."""
+    """A server whose event loop is late when the engine ends."""
     build_model_if_needed()
     port = free_port()
     log = tmp_path / "serve.log"
@@ -81,7 +81,7 @@ def ask(url: str, seed: int) -> httpx.Response | httpx.TransportError:
         return error
 
 
-def test_requests_in_flight_are_told_and_the_server_ends(late: tuple[subprocess.Popen[bytes], str]) -> None:
+def test_requests_in_flight_get_an_error_and_the_server_ends(late: tuple[subprocess.Popen[bytes], str]) -> None:
     process, url = late
     family = psutil.Process(process.pid).children(recursive=True)
     with concurrent.futures.ThreadPoolExecutor(4) as clients, socket.socket() as deaf:
@@ -89,7 +89,7 @@ def test_requests_in_flight_are_told_and_the_server_ends(late: tuple[subprocess.
         answers = [clients.submit(ask, url, seed) for seed in range(4)]
         while running(url) < 2:
             time.sleep(0.05)
-        assert not any(answer.done() for answer in answers), "long enough to be in flight now"
+        assert not any(answer.done() for answer in answers), "the requests must still be in flight"
         os.kill(process.pid, signal.SIGTERM)
         try:
             process.wait(END_S)
@@ -102,14 +102,14 @@ def test_requests_in_flight_are_told_and_the_server_ends(late: tuple[subprocess.
 
 
 def told(answer: httpx.Response | httpx.TransportError) -> bool:
-    """An error, or an end that says that it is none."""
+    """Whether the client got an error, or an answer that is marked as aborted."""
     if isinstance(answer, httpx.TransportError):
         return True
     return answer.status_code >= 500 or '"error"' in answer.text or '"finish_reason":"abort"' in answer.text
 
 
 def stop_reading(process: subprocess.Popen[bytes], url: str, deaf: socket.socket) -> None:
-    """Ask for a long stream, read none of it, and wait until the server has written all that it can."""
+    """Request a long stream, read none of it, and wait until the server cannot write any more."""
     body = '{"model": "demo", "prompt": "delta=4711.", "max_tokens": 60000, "ignore_eos": true, "stream": true}'
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     deaf.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
@@ -124,7 +124,7 @@ def stop_reading(process: subprocess.Popen[bytes], url: str, deaf: socket.socket
 
 
 def unsent(server: tuple[str, int], client: tuple[str, int]) -> int:
-    """Bytes in the server's socket that the client's has no room for, as Linux counts them."""
+    """Bytes in the server's socket that do not fit into the client's, as Linux counts them."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, remote, _, queues, *_ = line.split()
         if (int(local.split(":")[1], 16), int(remote.split(":")[1], 16)) == (server[1], client[1]):

@@ -1,4 +1,4 @@
-"""Real servers with most of their KV cache in a small pool in host memory: full, beside each other, and killed."""
+"""Real servers with most of their KV cache in a small pool in host memory: full, side by side, and killed."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ MODEL = DemoModelSpec(num_layers=5, num_heads=2, num_kv_heads=2)
 HOST_LAYERS = 4
 BLOCK = 16
 PAGE = 2 * BLOCK * 2 * 64 * 2
-"""Bytes of one block of one layer."""
+"""Bytes per block of one layer."""
 DEVICE_BLOCKS = 8192
 HOST_BLOCKS = 300
 LENGTH = 2048
 LARGE_POOL = 128 << 20
 LARGE_BLOCKS = LARGE_POOL // (HOST_LAYERS * PAGE)
-assert HOST_BLOCKS < LARGE_BLOCKS < DEVICE_BLOCKS, "each budget must be what limits the cache"
+assert HOST_BLOCKS < LARGE_BLOCKS < DEVICE_BLOCKS, "each budget must limit the cache"
 
 
 @dataclass
 class Server:
-    """A running `vllm serve`, in a session of its own."""
+    """A running `vllm serve` in a separate session."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -58,7 +58,7 @@ class Server:
         return [own, *own.children(recursive=True)]
 
     def pool_holder(self) -> psutil.Process:
-        """The largest of those that the API server has started: model and cache are there."""
+        """The largest child process of the API server, which holds the model and the cache."""
         return max(self.family()[1:], key=lambda process: process.memory_info().rss)
 
     def ask(self, text: str, **options: Any) -> str:
@@ -68,13 +68,13 @@ class Server:
 
 
 def question(number: int, tokens: int) -> str:
-    """A text with ``number`` in it that asks for it."""
+    """A text that contains ``number`` and asks for it."""
     return make_haystack(tokens, {"kappa": str(number)}, seed=number, ask="kappa").text
 
 
 @contextlib.contextmanager
 def serving(model: Path, log: Path, host_kv_gib: float) -> Iterator[Server]:
-    """`vllm serve`, ready for requests; nothing of it is left at the end."""
+    """`vllm serve`, ready for requests. All of its processes are ended afterwards."""
     port = free_port()
     arguments = {
         "served-model-name": "demo",
@@ -115,12 +115,12 @@ def wait_until_healthy(server: Server) -> None:
             if httpx.get(f"{server.url}/health", timeout=30).status_code == 200:
                 return
         if server.process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"the server did not get ready:\n{server.log.read_text()[-4000:]}")
+            pytest.fail(f"the server did not become ready:\n{server.log.read_text()[-4000:]}")
         time.sleep(0.2)
 
 
 def gib(blocks: float) -> float:
-    """A host budget of so many blocks of all host layers."""
+    """A host budget for this many blocks of all host layers."""
     return blocks * HOST_LAYERS * PAGE / (1 << 30)
 
 
@@ -131,13 +131,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One whose pool holds a few requests."""
+    """A server whose pool holds a few requests."""
     with serving(model, tmp_path_factory.mktemp("server") / "serve.log", gib(HOST_BLOCKS + 0.5)) as running:
         yield running
 
 
 def ask_at_once(servers: Sequence[Server], questions: Mapping[int, str], **options: Any) -> None:
-    """Each question goes to the servers in turn, and has its own answer."""
+    """Each question goes to the servers in turn, and each has a different answer."""
     with concurrent.futures.ThreadPoolExecutor(len(questions)) as pool:
         asked = {
             number: pool.submit(servers[index % len(servers)].ask, text, **options)
@@ -148,7 +148,7 @@ def ask_at_once(servers: Sequence[Server], questions: Mapping[int, str], **optio
 
 
 def blocks_and_pool(server: Server) -> tuple[int, float]:
-    """Blocks of the KV cache, and GiB of the host layers' pool, as the log has them."""
+    """Blocks of the KV cache, and GiB of the host layers' pool, from the log."""
     log = server.log.read_text()
     blocks = re.search(rf"(\d+) blocks of {BLOCK} tokens; the longest request", log)
     pool = re.search(r" host +[\d.]+ +([\d.]+)", log)
@@ -163,8 +163,8 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}(\{{|_total| )", line))
 
 
-def test_requests_that_do_not_fit_at_once_wait_for_each_other(server: Server) -> None:
-    """The pool has room for the prompts of three, and not for all of the answers that these begin."""
+def test_requests_that_do_not_fit_together_wait_for_each_other(server: Server) -> None:
+    """The pool holds the prompts of three requests, but not all of their answers."""
     tokens = 1500
     assert HOST_BLOCKS // (tokens // BLOCK) == 3
     questions = {number: question(number, tokens) for number in range(1000, 1008)}
@@ -194,7 +194,7 @@ def test_a_request_over_the_length_is_refused_and_the_next_one_answered(server: 
 
 @pytest.mark.more
 def test_a_second_server_has_its_own_pool_which_dies_with_it(server: Server, model: Path, tmp_path: Path) -> None:
-    """Both answer at the same time, each within its budget. One is killed, as the kernel does where memory ends."""
+    """Both answer at the same time, each within its budget. One is killed, as the kernel does when memory runs out."""
     large = LARGE_POOL / (1 << 30)
     questions = {number: question(number, 900) for number in range(1000, 1008)}
     with serving(model, tmp_path / "second.log", large) as second:
@@ -220,7 +220,7 @@ def resident_bytes(process: psutil.Process, kind: str) -> int:
 
 
 def shared_files(process: psutil.Process) -> set[str]:
-    """What a process has in /dev/shm, mapped or open."""
+    """Files that a process has in /dev/shm, mapped or open."""
     mapped = {entry.path for entry in process.memory_maps()}
     opened = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir() if path.is_symlink()}
     return {name for name in mapped | opened if name.startswith("/dev/shm/")}

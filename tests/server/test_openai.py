@@ -36,7 +36,7 @@ def test_the_backend_that_runs_is_ours(served: Served) -> None:
 def test_completion(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=QUESTION, temperature=0, max_tokens=8)
     assert answer.choices[0].text.strip() == "4711"
-    assert answer.choices[0].finish_reason == "stop", "the model ends its answer itself"
+    assert answer.choices[0].finish_reason == "stop", "the model must end its answer itself"
 
 
 def test_chat(client: openai.OpenAI) -> None:
@@ -53,7 +53,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == "1234"
 
 
-def test_what_is_not_in_the_context_is_not_invented(client: openai.OpenAI) -> None:
+def test_a_number_that_is_not_in_the_context_is_not_invented(client: openai.OpenAI) -> None:
     assert complete(client, "delta=4711. omega=") == "unknown"
 
 
@@ -69,7 +69,7 @@ def test_streaming_gives_the_same_text(client: openai.OpenAI) -> None:
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == "8080"
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 2  # the number and the end
+    assert chunks[-1].usage.completion_tokens == 2  # the number and the end token
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -94,7 +94,7 @@ def words(served: Served) -> list[int]:
 
 
 def sample(client: openai.OpenAI, served: Served, seed: int, n: int = 1) -> list[str]:
-    """Twelve sampled tokens. The model is sure of its answers, so the choice is cut down to sixteen other words."""
+    """Twelve sampled tokens. The model is certain of its answers, so only sixteen other words are allowed."""
     answer = client.completions.create(
         model=MODEL,
         prompt=QUESTION,
@@ -161,14 +161,14 @@ def test_a_client_that_disconnects_frees_its_request(served: Served, client: ope
         "ignore_eos": True,
     }
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=300) as response:
-        lines = response.iter_lines()  # kept: a dropped iterator closes the connection
+        lines = response.iter_lines()  # kept because a dropped iterator closes the connection
         next(lines)
-        assert wait_for(lambda: unfinished_requests(served) == 1), "it must run to be cut off"
-    assert wait_for(lambda: unfinished_requests(served) == 0), "the request of a gone client still runs"
+        assert wait_for(lambda: unfinished_requests(served) == 1), "the request must be running"
+    assert wait_for(lambda: unfinished_requests(served) == 0), "the request of a disconnected client must end"
     assert complete(client, QUESTION) == "4711"
 
 
-def test_a_prompt_over_the_limit_is_a_400_that_says_the_limit(client: openai.OpenAI) -> None:
+def test_a_prompt_over_the_limit_is_a_400_that_names_the_limit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, make_haystack(65_600, {"alpha": "1"}).text)
     assert caught.value.status_code == 400
@@ -183,7 +183,7 @@ def test_an_unknown_model_is_a_404_that_names_it(client: openai.OpenAI) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_tokens", [1_000, 8_000, 64_000])
 def test_the_needle_is_found_at_every_depth(num_tokens: int, client: openai.OpenAI) -> None:
-    """One haystack, a needle at each depth, and one question for each; the prefix cache makes the later ones cheap."""
+    """One haystack with a needle at each depth, and one question for each; the prefix cache makes later ones cheap."""
     needles = {"alpha": "7319", "beta": "2046", "gamma": "90", "delta": "5", "omega": "318"}
     depths = [0.0, 0.1, 0.5, 0.9, 1.0]
     haystack = make_haystack(num_tokens, needles, depths=depths, seed=3)

@@ -1,4 +1,4 @@
-"""However `make serve` ends, it leaves no process behind. Runs servers of its own, one at a time."""
+"""However `make serve` ends, it leaves no process behind. Each test runs its own server."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ sys.exit(serve.main())
 """
 
 
-def test_whoever_reads_starting_may_stop_it_at_once() -> None:
+def test_the_server_can_be_stopped_right_after_its_first_line() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STOPPED_AS_IT_SAYS],
         cwd=ROOT,
@@ -80,7 +80,7 @@ def test_whoever_reads_starting_may_stop_it_at_once() -> None:
 
 
 @pytest.mark.parametrize("port", ["http", "0", "70000"])
-def test_a_port_that_is_none_is_refused(port: str) -> None:
+def test_an_invalid_port_is_refused(port: str) -> None:
     result = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "serve.py")],
         env=USER_ENVIRONMENT | {"PORT": port},

@@ -77,6 +77,7 @@ class AscendRuntime(AcceleratorRuntime):
     def extend_worker(self) -> None:
         from vllm_ascend.worker.worker import NPUWorker  # already imported here, and expensive to import elsewhere
 
+        compat.check_worker_class(self.vllm_config, NPUWorker, compat.HOST_LAYERS_OFF)
         compat.extend_worker(NPUWorker, host_layers.find)
 
     def link(self) -> Link:

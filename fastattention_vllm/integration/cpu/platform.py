@@ -64,6 +64,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
             cls._check_kernels()
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = WORKER
+            cls._check_worker(vllm_config)
         compat.check_ray(vllm_config)
         cls._bind_cpus(vllm_config)
         if ours:
@@ -134,6 +135,16 @@ class FastAttentionCpuPlatform(CpuPlatform):
         return True
 
     @staticmethod
+    def _check_worker(vllm_config: VllmConfig) -> None:
+        """A user's worker class must do what ours does."""
+        if vllm_config.parallel_config.worker_cls == WORKER:
+            return
+        # Not at the top: vLLM's worker module imports much that the API server never needs.
+        from fastattention_vllm.integration.cpu.worker import FastAttentionCpuWorker
+
+        compat.check_worker_class(vllm_config, FastAttentionCpuWorker)
+
+    @staticmethod
     def _check_kernels() -> None:
         try:
             cpu_kernels.isa()
@@ -164,8 +175,14 @@ class FastAttentionCpuPlatform(CpuPlatform):
     def _bind_cpus(vllm_config: VllmConfig) -> None:
         """Bind every local rank to separate CPUs, or leave it unbound if a quota allows fewer CPUs than there are.
 
-        vLLM's "auto" requires one NUMA node per rank.
+        vLLM's "auto" requires one NUMA node per rank. As in vLLM, the CPUs that VLLM_CPU_NUM_OF_RESERVED_CPU reserves
+        for other work are the last ones, and the user's own list takes precedence over it.
+
+        Raises:
+            Refusal: no CPU would be left, or the user's own list of CPUs is wrong.
         """
+        from vllm import envs
+
         # Torch's OpenMP threads and the attention threads alternate on the same CPUs. A thread that spins after its
         # turn takes time from the others. `OMP_WAIT_POLICY=ACTIVE make serve` shows the difference.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -175,10 +192,23 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if asked not in ("auto", os.environ.get(OWN_BIND)):
             binding.check_bind(asked, ranks)
             return
+        reserved = envs.VLLM_CPU_NUM_OF_RESERVED_CPU or 0
         if topology.quota_is_smaller():
+            if reserved:
+                logger.warning(
+                    "VLLM_CPU_NUM_OF_RESERVED_CPU=%d has no effect: the CPU quota of this container is smaller than "
+                    "its number of CPUs, so threads are not bound to CPUs.",
+                    reserved,
+                )
             os.environ[OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.NOBIND
             return
-        groups = topology.split_cpus(topology.physical_cpus(), ranks)
+        cpus = topology.physical_cpus()
+        if not 0 <= reserved < len(cpus):
+            raise Refusal(
+                f"VLLM_CPU_NUM_OF_RESERVED_CPU={reserved} is not between 0 and {len(cpus) - 1}, so none of the "
+                f"{len(cpus)} CPUs would be left for the server; set it to a smaller number, or unset it."
+            )
+        groups = topology.split_cpus(cpus[: len(cpus) - reserved], ranks)
         os.environ[OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.format_bind(groups)
 
     @staticmethod

@@ -61,7 +61,7 @@ def place_tensors(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool
     With ``discard``, the buffers are zero afterwards. Without it, they keep their contents, and buffers smaller than
     two huge pages are not moved.
     """
-    buffers = {address: size for address, size in _buffers(tensors) if size >= _least(discard)}
+    buffers = {address: size for address, size in _buffers(tensors) if size >= _min_bytes(discard)}
     if not buffers:
         return
     nodes = topology.numa_nodes(cpus)
@@ -69,7 +69,7 @@ def place_tensors(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool
     logger.info("%s", describe(what, sum(buffers.values()), nodes, placements))
 
 
-def _least(discard: bool) -> int:
+def _min_bytes(discard: bool) -> int:
     return 1 if discard else 2 * HUGE_PAGE  # of which one lies inside, wherever the buffer begins
 
 

@@ -40,7 +40,7 @@ class CudaRuntime(AcceleratorRuntime):
             cache.block_size = preferred_block_size(cache.block_size)
 
     def extend_worker(self) -> None:
-        compat.extend_gpu_worker(host_layers.find)
+        compat.extend_gpu_worker(self.vllm_config, host_layers.find)
 
     def link(self) -> Link:
         return CudaLink(self.device)

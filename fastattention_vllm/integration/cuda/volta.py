@@ -113,7 +113,7 @@ def heads_of(vllm_config: Any) -> tuple[int, int]:
 
 
 def speculated_tokens(vllm_config: Any) -> int:
-    """How many tokens are proposed for a request and step, at most."""
+    """Maximum number of tokens that are proposed per request and step."""
     speculation = vllm_config.speculative_config
     return 0 if speculation is None else speculation.num_speculative_tokens or 0
 
@@ -151,8 +151,8 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         # these requests first; with more query heads per KV head than their rows, the prefill kernel still runs them.
         self._init_reorder_batch_threshold(decode_tokens(group, speculated_tokens(vllm_config)))
         assert self.reorder_batch_threshold is not None
-        # Of all decoding requests, if any may need the wide kernel: it then runs all of them in every step, so that a
-        # request's answer does not depend on the others in its batch.
+        # If decoding requests may need the wide kernel, it runs all of them in every step, so that the answer to a
+        # request does not depend on the others in its batch.
         wide = self.reorder_batch_threshold * group > DECODE_ROWS
         self.decoded_tokens = self.reorder_batch_threshold if wide else 1
         self.max_model_len = vllm_config.model_config.max_model_len

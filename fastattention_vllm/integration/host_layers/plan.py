@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fastattention_vllm.integration.compat import BACKEND_NAME
 from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -24,7 +25,7 @@ def check(vllm_config: VllmConfig) -> None:
     # Not at the top: this module is imported while vLLM resolves its platform.
     from vllm import envs
 
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    cache, parallel, attention = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.attention_config
     refused = {
         "a KV connector": (
             vllm_config.kv_transfer_config is not None or getattr(cache, "kv_offloading_size", None) is not None,
@@ -45,6 +46,16 @@ def check(vllm_config: VllmConfig) -> None:
             parallel.data_parallel_size > 1,
             "fastattention divides the host's memory and CPUs among the ranks of a single engine",
             "start one server per replica",
+        ),
+        "pipeline parallelism": (
+            parallel.pipeline_parallel_size > 1,
+            "the division into host and device layers is tested for engines whose ranks hold all layers",
+            "use --tensor-parallel-size instead",
+        ),
+        "another backend in --attention-config.backend_per_kind": (
+            any(one.name != BACKEND_NAME for one in getattr(attention, "backend_per_kind", {}).values()),
+            "a host layer needs this package's backend",
+            f"name only {BACKEND_NAME} there",
         ),
         "--enable-dbo": (
             getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1,

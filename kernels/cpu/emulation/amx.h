@@ -1,7 +1,7 @@
-// AMX's tile instructions in AVX-512, so that kernel_amx.cpp can be tested where the processor has no tiles: correct,
-// not fast. What the processor refuses (#UD) ends the process here too. Products as Intel's manual has them for
-// TDPBF16PS: those of even and of odd numbers are summed apart over the whole depth, in fp32, then both are added to
-// the destination.
+// Emulates AMX's tile instructions with AVX-512, so that kernel_amx.cpp can be tested on processors without tiles. The
+// emulation is correct, not fast. An operation that the processor refuses with #UD ends the process here too. Products
+// follow Intel's description of TDPBF16PS: the products at even and at odd positions are summed separately in fp32 over
+// the whole depth, then both sums are added to the destination.
 #ifndef FASTATTENTION_AMX_EMULATION_H
 #define FASTATTENTION_AMX_EMULATION_H
 
@@ -28,7 +28,7 @@ inline EmulatedTile& emulated_tile(int i) {
 }
 inline void emulated_loadconfig(const void* configuration) {
   const uint8_t* bytes = static_cast<const uint8_t*>(configuration);
-  if (bytes[0] != 1 || bytes[1] != 0) __builtin_trap();  // the only palette, from its first row
+  if (bytes[0] != 1 || bytes[1] != 0) __builtin_trap();  // palette 1 is the only one; tiles start at their first row
   memset(&emulated, 0, sizeof(emulated));
   for (int i = 0; i < 8; ++i) {
     uint16_t row_bytes;

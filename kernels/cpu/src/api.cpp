@@ -1,4 +1,4 @@
-// The C ABI: checks arguments at the door, catches every exception, keeps the error text.
+// The C interface: checks all arguments, catches every exception and keeps the error text.
 #include <algorithm>
 #include <cfloat>
 #include <cstdarg>
@@ -56,7 +56,7 @@ int32_t guarded(F body) {
 bool is_fp8(int32_t dtype) { return dtype == FA_F8_E4M3 || dtype == FA_F8_E5M2; }
 bool is_wide(int32_t dtype) { return dtype == FA_F32 || dtype == FA_F16 || dtype == FA_BF16; }
 
-// Checks shared by both calls. All return FA_OK or the failure already recorded.
+// Checks that attention and write_kv share. Each returns FA_OK, or the status of a failure that it has recorded.
 int32_t check_heads_and_dtypes(int32_t num_kv_heads, int32_t head_size, int32_t dtype, int32_t kv_dtype) {
   if (num_kv_heads <= 0) return fail(FA_BAD_ARGUMENT, "num_kv_heads must be positive, not %d.", num_kv_heads);
   if (head_size <= 0 || head_size % 8 != 0 || head_size > kMaxHeadSize) {
@@ -80,7 +80,7 @@ int32_t check_scale(const char* name, float scale, int32_t kv_dtype) {
   return FA_OK;
 }
 
-// Both calls' fields of these names.
+// fa_attention_problem and fa_kv_write have the same names for these fields.
 template <class Arguments>
 int32_t check_scales(const Arguments& a) {
   if (const int32_t status = check_scale("key_scale", a.key_scale, a.kv_dtype)) return status;
@@ -110,31 +110,32 @@ int32_t check_sequences(const fa_attention_problem& p) {
     if (p.block_table == nullptr) {
       const int64_t first = p.kv_start_loc[s];
       if (first < 0 || first + kv_len > p.num_blocks) {
-        return fail(FA_BAD_ARGUMENT, "sequence %d spans key rows %lld to %lld, but there are %lld.", s,
+        return fail(FA_BAD_ARGUMENT, "sequence %d uses key rows [%lld, %lld), but there are only %lld rows.", s,
                     (long long)first, (long long)(first + kv_len), (long long)p.num_blocks);
       }
       continue;
     }
-    // Only pages that are read: vLLM leaves anything in the entries of pages that slid out of the window.
+    // Only pages that are read are checked. vLLM leaves stale numbers in the entries of pages that left the window.
     const int64_t position = kv_len - q_len;
     const int64_t begin = p.window_left < 0 || position < p.window_left ? 0 : position - p.window_left;
     const int64_t first_page = begin / p.page_size;
     const int64_t end_page = (kv_len + p.page_size - 1) / p.page_size;
     if (end_page > p.block_table_width) {
-      return fail(FA_BAD_ARGUMENT,
-                  "sequence %d has %lld KV tokens, %lld pages of %d, but its block_table row has %lld.", s,
-                  (long long)kv_len, (long long)end_page, p.page_size, (long long)p.block_table_width);
+      return fail(
+          FA_BAD_ARGUMENT,
+          "sequence %d has %lld KV tokens, which take %lld pages of %d tokens, but its block_table row has %lld.", s,
+          (long long)kv_len, (long long)end_page, p.page_size, (long long)p.block_table_width);
     }
     const int32_t* pages = p.block_table + s * p.block_table_stride;
     for (int64_t page = first_page; page < end_page; ++page) {
       if (pages[page] < 0 || pages[page] >= p.num_blocks) {
-        return fail(FA_BAD_ARGUMENT, "block_table[%d][%lld] is %d, but pages are numbered 0 to %lld.", s,
+        return fail(FA_BAD_ARGUMENT, "block_table[%d][%lld] is %d, but page numbers go from 0 to %lld.", s,
                     (long long)page, pages[page], (long long)p.num_blocks - 1);
       }
     }
   }
   if (p.query_start_loc[p.num_seqs] > p.num_tokens) {
-    return fail(FA_BAD_ARGUMENT, "query_start_loc ends at %d, but there are %lld query tokens.",
+    return fail(FA_BAD_ARGUMENT, "query_start_loc ends at %d, but there are only %lld query tokens.",
                 p.query_start_loc[p.num_seqs], (long long)p.num_tokens);
   }
   return FA_OK;
@@ -162,7 +163,7 @@ int32_t check(const fa_attention_problem& p) {
   } else {
     FA_REQUIRE_POINTER(p, kv_start_loc);
   }
-  if (p.query_start_loc[p.num_seqs] != 0) {  // without query rows, empty tensors have null pointers
+  if (p.query_start_loc[p.num_seqs] != 0) {  // empty tensors have null pointers
     FA_REQUIRE_POINTER(p, query);
     FA_REQUIRE_POINTER(p, out);
   }
@@ -184,7 +185,7 @@ int32_t check(const fa_kv_write& w) {
   const int64_t slots = w.num_blocks * w.page_size;
   for (int64_t t = 0; t < w.num_tokens; ++t) {
     if (w.slot_mapping[t] >= slots) {
-      return fail(FA_BAD_ARGUMENT, "slot_mapping[%lld] is %lld, but the cache has %lld slots.", (long long)t,
+      return fail(FA_BAD_ARGUMENT, "slot_mapping[%lld] is %lld, but the cache has only %lld slots.", (long long)t,
                   (long long)w.slot_mapping[t], (long long)slots);
     }
   }
@@ -213,7 +214,7 @@ FA_EXPORT const char* fa_cpu_isa(void) { return active_kernel().name; }
 FA_EXPORT int32_t fa_cpu_set_isa(const char* name) {
   return guarded([&]() -> int32_t {
     if (name != nullptr && activate_kernel(name)) return FA_OK;
-    return fail(FA_BAD_ARGUMENT, "instruction set %s is not usable here; usable: %s.",
+    return fail(FA_BAD_ARGUMENT, "instruction set %s is not usable on this machine; choose one of: %s.",
                 name != nullptr ? name : "(null)", usable_isas());
   });
 }
@@ -223,11 +224,11 @@ FA_EXPORT int32_t fa_cpu_num_threads(void) { return Engine::get().num_threads();
 FA_EXPORT int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpus, int32_t num_cpus) {
   return guarded([&]() -> int32_t {
     if (num_threads < 1 || num_threads > kMaxThreads) {
-      return fail(FA_BAD_ARGUMENT, "num_threads must lie between 1 and %d, but is %d.", kMaxThreads, num_threads);
+      return fail(FA_BAD_ARGUMENT, "num_threads must be between 1 and %d, not %d.", kMaxThreads, num_threads);
     }
     const std::vector<int> named = list(cpus, num_cpus);
     for (const int cpu : named) {
-      if (cpu < 0 || cpu >= kMaxCpus) return fail(FA_BAD_ARGUMENT, "there is no CPU %d.", cpu);
+      if (cpu < 0 || cpu >= kMaxCpus) return fail(FA_BAD_ARGUMENT, "cpus contains %d, which is not a CPU number.", cpu);
     }
     Engine::get().set_num_threads(num_threads, named);
     return FA_OK;
@@ -237,7 +238,7 @@ FA_EXPORT int32_t fa_cpu_set_num_threads(int32_t num_threads, const int32_t* cpu
 FA_EXPORT int32_t fa_cpu_set_spin(int32_t microseconds) {
   return guarded([&]() -> int32_t {
     if (microseconds < 0 || microseconds > kMaxSpin) {
-      return fail(FA_BAD_ARGUMENT, "microseconds must lie between 0 and %d, but is %d.", kMaxSpin, microseconds);
+      return fail(FA_BAD_ARGUMENT, "microseconds must be between 0 and %d, not %d.", kMaxSpin, microseconds);
     }
     set_spin(microseconds);
     return FA_OK;
@@ -300,7 +301,7 @@ FA_EXPORT int32_t fa_cpu_read_pages(const void* const* pages, const int64_t* byt
     if (num_pages < 0)
       return fail(FA_BAD_ARGUMENT, "num_pages must not be negative, but is %lld.", (long long)num_pages);
     if (prefetch_bytes < 0 || prefetch_bytes > kMaxPrefetchBytes) {
-      return fail(FA_BAD_ARGUMENT, "prefetch_bytes must lie between 0 and %d, but is %d.", kMaxPrefetchBytes,
+      return fail(FA_BAD_ARGUMENT, "prefetch_bytes must be between 0 and %d, not %d.", kMaxPrefetchBytes,
                   prefetch_bytes);
     }
     if (streams != 1 && streams != 2 && streams != 4) {
@@ -330,8 +331,8 @@ FA_EXPORT int32_t fa_cpu_peak(const char* kind, int64_t iterations, double* flop
   return guarded([&]() -> int32_t {
     if (flops == nullptr) return fail(FA_BAD_ARGUMENT, "flops must not be a null pointer.");
     if (iterations < 1 || iterations > kMaxPeakIterations) {
-      return fail(FA_BAD_ARGUMENT, "iterations must lie between 1 and %lld, but is %lld.",
-                  (long long)kMaxPeakIterations, (long long)iterations);
+      return fail(FA_BAD_ARGUMENT, "iterations must be between 1 and %lld, not %lld.", (long long)kMaxPeakIterations,
+                  (long long)iterations);
     }
     for (const PeakLoop* loop : usable_peaks()) {
       if (kind == nullptr || std::string(kind) != loop->name) continue;
@@ -339,7 +340,7 @@ FA_EXPORT int32_t fa_cpu_peak(const char* kind, int64_t iterations, double* flop
       *flops = static_cast<double>(iterations) * static_cast<double>(loop->flops_per_iteration);
       return FA_OK;
     }
-    return fail(FA_BAD_ARGUMENT, "peak kind %s is not usable here; usable: %s.", kind != nullptr ? kind : "(null)",
-                usable_peak_names());
+    return fail(FA_BAD_ARGUMENT, "peak kind %s cannot be measured on this machine; choose one of: %s.",
+                kind != nullptr ? kind : "(null)", usable_peak_names());
   });
 }

@@ -1,13 +1,14 @@
-// One work item from queries to output: the two-level tiling. Compiled once per instruction set.
+// Computes one work item, from queries to output, with two-level tiling. Compiled once per instruction set.
 //
-// First level: the item's query rows (kRowBlock of them, the heads of a GQA group packed into rows) against the KV
-// stream in tiles of kKvTile tokens, so K and V are read from memory once per KV head.
-// Second level: panels of a few rows, whose scores of one tile are computed, turned into weights and multiplied with V
-// while they sit in the L1 cache, and whose products are formed in register tiles.
+// First level: the item's query rows, with the heads of a GQA group packed into rows, meet the KV stream in tiles of up
+// to kKvTile tokens. K and V are read from memory once per KV head.
+// Second level: panels of a few rows. While a tile is in the cache, a panel's scores are computed in register tiles,
+// turned into weights and multiplied with V.
 namespace fastattention {
 namespace {
 
-// Calls f(offset of the row in token and head, row) for every row of the item.
+// Calls f(token, head, row) for every row of the item. token counts from the first row of query, row from the item's
+// first.
 template <class F>
 inline void for_each_row(const fa_attention_problem& problem, const WorkItem& item, F f) {
   const int group = problem.num_heads / problem.num_kv_heads;
@@ -24,7 +25,7 @@ void store_output(const float* from, int head_size, float factor, T* to) {
   for_each_vector(head_size, [&](int d, auto part) { part.write(to + d, mul(part.read(from + d), f)); });
 }
 
-// Calls f with a null pointer of the element type, to choose a template at run time.
+// Calls f with a null pointer of the element type, which selects a template at run time.
 template <class F>
 inline void with_dtype(int32_t dtype, F f) {
   switch (dtype) {
@@ -36,7 +37,7 @@ inline void with_dtype(int32_t dtype, F f) {
       return f(static_cast<BFloat16*>(nullptr));
   }
 }
-// The same with what only K and V may be.
+// The same for K and V, which may also be fp8.
 template <class F>
 inline void with_kv_dtype(int32_t dtype, F f) {
   switch (dtype) {
@@ -49,7 +50,7 @@ inline void with_kv_dtype(int32_t dtype, F f) {
   }
 }
 
-// Query rows of the item as the panels want them: fp32, with the scale and the change to base 2 multiplied in ...
+// Load the item's query rows in the panels' element type. fp32: the scale and the change to base 2 are multiplied in.
 inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, float* query) {
   const Vec factor = splat(problem.scale * problem.key_scale * kLog2E);
   with_dtype(problem.dtype, [&](auto* type) {
@@ -63,7 +64,7 @@ inline void load_queries(const fa_attention_problem& problem, const WorkItem& it
 }
 inline float score_factor(const fa_attention_problem&, const float*) { return 1.0f; }
 
-// ... or bf16, exactly as they are, because rounding a scaled query would cost precision; padded with zeros.
+// bf16: unscaled and exact, because rounding a scaled query would lose precision. Padded with zeros.
 inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, BFloat16* query) {
   const BFloat16* base = static_cast<const BFloat16*>(problem.query);
   __builtin_memset(
@@ -80,7 +81,7 @@ inline float score_factor(const fa_attention_problem& problem, const BFloat16*) 
 }
 
 #if defined(FA_AMX)
-// ... or fp16 as two parts of bf16, unscaled for the same reason.
+// fp16 as two parts of bf16: unscaled for the same reason.
 inline void load_queries(const fa_attention_problem& problem, const WorkItem& item, int stride, SplitNumber* query) {
   const Half* base = static_cast<const Half*>(problem.query);
   __builtin_memset(
@@ -101,10 +102,10 @@ inline float score_factor(const fa_attention_problem& problem, const SplitNumber
 }
 #endif
 
-// Normalises a row once everything it sees is summed up: the one place, and the one time, that its sink is counted.
+// Normalises a row after all its keys are summed. The row's sink is counted here, and nowhere else.
 void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head, const float* output, float reference,
                 float sum) {
-  const bool saw_nothing = sum == 0.0f;  // of the keys: its sink every row sees
+  const bool saw_nothing = sum == 0.0f;  // no key except the sink, which every row sees
   float weight = saw_nothing ? 0.0f : 1.0f;
   if (problem.sinks != nullptr) weight *= add_sink(problem.sinks[head] * kLog2E, reference, sum);
   with_dtype(problem.dtype, [&](auto* type) {
@@ -158,20 +159,20 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
       const int panel_rows = num_rows - first_row < Panels::kRows ? num_rows - first_row : Panels::kRows;
       const int64_t first_token = item.first_token + first_row / group;
       const int64_t last_token = item.first_token + (first_row + panel_rows - 1) / group;
-      // The union of what the panel's rows see; both ends only grow with the token.
+      // The union of what the panel's rows see. Both ends grow with the token.
       const int begin = column(visible.begin(first_token));
       const int end = column(visible.end(last_token));
       if (begin >= end) continue;
       const int step_begin = begin / kColumnStep * kColumnStep;
       const int step_end = round_up(end, kColumnStep);
-      // Every row sees every column that is computed: no mask code at all.
+      // False if every row sees every computed column, which then needs no mask.
       const bool boundary =
           column(visible.begin(last_token)) > step_begin || column(visible.end(first_token)) < step_end;
 
       panels.scores(first_row, panel_rows, step_begin, step_end, scratch.scores);
-      // Over the scores of this row and those before it, as weights are no wider.
+      // Weights overwrite the scores of this row and the rows before it. They are never wider than scores.
       Weight* weights = reinterpret_cast<Weight*>(scratch.scores);
-      static_assert(sizeof(Weight) <= sizeof(float), "weights take the place of scores");
+      static_assert(sizeof(Weight) <= sizeof(float), "weights overwrite scores");
       float rescale[Panels::kRows];
       int64_t token = first_token;
       int head = first_row % group;
@@ -196,8 +197,8 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
         rescale[r] = softmax_row<Weight>(scores, step_begin, step_end, adjusted ? 1.0f : factor, weights + r * kKvTile,
                                          scratch.reference[row], scratch.sums + static_cast<size_t>(row) * kWidth);
       }
-      // Exactly the visible columns: V rows that no row of the panel sees are not even multiplied by zero, since
-      // zero times a NaN in an unwritten page would be NaN.
+      // Only the visible columns: V rows that no row of the panel sees must not even be multiplied by zero, because
+      // zero times a NaN in an unwritten page is NaN.
       panels.add_values(first_row, panel_rows, weights, begin, end, rescale);
     }
     panels.finish();
@@ -241,8 +242,8 @@ template <class T>
 void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* memory) {
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
 #if defined(FA_AVX512_BF16)
-  // Only where bf16 holds the operands exactly, one or two of it; and scaled scores must be ordered as the products
-  // are.
+  // These panels need operands that one bf16, or a sum of two, holds exactly. They also need a positive scale: the
+  // maximum is taken of unscaled scores.
   const bool ordered = problem.scale > 0.0f;
   if constexpr (kExactInBf16<T>) {
     if (problem.dtype == FA_BF16 && ordered && num_rows > kTuning.max_direct_rows_bf16) {
@@ -280,7 +281,7 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
     }
   }
 #endif
-  // kDirectRows are read at once, where a few less take two or three passes.
+  // kDirectRows rows are computed in one pass, slightly fewer rows in two or three passes.
   if (num_rows <= kTuning.max_direct_rows || num_rows == kDirectRows) {
     return attend_with<T, DirectPanels<T>>(problem, item, following, memory);
   }
@@ -296,7 +297,8 @@ void attend(const fa_attention_problem& problem, const WorkItem& item, const Wor
   with_kv_dtype(problem.kv_dtype, [&](auto* type) { attend_kv<__typeof__(*type)>(problem, item, following, memory); });
 }
 
-// Log-sum-exp merge, always in KV order: the result does not depend on which thread finished when.
+// Merges partial results by their lse, always in KV order, so that the result does not depend on which thread finished
+// first.
 void merge(const fa_attention_problem& problem, const WorkItem& item, int num_splits) {
   const int head_size = problem.head_size;
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);

@@ -17,7 +17,8 @@
 namespace fastattention {
 namespace {
 
-// A thread's turn at reading: so long that taking the next one costs nothing, so short that all end together.
+// Bytes that a thread reads before it takes the next piece: enough to make taking a piece cheap, few enough that all
+// threads end at about the same time.
 constexpr int64_t kMinBytesPerRead = 64 * 1024;
 constexpr int64_t kMaxBytesPerRead = 1024 * 1024;
 constexpr int64_t kTurnsPerThread = 16;
@@ -25,7 +26,7 @@ constexpr int64_t kTurnsPerThread = 16;
 }  // namespace
 
 Engine& Engine::get() {
-  // Never destroyed, so a daemon thread that calls during exit finds it; only its workers are joined.
+  // Never destroyed, because a daemon thread may call during exit. Only its workers are joined.
   static Engine* engine = [] {
     static Engine* instance = new Engine;
     pthread_atfork([] { instance->before_fork(); }, [] { instance->after_fork_in_parent(); },
@@ -52,7 +53,7 @@ int Engine::num_threads() { return num_threads_.load(std::memory_order_relaxed);
 void Engine::set_num_threads(int num_threads, const std::vector<int>& cpus) {
   const std::unique_lock<std::mutex> lock = turn();
   if (num_threads == num_threads_ && cpus == cpus_) return;
-  // Started here, so that a size or CPUs that cannot be had are refused and the pool stays as it was.
+  // Started before anything is changed: if the size or the CPUs are refused, the pool stays as it was.
   auto pool = num_threads > 1 && !shut_down_ ? std::make_unique<ThreadPool>(num_threads, cpus) : nullptr;
   cpus_ = cpus;
   num_threads_ = num_threads;
@@ -68,13 +69,13 @@ void Engine::after_fork_in_parent() {
 }
 
 void Engine::after_fork_in_child() {
-  (void)pool_.release();  // its threads do not exist here, so it can be neither joined nor destroyed
-  starter_.store({}, std::memory_order_relaxed);  // what was started is the parent's to finish
+  (void)pool_.release();  // the child has none of its threads, so it can be neither joined nor destroyed
+  starter_.store({}, std::memory_order_relaxed);  // the parent finishes what was started
   mutex_.unlock();
 }
 
 void Engine::shut_down() {
-  if (has_started()) return;  // the process ends in the middle of it
+  if (has_started()) return;  // the process ends between start and finish
   const std::unique_lock<std::mutex> lock = turn();
   pool_.reset();
   shut_down_ = true;
@@ -87,7 +88,7 @@ ThreadPool* Engine::pool() {
 }
 
 std::unique_lock<std::mutex> Engine::turn() {
-  if (has_started()) throw std::logic_error("finish the attention that this thread has started first");
+  if (has_started()) throw std::logic_error("this thread has started attention and must finish it first");
   return std::unique_lock<std::mutex>(mutex_);
 }
 
@@ -95,7 +96,8 @@ void Engine::participate(void* work, int participant) {
   Work& shared = *static_cast<Work*>(work);
   const auto take = [&] { return shared.next.fetch_add(1, std::memory_order_relaxed); };
   for (int64_t i = take(); i < shared.count;) {
-    // Knowing what comes next lets a task prepare for it; near the end, whoever is free first takes it.
+    // A task that knows its successor can prefetch for it. Near the end nothing is reserved, so that whichever thread
+    // is free takes the next item.
     const int64_t reserved = i < shared.last_reserved ? take() : -1;
     shared.task(shared.object, i, reserved < shared.count ? reserved : -1, participant);
     i = reserved >= 0 ? reserved : take();
@@ -137,7 +139,7 @@ float* Engine::partial_of(const RowBlock& block, int64_t head, int64_t split) co
 }
 
 WorkItem Engine::item_at(int64_t index, const RowBlock*& block) const {
-  // Heads inner: neighbours in memory run at the same time.
+  // Heads are the inner index, so that neighbours in memory are computed at the same time.
   const Piece& piece = plan_.pieces[static_cast<size_t>(index / problem_.num_kv_heads)];
   block = &plan_.blocks[static_cast<size_t>(piece.block)];
   WorkItem item = block->item;
@@ -157,7 +159,7 @@ void Engine::attend_item(int64_t index, int64_t next, int participant) {
   const WorkItem following = next >= 0 ? item_at(next, next_block) : WorkItem{};
   kernel_->attend(problem_, item, next >= 0 ? &following : nullptr, scratch_[participant].data);
   if (block->num_splits == 1) return;
-  // Whoever finishes last merges; release and acquire make the others' partials visible to it.
+  // The thread that finishes last merges. Release and acquire make the other threads' partial results visible to it.
   auto* unmerged = static_cast<std::atomic<int32_t>*>(unmerged_.data);
   if (unmerged[block->first_merge + item.kv_head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
     item.partial = partial_of(*block, item.kv_head, 0);
@@ -171,7 +173,8 @@ void Engine::start_attention(const fa_attention_problem& problem) {
   kernel_ = &active_kernel();
   make_plan(problem, *kernel_, plan_);
 
-  // All memory is taken here, so that nothing can fail inside the pool; each thread touches its own scratch first.
+  // All memory is allocated here, so that nothing can fail inside the pool. Each thread is the first to touch its own
+  // scratch memory.
   const size_t scratch_bytes = plan_.num_items > 0 ? kernel_->scratch_bytes(plan_.max_rows, problem.head_size) : 0;
   if (scratch_.size() < static_cast<size_t>(num_threads_)) scratch_.resize(num_threads_);
   for (int i = 0; i < num_threads_; ++i) scratch_[i].reserve(scratch_bytes);
@@ -191,11 +194,11 @@ void Engine::start_attention(const fa_attention_problem& problem) {
   attention_.count = plan_.num_items;
   start(attention_, plan_.multiply_adds < kPool.solo_multiply_adds);
   starter_.store(std::this_thread::get_id(), std::memory_order_relaxed);
-  lock.release();  // until finish_attention()
+  lock.release();  // finish_attention() unlocks the mutex
 }
 
 void Engine::finish_attention() {
-  if (!has_started()) throw std::logic_error("this thread has started no attention");
+  if (!has_started()) throw std::logic_error("this thread has not started attention, so it cannot finish it");
   finish(attention_);
   starter_.store({}, std::memory_order_relaxed);
   mutex_.unlock();
@@ -242,7 +245,7 @@ int64_t Engine::measure_wake() {
         if (shared.arrived.fetch_add(1) + 1 == shared.awaited) {
           shared.last = std::chrono::duration_cast<std::chrono::nanoseconds>(now - shared.start).count();
         }
-        // The caller stays until all have come: those that come after it has left are turned away.
+        // The caller stays until all have arrived, because workers that arrive after it has left are turned away.
         while (shared.arrived.load() < shared.awaited && Clock::now() - shared.start < std::chrono::seconds(1)) {
           std::this_thread::yield();
         }

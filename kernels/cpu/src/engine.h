@@ -1,4 +1,4 @@
-// Runs planned work on the thread pool. One per process; callers from several threads take turns.
+// Runs planned work on the thread pool. There is one engine per process; calls from several threads take turns.
 #ifndef FASTATTENTION_ENGINE_H
 #define FASTATTENTION_ENGINE_H
 
@@ -21,25 +21,25 @@ class Engine {
 
   int num_threads();
   void set_num_threads(int num_threads, const std::vector<int>& cpus);
-  // The workers compute between these two; then the calling thread, which must be the same, joins them. Whatever
-  // problem points to must live that long. Nothing else can be computed meanwhile: other threads wait, this one gets an
-  // error.
+  // Between these two calls the workers compute. Then the calling thread, which must be the same, joins them.
+  // Everything that the problem points to must stay valid until then. Meanwhile other threads' calls wait, and this
+  // thread's calls throw.
   void start_attention(const fa_attention_problem& problem);
   void finish_attention();
   void write_kv(const fa_kv_write& write);
-  // By all threads, so that pages not yet touched come fast and from where the readers are.
+  // Zeroes the range on all threads, so that new pages are touched quickly and by the threads that will read them.
   void zero(void* address, int64_t bytes);
 
   int64_t measure_wake();  // nanoseconds until every participant of a job runs; -1: not within a second
   uint64_t read_pages(const void* const* pages, const int64_t* bytes, int64_t num_pages, ReadMethod method);
   void spin(const PeakLoop& loop, int64_t iterations);
 
-  // Around fork(): a child has none of its parent's threads, so it starts with a pool of its own.
+  // fork() handlers. A child process has none of its parent's threads, so it starts a new pool.
   void before_fork();
   void after_fork_in_parent();
   void after_fork_in_child();
 
-  void shut_down();  // joins the workers; later calls run on the calling thread alone
+  void shut_down();  // joins the workers; later calls run on the calling thread only
 
  private:
   struct Buffer {
@@ -48,14 +48,14 @@ class Engine {
     void reserve(size_t wanted);  // throws std::bad_alloc; contents are lost
   };
 
-  // Calls task(object, i, the i that the same thread will do next or -1, participant) for every i in [0, count), each
-  // once, in any order on any thread.
+  // Calls task(object, i, next, participant) once for every i in [0, count), in any order and on any thread. next is
+  // the index that the same thread will take next, or -1 if it is not known.
   struct Work {
     void (*task)(void* object, int64_t index, int64_t next, int participant);
     void* object;
     int64_t count;
     int64_t last_reserved;
-    ThreadPool* threads;  // null: the caller alone
+    ThreadPool* threads;  // null: only the calling thread
     alignas(64) std::atomic<int64_t> next;
   };
   static void participate(void* work, int participant);
@@ -72,19 +72,20 @@ class Engine {
   ThreadPool* pool();
 
   std::mutex mutex_;
-  std::atomic<std::thread::id> starter_{};  // who holds the mutex from start_attention() to finish_attention()
+  // The thread that holds the mutex from start_attention() to finish_attention().
+  std::atomic<std::thread::id> starter_{};
   fa_attention_problem problem_;
   const KernelTable* kernel_;
   Work attention_;
   std::atomic<int> num_threads_{affinity_cpus()};
-  std::vector<int> cpus_;  // worker i is pinned to cpus_[i % size]; empty: it may run where its creator may
+  std::vector<int> cpus_;  // empty: workers inherit their creator's affinity
   bool shut_down_ = false;
   std::unique_ptr<ThreadPool> pool_;
-  // Kept between calls: a decode step calls once per layer with the same sizes.
+  // Kept between calls, because a decode step calls once per layer with the same sizes.
   Plan plan_;
   std::vector<Buffer> scratch_;  // one per participant
   Buffer partials_;
-  Buffer unmerged_;  // per merge: items still running
+  Buffer unmerged_;  // for each merge, the number of items that still run
 };
 
 }  // namespace fastattention

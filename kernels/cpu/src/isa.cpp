@@ -26,8 +26,8 @@ namespace {
 #if defined(FASTATTENTION_EMULATE_AMX)
 bool has_amx() { return true; }
 #else
-// Tiles are 8 KiB of state per thread, which Linux saves only for processes that have asked (since 5.16). Threads that
-// exist already are covered too.
+// Tiles are 8 KiB of state per thread. Linux (since 5.16) saves them only for processes that have requested permission,
+// which also covers threads that already exist.
 bool has_amx() {
   unsigned eax, ebx, ecx, edx;
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
@@ -41,13 +41,13 @@ bool has_amx() {
 std::vector<const KernelTable*> detect() {
   std::vector<const KernelTable*> kernels;
 #if defined(__x86_64__)
-  __builtin_cpu_init();  // these builtins also ask the operating system whether it saves the wide registers
+  __builtin_cpu_init();  // the builtins also check that the operating system saves the wide registers
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     const bool bf16 = __builtin_cpu_supports("avx512bf16");
-    // The bf16 dot product runs at twice the rate of fp32 multiply-adds on AMD's Zen 4, but at half of it on Intel's
-    // Sapphire and Emerald Rapids (88 against 178 GFLOPS per core), where only AMX makes bf16 the faster arithmetic.
+    // On AMD's Zen 4 the bf16 dot product runs at twice the rate of fp32 multiply-adds. On Intel's Sapphire and Emerald
+    // Rapids it runs at half the rate (88 against 178 GFLOPS per core), and bf16 is faster only with AMX.
     const bool bf16_is_faster = __builtin_cpu_is("amd");
     if (bf16 && has_amx()) kernels.push_back(&kAmx);
     if (bf16 && bf16_is_faster) kernels.push_back(&kAvx512Bf16);
@@ -69,7 +69,7 @@ std::atomic<const KernelTable*>& active() {
 
 }  // namespace
 
-// These two are never destroyed: a daemon thread may call for the first time while the process ends.
+// Never destroyed, because a daemon thread may make its first call while the process ends.
 const std::vector<const KernelTable*>& usable_kernels() {
   static const auto* kernels = new std::vector<const KernelTable*>(detect());
   return *kernels;

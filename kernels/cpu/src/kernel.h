@@ -1,5 +1,6 @@
-// What the planner, the ABI and the per-instruction-set kernels share. This header is compiled under several -m flags,
-// so it holds plain data only: any function here must be static, or the linker could keep the AVX-512 copy of it.
+// Definitions that the planner, the C interface and the kernels share. This header is compiled under several -m flags,
+// so it holds plain data only. Any function here must be static; otherwise the linker could keep its AVX-512 copy for
+// all.
 #ifndef FASTATTENTION_KERNEL_H
 #define FASTATTENTION_KERNEL_H
 
@@ -8,7 +9,7 @@
 
 #include "fastattention_cpu.h"
 
-// Register tiles are arrays of vectors; they live in registers only once every loop over them is unrolled.
+// Register tiles are arrays of vectors. They stay in registers only if every loop over them is unrolled.
 #define FA_UNROLL _Pragma("GCC unroll 16")
 
 namespace fastattention {
@@ -19,7 +20,7 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
-// The OCP 8-bit floats, as torch names them: one byte each, only ever in the KV cache.
+// The OCP 8-bit floating-point formats, one byte each, which occur only in the KV cache.
 struct Float8E4M3 {  // 1-4-3, bias 7; no infinity, NaN is 0x7f and 0xff
   uint8_t bits;
 };
@@ -27,16 +28,16 @@ struct Float8E5M2 {  // 1-5-2, bias 15: the upper byte of a Half
   uint8_t bits;
 };
 
-// Query rows of a work item, where the instruction set and the problem do not ask for more; and the number of KV tokens
-// that splits are whole multiples of. The KV tile that they meet is the instruction set's choice, see tuning.h.
+// Query rows of a work item, unless the instruction set and the problem ask for more. Splits are whole multiples of
+// kKvBlock KV tokens. The number of KV tokens in a tile depends on the instruction set; see tuning.h.
 constexpr int kRowBlock = 256;
 constexpr int kKvBlock = 128;
 
 constexpr int kMaxHeadSize = 256;
 constexpr int kMaxSplits = 512;
 
-// Consecutive query tokens of one sequence, all query heads of one KV head, against KV positions [kv_begin, kv_end).
-// Row r of the item is token first_token + r / group, query head kv_head * group + r % group.
+// Consecutive query tokens of one sequence, with all query heads of one KV head, and the KV positions [kv_begin,
+// kv_end). Row r of the item is token first_token + r / group and query head kv_head * group + r % group.
 struct WorkItem {
   int32_t seq;
   int32_t kv_head;
@@ -44,7 +45,7 @@ struct WorkItem {
   int32_t num_tokens;
   int64_t kv_begin;
   int64_t kv_end;
-  float* partial;  // unfinished result over this KV range, see partial_floats(); nullptr: write out and lse
+  float* partial;  // receives the partial result, see partial_floats(); nullptr: write out and lse
 };
 
 // A partial result: unnormalised output [rows][head_size], then the running maximum [rows] and the sum [rows].
@@ -52,13 +53,13 @@ static inline size_t partial_floats(int rows, int head_size) { return static_cas
 
 struct KernelTable {
   const char* name;
-  // With bf16 or fp16 operands: query rows times head size up to which larger items are better, 0: kRowBlock rows are
-  // enough.
+  // For bf16 or fp16 operands, items grow up to this many query rows times head size. 0: kRowBlock rows are enough.
   int64_t row_block_elements;
   size_t (*scratch_bytes)(int rows, int head_size);
-  // following: what this thread computes next, if that is known; its first K and V are fetched at the end of this item.
+  // following: the item that this thread computes next, or null if not known. Its first K and V are prefetched at the
+  // end of this item.
   void (*attend)(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* scratch);
-  // Joins num_splits partials lying one behind the other, in that order; item.partial points at the first.
+  // Merges num_splits consecutive partial results in this order. item.partial points to the first.
   void (*merge)(const fa_attention_problem& problem, const WorkItem& item, int num_splits);
   void (*write_kv)(const fa_kv_write& write, int64_t token_begin, int64_t token_end);
 };

@@ -1,9 +1,9 @@
-// The templated source in reading order. Every kernel_<isa>.cpp includes its vec_<isa>.h, names its kTuning, and then
-// includes this.
+// The templated sources in reading order. Every kernel_<isa>.cpp includes its vec_<isa>.h, defines kTuning and then
+// includes this file.
 //
-// Everything here lives in an unnamed namespace: translation units compiled with different -m flags must not share a
-// single inline function or template instance, std:: ones included, or the linker may hand AVX-512 code to a machine
-// without it.
+// Everything here is in an unnamed namespace. Translation units compiled with different -m flags must not share any
+// inline function or template instance, including those of std::. Otherwise the linker could keep a copy with AVX-512
+// code for a machine without AVX-512.
 #include "vec_math.h"
 // clang-format off: each file builds on those before it
 #include "scratch.h"

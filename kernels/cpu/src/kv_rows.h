@@ -1,5 +1,5 @@
-// Where the K and V rows of one KV tile lie. The only place that knows about pages: paged and contiguous caches, any
-// page size and any strides look alike from here on.
+// Addresses of the K and V rows of one KV tile. Only this file knows about pages: to all other code, paged and
+// contiguous caches with any page size and any strides look alike.
 namespace fastattention {
 namespace {
 
@@ -9,7 +9,7 @@ template <class T>
 struct KvRows {
   const T* key[kKvTile];
   const T* value[kKvTile];
-  // Whether the kEvenRows rows from kEvenRows * i on lie at equal distances of key_stride and value_stride.
+  // even[i]: the kEvenRows rows from kEvenRows * i on are key_stride and value_stride apart.
   bool even[kKvTile / kEvenRows];
   int64_t key_stride, value_stride;
   int count = 0;
@@ -45,18 +45,18 @@ void locate(const fa_attention_problem& problem, const WorkItem& item, int64_t f
     }
   }
   rows.count = count;
-  // Columns of scores come in groups and reach past the end of the tile: let them recompute its last row, which is safe
-  // to read.
+  // Scores are computed for whole groups of columns, which may extend past the tile. Those columns recompute the last
+  // row, which is safe to read.
   for (int i = count; i < round_up(count, kColumnStep); ++i) rows.key[i] = rows.key[count - 1];
 }
 
-// Fetches the next tile's rows into the cache while this tile is computed, a row or two at a time: a burst of requests
-// fills the core's queue and stops everything behind it, and between bursts memory is idle.
+// Prefetches the next tile's rows while this tile is computed, a row or two at a time. A burst of requests would fill
+// the core's queue and stall everything after it, and memory would be idle between bursts.
 template <class T>
 class Prefetch {
  public:
   Prefetch() = default;
-  // steps: how often advance() will be called while this tile is computed.
+  // steps: the number of advance() calls while this tile is computed.
   Prefetch(const KvRows<T>* rows, int head_size, int steps)
       : rows_(rows), bytes_(head_size * static_cast<int>(sizeof(T))), count_(rows != nullptr ? 2 * rows->count : 0) {
     rate_ = steps > 0 ? (static_cast<int64_t>(count_) << kFraction) / steps + 1 : 0;
@@ -65,7 +65,7 @@ class Prefetch {
     due_ += rate_;
     if (due_ >= at_) fetch_due();
   }
-  // To be called when the tile is done: rows whose steps were skipped, such as masked panels.
+  // Call when the tile is done: prefetches the rows whose steps were skipped, for example in masked panels.
   void rest() {
     while (next_ < count_) fetch();
   }
@@ -84,8 +84,8 @@ class Prefetch {
     ++next_;
   }
   const KvRows<T>* rows_ = nullptr;
-  int bytes_ = 0, count_ = 0, next_ = 0;  // rows of K and V in turn, as they lie in a cache that holds both together
-  int64_t rate_ = 0, due_ = 0, at_ = 0;   // in rows, fixed point
+  int bytes_ = 0, count_ = 0, next_ = 0;  // rows of K and V alternately, as in a cache that stores both together
+  int64_t rate_ = 0, due_ = 0, at_ = 0;   // in rows, fixed-point with kFraction bits
 };
 
 }  // namespace

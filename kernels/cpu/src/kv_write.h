@@ -1,17 +1,17 @@
-// Scatter of new K and V rows into the paged cache, with the cast where the dtypes differ and the scale of fp8 caches.
+// Stores new K and V rows in the paged cache, casts them where dtypes differ and applies the scale of fp8 caches.
 namespace fastattention {
 namespace {
 
 template <class From, class To>
 inline void copy_row(const From* from, To* to, int head_size, float scale) {
-  // Divided, as vLLM's CUDA kernels do: multiplying by the reciprocal would round some numbers to the next fp8 number.
+  // Divide like vLLM's CUDA kernels. Multiplication by the reciprocal would round some numbers to the next fp8 number.
   const Vec divisor = splat(scale);
   for_each_vector(head_size, [&](int d, auto part) {
     const Vec x = part.read(from + d);
     part.write(to + d, sizeof(To) == 1 ? div(x, divisor) : x);
   });
 }
-// Same dtype: bit for bit, signalling NaNs included.
+// With equal dtypes, copy every bit, also of signalling NaNs.
 template <class T>
 inline void copy_row(const T* from, T* to, int head_size, float) {
   __builtin_memcpy(to, from, sizeof(T) * head_size);

@@ -16,11 +16,11 @@
 namespace fastattention {
 namespace {
 
-// Of x86-64 and of aarch64 with 4 KiB pages. Elsewhere the kernel rounds by itself and the range only begins early.
+// The size on x86-64, and on aarch64 with 4 KiB pages. Elsewhere the kernel rounds by itself.
 constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
 constexpr int kMaxNodes = 1024;
 
-// From <linux/mempolicy.h> and <linux/mman.h>: no libnuma, and older headers lack the last one.
+// From <linux/mempolicy.h> and <linux/mman.h>. libnuma is not a dependency, and older headers lack MADV_COLLAPSE.
 constexpr int kPreferred = 1, kInterleave = 3;
 constexpr unsigned kMovePages = 1u << 1;  // MPOL_MF_MOVE
 constexpr unsigned kOfAddress = 1u << 1;  // MPOL_F_ADDR
@@ -44,8 +44,8 @@ class Reason {
 
 std::string error_text() { return std::strerror(errno); }
 
-// The policy for pages of the range that are touched from now on, or with move, for those there already. Number of
-// nodes that it names, 0 if it could not be set.
+// Sets the policy for pages of the range that are touched from now on and, with move, for existing pages. Returns the
+// number of nodes in the policy, 0 if it could not be set.
 int set_policy(void* address, size_t bytes, const std::vector<int>& nodes, bool move, Reason& reason) {
   NodeMask wanted;
   for (const int node : nodes) {
@@ -55,12 +55,12 @@ int set_policy(void* address, size_t bytes, const std::vector<int>& nodes, bool 
     }
     wanted.set(node);
   }
-  const int mode = nodes.size() > 1 ? kInterleave : kPreferred;  // never "bind": a full node must not end the process
+  const int mode = nodes.size() > 1 ? kInterleave : kPreferred;  // not "bind": a full node must not end the process
   if (syscall(SYS_mbind, address, bytes, mode, wanted.words, kMaxNodes + 1, move ? kMovePages : 0u) != 0) {
     reason.add("Memory could not be assigned to NUMA nodes: " + error_text() + ".");
     return 0;
   }
-  // The kernel leaves out, without a word, nodes that have no memory or that the cpuset forbids.
+  // The kernel silently ignores nodes that have no memory or that the cpuset forbids.
   int found_mode = 0;
   NodeMask found;
   if (syscall(SYS_get_mempolicy, &found_mode, found.words, kMaxNodes + 1, address, kOfAddress) != 0) {
@@ -77,8 +77,8 @@ int set_policy(void* address, size_t bytes, const std::vector<int>& nodes, bool 
   return count;
 }
 
-// Bytes of [begin, end) in huge pages, or -1. A mapping that reaches beyond the range counts with all its huge pages,
-// up to the part of it that lies in the range.
+// Bytes of [begin, end) in huge pages, or -1 if unknown. A mapping that extends beyond the range counts with all its
+// huge pages, but with at most the bytes that it shares with the range.
 int64_t huge_bytes(uintptr_t begin, uintptr_t end) {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> smaps(std::fopen("/proc/self/smaps", "re"), &std::fclose);
   if (smaps == nullptr) return -1;
@@ -99,11 +99,11 @@ int64_t huge_bytes(uintptr_t begin, uintptr_t end) {
 std::string why_no_huge_pages() {
   char setting[64] = "";
   const int file = open("/sys/kernel/mm/transparent_hugepage/enabled", O_RDONLY | O_CLOEXEC);
-  if (file < 0) return "This kernel has no transparent huge pages.";
+  if (file < 0) return "This Linux kernel has no transparent huge pages.";
   const ssize_t length = read(file, setting, sizeof(setting) - 1);
   close(file);
   if (length > 0 && std::strstr(setting, "[never]") != nullptr) {
-    return "Transparent huge pages are off; /sys/kernel/mm/transparent_hugepage/enabled must say madvise or always.";
+    return "Transparent huge pages are off; set /sys/kernel/mm/transparent_hugepage/enabled to madvise or always.";
   }
   return "The kernel had no free huge pages for the rest, or the process may not use them.";
 }
@@ -125,7 +125,7 @@ fa_cpu_placement place_memory(void* address, int64_t bytes, const std::vector<in
   const uintptr_t end = (first + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
   if (begin >= end) {
     if (zero) zero(address, bytes);
-    reason.add("The range holds no whole huge page.");
+    reason.add("The range does not contain a whole huge page.");
     return report(0, 0, reason);
   }
   void* const inside = reinterpret_cast<void*>(begin);
@@ -134,11 +134,12 @@ fa_cpu_placement place_memory(void* address, int64_t bytes, const std::vector<in
   const int nodes_set = nodes.empty() ? 0 : set_policy(inside, inside_bytes, nodes, !zero, reason);
   const bool advised = madvise(inside, inside_bytes, MADV_HUGEPAGE) == 0;
   if (zero) {
-    // Pages that cannot be given up (locked ones) stay where they are; zeroed they are all the same.
+    // Locked pages cannot be returned to the kernel. They stay in place and are zeroed all the same.
     madvise(inside, inside_bytes, MADV_DONTNEED);
     zero(address, bytes);
   } else if (advised) {
-    madvise(inside, inside_bytes, kCollapse);  // before 6.1 the kernel's own daemon does it, in its own time
+    // Fails before Linux 6.1, where only the kernel's daemon makes huge pages, at a time of its choice.
+    madvise(inside, inside_bytes, kCollapse);
   }
   const int64_t huge = huge_bytes(begin, end);
   if (huge < static_cast<int64_t>(inside_bytes)) reason.add(why_no_huge_pages());

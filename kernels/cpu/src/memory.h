@@ -1,4 +1,5 @@
-// Where memory lies: huge pages, and NUMA nodes. Best effort: what cannot be had is said, and never an error.
+// Placement of memory in huge pages and on NUMA nodes. Best effort: a request that cannot be met is reported, not an
+// error.
 #ifndef FASTATTENTION_MEMORY_H
 #define FASTATTENTION_MEMORY_H
 
@@ -10,11 +11,11 @@
 
 namespace fastattention {
 
-// From the threads that will read: writes zeros.
+// Writes zeros from the threads that will read the memory.
 using Zero = std::function<void(void* address, int64_t bytes)>;
 
-// Places [address, address + bytes) as fa_cpu_place_memory() says. With zero, contents are given up: pages go back to
-// the kernel and are touched again by zero; without, they are moved.
+// Places [address, address + bytes) as fa_cpu_place_memory() specifies. With zero, contents are lost: pages go back to
+// the kernel, and zero touches new ones. Without it, pages are moved.
 fa_cpu_placement place_memory(void* address, int64_t bytes, const std::vector<int>& nodes, const Zero& zero);
 
 }  // namespace fastattention

@@ -1,5 +1,5 @@
-// libstdc++ has this function since GCC 11. With a copy in the library (exports.map keeps it inside), what a newer GCC
-// compiled loads beside an older libstdc++.
+// libstdc++ has this function since GCC 11. This copy, which exports.map keeps private, lets a library compiled by a
+// newer GCC load with an older libstdc++.
 #include <new>
 
 #if defined(_GLIBCXX_RELEASE) && _GLIBCXX_RELEASE >= 11

@@ -1,17 +1,18 @@
-// AMX: panels of 32 rows, whose products are formed in tile registers of 16 rows x 16 columns, 32 deep. Operands are
-// packed as for the bf16 dot product.
+// AMX: panels of 32 rows. Products are computed in tile registers of 16 rows x 16 columns, 32 deep. Operands are packed
+// as for the bf16 dot product.
 namespace fastattention {
 namespace {
 
-// GCC's tile intrinsics do not say that they read memory: without this it may move stores behind them, or drop them.
+// GCC does not know that tile intrinsics read memory. Without this barrier it may move stores past them or drop the
+// stores.
 inline void memory_barrier() { asm volatile("" ::: "memory"); }
 
-// Tiles 0 to 3 accumulate (row half * 2 + column half), 4 and 5 hold rows of the left operand, 6 and 7 strips of the
-// right one. All are as large as tiles get: 16 rows of 64 bytes.
+// Tiles 0 to 3 accumulate (row half * 2 + column half), 4 and 5 hold rows of the left operand, and 6 and 7 hold strips
+// of the right one. All have the maximum size, 16 rows of 64 bytes.
 class AmxTiles {
  public:
   AmxTiles() { configure(16); }
-  // Tiles 2 to 5 with fewer rows: a product takes a cycle for each row of the left operand.
+  // Gives tiles 2 to 5 fewer rows: a product takes one cycle per row of the left operand.
   void configure(int rows) {
     const uint8_t r = static_cast<uint8_t>(rows);
     struct alignas(64) Configuration {
@@ -24,7 +25,7 @@ class AmxTiles {
     memory_barrier();
     _tile_loadconfig(&configuration);
   }
-  ~AmxTiles() { _tile_release(); }  // leaves the thread as other libraries expect it, and context switches short
+  ~AmxTiles() { _tile_release(); }  // other libraries expect this state, and it keeps context switches short
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
 };
@@ -33,8 +34,8 @@ constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;
 constexpr int kTileDepth = 32;
 
-// A tile load waits for its lines, and those of packed strips and of the output come from the L2 cache: they are
-// fetched this far ahead, which is four steps, a few lines after each product.
+// A tile load waits for its cache lines. Those of packed strips and of the output come from the L2 cache, so they are
+// prefetched this far ahead, which is four steps, a few lines after each product.
 constexpr int kFetchAhead = 4 * kTileDepth * kStrip;
 constexpr int kLine = 64;
 template <int Lines>
@@ -43,9 +44,10 @@ inline void fetch(const void* first) {
   for (int i = 0; i < Lines; ++i) __builtin_prefetch(static_cast<const char*>(first) + i * kLine, 0, 3);
 }
 
-// c[16 or 32 rows][32 columns] += a[rows][32 * steps] * b[32 * steps][32 columns], or = without Accumulate.
-// Strides in elements; b is one packed strip. TwoHalves: 32 rows. next_c: what to add to next, null if not known.
-// Where numbers have several parts, each of a's meets each of b's.
+// c[16 or 32 rows][32 columns] += a[rows][32 * steps] * b[32 * steps][32 columns], or = without Accumulate. Strides
+// count elements, and b is one packed strip. TwoHalves: 32 rows. TwoColumns: 32 columns, otherwise 16. next_c: the
+// output that the next call adds to, or null if not known. Where numbers have several parts, each part of a is
+// multiplied by each part of b.
 template <class Element, bool Accumulate, bool TwoHalves, bool TwoColumns>
 inline void amx_multiply(const Element* a, int a_stride, const Element* b, int b_width, int steps, float* c,
                          int c_stride, const float* next_c = nullptr) {
@@ -106,7 +108,7 @@ inline void amx_multiply(const Element* a, int a_stride, const Element* b, int b
   if constexpr (TwoHalves && TwoColumns) _tile_stored(3, lower + 16, c_bytes);
 }
 
-// Products are added to the output in the tile registers, so it is rescaled beforehand, seldom as that is.
+// Tile registers add products to the output, so the output is rescaled beforehand, which is rarely needed.
 inline void rescale_rows(float* output, int rows, int stride, const float* rescale) {
   for (int r = 0; r < rows; ++r) {
     if (rescale[r] == 1.0f) continue;
@@ -116,7 +118,7 @@ inline void rescale_rows(float* output, int rows, int stride, const float* resca
   }
 }
 
-// What a cache is packed to.
+// The Unit that packs a cache of this type.
 template <class T>
 struct AmxOperand {
   using Unit = Bf16Unit;
@@ -132,7 +134,7 @@ struct AmxPanels {
   using Element = typename Unit::Element;
   using Weight = Element;
   static constexpr int kRows = 2 * kTileRows;
-  static_assert(kRows <= kPadding && kColumnStep % kTileDepth == 0 && kStrip == 32, "whole tiles everywhere");
+  static_assert(kRows <= kPadding && kColumnStep % kTileDepth == 0 && kStrip == 32, "all shapes are whole tiles");
   const Scratch& scratch;
   int head_size;
   Prefetch<T> upcoming{};
@@ -148,7 +150,7 @@ struct AmxPanels {
     const int strips = (rows.count + kStrip - 1) / kStrip + (stride + kStrip - 1) / kStrip;
     upcoming = Prefetch<T>(next, head_size,
                            (rows.count / kWidth) * (stride / kWidth) + rows.count / Unit::kDepth + panels * strips);
-    // A tile product spans kTileDepth tokens: V is filled up with zeros.
+    // A tile product spans kTileDepth tokens, so V is padded with zeros.
     pack_tile<Unit>(rows, head_size, query_stride(head_size), round_up(rows.count, kTileDepth), stride, scratch,
                     upcoming);
   }

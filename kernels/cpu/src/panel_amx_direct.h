@@ -1,21 +1,21 @@
-// AMX for few query rows (decode): K and V go from the cache into tile registers as they lie in memory, nothing is
-// packed.
+// AMX for few query rows (decode): tile registers load K and V from the cache without packing.
 //
-//   Scores: K is the left operand (16 tokens x 32 dimensions), the transposed queries the right one, so the products
-//   are transposed scores. Transposing those back takes a quarter of what transposing K would. Values: the dot product
-//   sums pairs of neighbours in a row, which for rows of V are two dimensions of one token. With (weight, 0) as the
-//   pair on the left it yields the even dimensions, with (0, weight) the odd ones, instead of interleaving tokens. Up
-//   to 8 rows take half a tile, so the other half does for the even dimensions; more take twice the products.
+// Scores: K is the left operand (16 tokens x 32 dimensions) and the transposed queries are the right one, so the
+// products are transposed scores. Transposing those back takes a quarter of the time of transposing K.
+// Values: the dot product sums pairs of neighbours in a row, which in a row of V are two dimensions of one token. With
+// the pair (weight, 0) on the left it yields the even dimensions, and with (0, weight) the odd ones, so tokens need not
+// be interleaved. Up to 8 rows take half a tile, and the other half of the same tile computes the even dimensions. More
+// rows take twice the products.
 namespace fastattention {
 namespace {
 
-// A weight rounded to bf16 with zeros below: the pair (0, weight).
+// The pair (0, weight): a weight rounded to bf16, with zeros in the lower half.
 struct OddPair {
   uint32_t bits;
 };
 inline __m512i odd_pair(Vec weight) {
-  // Ties away from zero, unlike vcvtneps2bf16, but a third of its time. A NaN here came from bf16 or is the default
-  // one: its lower half is zero, so that nothing carries.
+  // Rounds ties away from zero, unlike vcvtneps2bf16, in a third of its time. A NaN here came from bf16 or is the
+  // default NaN. Its lower half is zero, so rounding does not carry.
   return _mm512_andnot_si512(_mm512_set1_epi32(0xffff), _mm512_add_epi32(bits(weight), _mm512_set1_epi32(0x8000)));
 }
 inline void store_weights(OddPair* p, Vec first, Vec second) {
@@ -29,7 +29,7 @@ struct AmxDirectPanels {
   using Weight = OddPair;
   static constexpr int kRows = kTileRows;
   static constexpr int kHalf = kTileRows / 2;
-  static constexpr int kTransposeSteps = 2;  // of the prefetch, for each 16 tokens
+  static constexpr int kTransposeSteps = 2;  // prefetch steps for each 16 tokens
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
@@ -38,7 +38,7 @@ struct AmxDirectPanels {
   AmxTiles tiles{};
 
   static bool can_run(const fa_attention_problem& problem) { return problem.head_size % kTileDepth == 0; }
-  // Each panel loads and stores its output in each tile: not worth it for more than one.
+  // Each panel loads and stores its output in each tile, so short tiles pay off for a single panel only.
   static int tile_tokens(int num_rows) {
     if (num_rows > kRows) return kKvTile;
     return num_rows > kHalf ? kAmxDirectTile : 2 * kAmxDirectTile;
@@ -46,7 +46,7 @@ struct AmxDirectPanels {
   static int query_stride(int head_size) { return head_size; }
   static int output_stride(int head_size) { return head_size; }
 
-  // Each 16 rows of queries become [head_size / 2][16 rows][2].
+  // Rearranges each 16 rows of queries into [head_size / 2][16 rows][2].
   void arrange_queries(int num_rows) {
     few = num_rows <= kHalf;
     BFloat16* copy = static_cast<BFloat16*>(scratch.keys);
@@ -73,8 +73,8 @@ struct AmxDirectPanels {
     upcoming = Prefetch<T>(next, head_size, panels * tiles_of_rows * (3 * head_size / kTileDepth + kTransposeSteps));
   }
 
-  // Where the 16 rows from token on begin, and their distance: in the cache where they lie evenly, else in a copy, in
-  // which rows past the end of the tile are zero.
+  // The address of the 16 rows from token on, and the distance between them in bytes. Evenly spaced rows are read in
+  // the cache. Others are copied first, and rows past the end of the tile are zero in the copy.
   const BFloat16* rows_at(const T* const* rows, int token, int64_t stride, BFloat16* copy, size_t* bytes) const {
     if (current->even[token / kTileRows]) {
       *bytes = stride * sizeof(BFloat16);
@@ -138,7 +138,7 @@ struct AmxDirectPanels {
   }
 
   void add_values(int first_row, int rows, const OddPair* weights, int begin, int end, const float* rescale) {
-    // (weight, 0), below the (0, weight) of the same tiles where there is room.
+    // The pairs (weight, 0). If there is room, they follow the pairs (0, weight) in the same tiles.
     uint32_t* even =
         few ? reinterpret_cast<uint32_t*>(scratch.scores) + kHalf * kKvTile : static_cast<uint32_t*>(scratch.values);
     begin = begin / kTileRows * kTileRows;
@@ -160,7 +160,7 @@ struct AmxDirectPanels {
     }
   }
 
-  // The output is [kHalf rows][head_size / 2] of odd dimensions, and the same of even ones.
+  // The output is [kHalf rows][head_size / 2] of odd dimensions, followed by the same of even ones.
   void add_together(const OddPair* weights, int begin, int end) {
     constexpr int kTilesAtOnce = 4;
     const size_t output_bytes = head_size / 2 * sizeof(float);
@@ -212,7 +212,8 @@ struct AmxDirectPanels {
     memory_barrier();
   }
 
-  // Columns of the output: of every 32 dimensions, first the even, then the odd ones; see arrange_output.
+  // In the output's columns, every 32 dimensions are stored with the even ones first, then the odd ones; see
+  // arrange_output.
   void add_apart(float* output, const OddPair* weights, const uint32_t* even, int begin, int end) {
     const int stride = head_size;
     memory_barrier();

@@ -1,6 +1,6 @@
-// AMX for few query rows and a cache in fp16: K and V are parted into bf16 on the way from the cache to tile registers,
-// see unit_split.h. Scores come out transposed, as in panel_amx_direct.h. Values need no such trick, for parting joins
-// pairs of tokens anyway.
+// AMX for few query rows and an fp16 cache: K and V are split into bf16 parts on the way from the cache to tile
+// registers; see unit_split.h. Scores are computed transposed, as in panel_amx_direct.h. Values need no such step,
+// because splitting already pairs tokens.
 namespace fastattention {
 namespace {
 
@@ -9,7 +9,7 @@ struct AmxSplitPanels {
   using Element = SplitNumber;
   using Weight = SplitNumber;
   static constexpr int kRows = kTileRows;
-  static constexpr int kRowsPerStep = 4;  // of K or V, between steps of the prefetch
+  static constexpr int kRowsPerStep = 4;  // rows of K or V between prefetch steps
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
@@ -22,8 +22,8 @@ struct AmxSplitPanels {
   static int query_stride(int head_size) { return head_size; }
   static int output_stride(int head_size) { return head_size; }
 
-  // With up to 8 rows a tile of queries has the upper parts in columns 0 to 7 and the lower ones in columns 8 to 15,
-  // so that one product does for both. With more they are tiles of their own.
+  // With up to 8 rows, a tile of queries has the upper parts in columns 0 to 7 and the lower parts in columns 8 to 15,
+  // so that one product covers both. With more rows, upper and lower parts have separate tiles.
   bool in_one_tile() const { return num_rows <= kTileRows / 2; }
 
   void arrange_queries(int rows) {
@@ -59,8 +59,8 @@ struct AmxSplitPanels {
         Prefetch<T>(next, head_size, 2 * panels * groups * (head_size / kTileDepth) * (kTileRows / kRowsPerStep));
   }
 
-  // Steps of 32 dimensions of 16 tokens. While the tile unit works on one, the vector units part the next: a tile load
-  // has to wait for what was stored just before it.
+  // Each step computes 32 dimensions of 16 tokens. While the tile unit works on one step, the vector units split the
+  // operands of the next, because a tile load right after a store would have to wait for it.
   void scores(int first_row, int rows, int begin, int end, float* scores) {
     const auto compute = in_one_tile() ? &AmxSplitPanels::scores_of<1> : &AmxSplitPanels::scores_of<2>;
     (this->*compute)(first_row, rows, begin, end, scores);
@@ -130,7 +130,7 @@ struct AmxSplitPanels {
     }
   }
 
-  // Steps of 16 dimensions of 32 tokens.
+  // Each step computes 16 dimensions of 32 tokens.
   void add_values(int first_row, int rows, const SplitNumber* weights, int begin, int end, const float* rescale) {
     const int stride = head_size;
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
@@ -140,7 +140,7 @@ struct AmxSplitPanels {
     const size_t weight_bytes = kKvTile * sizeof(SplitNumber);
     const size_t output_bytes = stride * sizeof(float);
     for (int token = begin / kTileDepth * kTileDepth; token < end; token += kTileDepth) {
-      // Rows that no row of the panel sees may hold anything.
+      // Rows that no row of the panel sees may hold anything, so zeros replace them.
       const T* const* row = current->value + token;
       const T* seen[kTileDepth];
       if (token < begin || token + kTileDepth > end) {

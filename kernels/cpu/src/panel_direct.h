@@ -1,9 +1,9 @@
-// Few query rows (decode): packing would cost more than the arithmetic, so K and V are widened on the way from the
-// cache into registers. Scores are dot products along the head dimension; kWidth of them are reduced together.
+// Few query rows (decode): packing would take longer than the arithmetic, so K and V are widened on the way from the
+// cache to registers. Scores are dot products along the head dimension, and kWidth of them are reduced together.
 namespace fastattention {
 namespace {
 
-// Not inlined, here and below: together, the variants would fight over the registers.
+// Not inlined, like the function below: inlined together, the variants would compete for registers.
 template <class T, int R>
 __attribute__((noinline)) void direct_scores(const float* query, int query_stride, const T* const* key,
                                              Prefetch<T>& upcoming, int head_size, int begin, int end, float* scores) {
@@ -33,7 +33,7 @@ __attribute__((noinline)) void direct_scores(const float* query, int query_strid
   }
 }
 
-// Rows are fetched ahead so often that each time some eight cache lines are due: more at once would stop the core.
+// Steps between prefetches, such that each prefetch fetches about eight cache lines. More at once would stall the core.
 template <int N>
 constexpr int kValuesPerStep = 16 / N;
 
@@ -114,11 +114,11 @@ struct DirectPanels {
     upcoming = Prefetch<T>(next, head_size, steps);
   }
 
-  // Vectors of the output whose sums are formed at once.
+  // Output vectors that are summed at the same time.
   static constexpr int value_vectors(int rows) {
     return kDirectAccumulators / rows < 8 ? kDirectAccumulators / rows : 8;
   }
-  // Rows in powers of two: 7 run as 4 + 2 + 1.
+  // Splits rows into powers of two: 7 become 4 + 2 + 1.
   template <int R = kDirectRows, class F>
   static void split(int rows, F f, int first = 0) {
     if (rows & R) f(first, Constant<R>()), first += R;

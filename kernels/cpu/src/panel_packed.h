@@ -1,12 +1,12 @@
-// Many query rows: K and V of the tile are packed once, and every panel of rows multiplies against them in register
-// tiles. The same code runs on fp32 FMA and on bf16 dot products; a Unit says which:
-//   Element            what the operands are packed to
+// Many query rows: K and V of the tile are packed once, and every panel of rows is multiplied with them in register
+// tiles. The same code runs on fp32 FMA and on bf16 dot products. A Unit provides:
+//   Element            the type of packed operands
 //   kDepth             elements of the summed dimension that one instruction multiplies and adds in each lane
 //   pack_keys, pack_values, broadcast, load_operand, accumulate
 namespace fastattention {
 namespace {
 
-// Weights that keep (almost) the precision of fp32.
+// True for weights that keep almost the precision of fp32.
 template <class Weight>
 constexpr bool kFullWeights = false;
 template <>
@@ -20,7 +20,7 @@ struct FmaUnit {
   static Vec load_operand(const float* p) { return load(p); }
   static Vec accumulate(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
-  // kWidth tokens from column on, transposed: one vector holds the same dimension of kWidth neighbouring tokens.
+  // Transposes kWidth tokens from column on, so that one vector holds the same dimension of kWidth neighbouring tokens.
   template <class T>
   static void pack_keys(const KvRows<T>& rows, int column, int head_size, float* strip, int width,
                         Prefetch<T>& upcoming) {
@@ -30,7 +30,7 @@ struct FmaUnit {
       FA_UNROLL
       for (int i = 0; i < kWidth; ++i) block[i] = part.read(rows.key[column + i] + d);
       transpose(block);
-      // Dimensions past head_size land in the padding of the scratch matrix and are never read.
+      // Dimensions past head_size are written to the padding of the scratch matrix, which is never read.
       FA_UNROLL
       for (int i = 0; i < kWidth; ++i) store(strip + (d + i) * width, block[i]);
     });
@@ -45,7 +45,7 @@ struct FmaUnit {
   }
 };
 
-// c[R][N vectors] = a[R][steps * kDepth] * b[steps][N vectors][kDepth]. The sums start from zero in registers.
+// c[R][N vectors] = a[R][steps * kDepth] * b[steps][N vectors][kDepth]. The sums start at zero and stay in registers.
 template <class Unit, int R, int N>
 inline __attribute__((always_inline)) void multiply(const typename Unit::Element* a, int a_stride,
                                                     const typename Unit::Element* b, int b_width, int steps,
@@ -71,8 +71,8 @@ inline __attribute__((always_inline)) void multiply(const typename Unit::Element
   }
 }
 
-// Calls tile(column, Constant<N>, width of its strip) for columns [begin, end), both multiples of kWidth: whole strips,
-// then what is left with smaller register tiles. begin is the start of a strip.
+// Calls tile(column, Constant<N>, width of its strip) for columns [begin, end), both multiples of kWidth. Whole strips
+// come first, then the rest in smaller register tiles. begin is the start of a strip.
 template <int N = kPanelVectors, class Tile>
 inline void for_strips(int begin, int end, Tile tile) {
   if constexpr (N == kPanelVectors) {
@@ -95,8 +95,8 @@ inline void with_panel_rows(int rows, F f) {
   }
 }
 
-// Packs the whole tile: keys [strips][key_depth / kDepth][kStrip][kDepth], values [strips][kKvTile / kDepth][strip's
-// width][kDepth], value_rows of them.
+// Packs the whole tile: keys as [strips][key_depth / kDepth][kStrip][kDepth], and value_rows values as [strips][kKvTile
+// / kDepth][width of the strip][kDepth].
 template <class Unit, class T>
 void pack_tile(const KvRows<T>& rows, int head_size, int key_depth, int value_rows, int value_stride,
                const Scratch& scratch, Prefetch<T>& upcoming) {
@@ -130,13 +130,13 @@ void packed_scores(const typename Unit::Element* query, int query_stride, const 
   });
 }
 
-// output = output * rescale[row] + weights * values, over tile tokens [begin, end).
-// The tile's own sum is formed first and added once: long sequences lose less precision, and rescaling is one FMA.
+// output = output * rescale[row] + weights * values, over the tile's tokens [begin, end). The tile's sum is computed
+// first and added once. Long sequences lose less precision this way, and rescaling is part of one FMA.
 template <class Unit, int R, class Upcoming>
 void packed_values(const typename Unit::Element* weights, const typename Unit::Element* values, int stride, int begin,
                    int end, const float* rescale, float* output, Upcoming& upcoming) {
   constexpr int kDepth = Unit::kDepth;
-  // Weights outside [begin, end) are zero, so a first or last group of kDepth may reach past.
+  // Weights outside [begin, end) are zero, so the first and last group of kDepth may extend past the range.
   begin = begin / kDepth * kDepth;
   for_strips(0, stride, [&](int column, auto vectors, int width) {
     constexpr int N = decltype(vectors)::value;

@@ -1,6 +1,7 @@
-// Few query rows and a cache in bf16: K and V are read in whole cache lines, each two vectors of fp32. A line's 32-bit
-// lanes hold pairs of neighbours; a shift widens the even one and a mask the odd one, where widening half a line at a
-// time takes a shuffle and a shift. So every 32 dimensions of queries and of the output are 16 even, then 16 odd ones.
+// Few query rows and a bf16 cache: K and V are read in whole cache lines, each of which becomes two fp32 vectors. The
+// 32-bit lanes of a line hold pairs of neighbours. A shift widens the even one and a mask the odd one, whereas widening
+// half a line takes a shuffle and a shift. So every 32 dimensions of queries and output are stored as 16 even and then
+// 16 odd ones.
 namespace fastattention {
 namespace {
 
@@ -9,16 +10,16 @@ constexpr bool kReadInPairs = false;
 template <>
 constexpr bool kReadInPairs<BFloat16> = true;
 
-// Tokens whose rows are read side by side: a sum's next multiply-add waits for its last one.
+// Tokens that are computed at the same time, because the next multiply-add of a sum has to wait for its previous one.
 constexpr int kTokensAbreast = 4;
 constexpr int kPairWidth = 2 * kWidth;
 
-// Not inlined, here and below: as in panel_direct.h.
+// Not inlined, like pair_values below; panel_direct.h gives the reason.
 template <class T, int R>
 __attribute__((noinline)) void pair_scores(const float* query, int stride, const T* const* key, Prefetch<T>& upcoming,
                                            int begin, int end, float* scores) {
   constexpr int kTokens = kWidth / R;
-  static_assert(kTokens % kTokensAbreast == 0, "whole steps");
+  static_assert(kTokens % kTokensAbreast == 0, "a step computes kTokensAbreast tokens");
   for (int column = begin; column < end; column += kTokens) {
     Vec sums[kWidth];
     FA_UNROLL
@@ -54,11 +55,11 @@ __attribute__((noinline)) void pair_scores(const float* query, int stride, const
   }
 }
 
-// With more rows a tile's scores take about as long as its values: the next rows are fetched during both alike.
+// With more rows, scores take about as long as values, so the next rows are prefetched equally during both.
 template <int R>
 constexpr int kPairValuesPerStep = R > 4 ? 2 : 1;
 
-// N lines of each row at once.
+// Computes N cache lines of each row at the same time.
 template <class T, int R, int N>
 __attribute__((noinline)) void pair_values(const float* weights, const T* const* value, Prefetch<T>& upcoming,
                                            int stride, int begin, int end, int d, const float* rescale, float* output) {
@@ -148,7 +149,7 @@ struct PairPanels {
   }
   void finish() { upcoming.rest(); }
 
-  // Lines whose sums are formed at once: 16 accumulators, or a whole row of head size 128.
+  // Cache lines that are summed at the same time: 16 accumulators, or a whole row of head size 128.
   static constexpr int value_lines(int rows) { return rows < 4 ? 4 : rows == 4 ? 2 : 1; }
   template <int R>
   static int value_steps(int head_size, int tokens) {

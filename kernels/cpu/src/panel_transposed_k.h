@@ -1,12 +1,12 @@
-// More query rows than are read directly, fewer than make packing a whole tile worth while, on fp32 FMA. K is
-// transposed a strip at a time, once for all rows: a vector then holds the scores of neighbouring tokens, and no sums
-// are left to be reduced. V is read as it lies. A cache in bf16 is transposed in pairs of dimensions, half as many as
-// in fp32, which are widened as in panel_pairs.h.
+// Too many query rows for the direct panels and too few to pack a whole tile, on fp32 FMA. K is transposed one strip at
+// a time for all rows. A vector then holds the scores of neighbouring tokens, which need no reduction. V is read
+// without packing. A bf16 cache is transposed in pairs of dimensions, which is half the work of fp32, and the pairs are
+// widened as in panel_pairs.h.
 namespace fastattention {
 namespace {
 
-// The strip in fp32, [dimension][kStrip]. kDimensions: how many of them are multiplied between two steps of fetching
-// ahead, so that as much is fetched during a tile's scores as during its values.
+// A strip in fp32, [dimension][kStrip]. kDimensions: dimensions that are multiplied between two prefetch steps, chosen
+// so that a tile's scores prefetch as much as its values.
 template <class T>
 struct TransposedKeys {
   using Element = float;
@@ -18,7 +18,7 @@ struct TransposedKeys {
     }
   }
   static int turn_steps(int head_size) { return kPanelVectors * ((head_size + kWidth - 1) / kWidth); }
-  // Dimensions d and d + 1 of kWidth tokens.
+  // Reads dimensions d and d + 1 of kWidth tokens.
   static void read(const Element* strip, int d, int token, Vec& first, Vec& second) {
     first = load(strip + d * kStrip + token);
     second = load(strip + (d + 1) * kStrip + token);
@@ -37,7 +37,7 @@ struct TransposedKeys {
   static void arrange_output(const Scratch&, int, int) {}
 
  private:
-  // Of the output, at once: a power of two, as direct_values halves it for what is left.
+  // Output vectors at the same time: a power of two, because direct_values halves it for the rest.
   template <int R>
   static constexpr int kVectors = kDirectAccumulators / R >= 8   ? 8
                                   : kDirectAccumulators / R >= 4 ? 4
@@ -46,7 +46,7 @@ struct TransposedKeys {
 };
 
 #if defined(FA_BF16_PAIRS)
-// The strip in bf16, [dimension / 2][kStrip][2].
+// A strip in bf16, [dimension / 2][kStrip][2].
 template <class T>
 struct TransposedPairs {
   using Element = T;
@@ -89,7 +89,7 @@ struct TransposedPairs {
 };
 #endif
 
-// Not inlined: as in panel_direct.h.
+// Not inlined; panel_direct.h gives the reason.
 template <class Keys, int R, class Upcoming>
 __attribute__((noinline)) void transposed_k_scores(const float* query, int stride, int head_size,
                                                    const typename Keys::Element* strip, Upcoming& upcoming,
@@ -123,7 +123,7 @@ template <class T, class Keys>
 struct TransposedKPanels {
   using Element = float;
   using Weight = float;
-  static constexpr int kRows = kPadding;  // as many as the scratch memory has scores for
+  static constexpr int kRows = kPadding;  // scratch memory has scores for this many rows
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
@@ -171,7 +171,7 @@ struct TransposedKPanels {
   void finish() { upcoming.rest(); }
 
  private:
-  // kDirectRows at a time, then what is left at once.
+  // Groups of kDirectRows rows, then the rest as one group.
   template <int R = kDirectRows, class F>
   static void split(int rows, F f, int first = 0) {
     for (; rows >= R; rows -= R, first += R) f(first, Constant<R>());

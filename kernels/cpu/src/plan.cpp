@@ -9,7 +9,7 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Larger items only while the sequence has enough of them.
+// Rows per item. They grow only as long as the sequence still has enough items.
 int row_block(const fa_attention_problem& problem, const KernelTable& kernel, int64_t rows_of_sequence) {
   const bool sixteen_bits = problem.dtype == FA_BF16 || problem.dtype == FA_F16;
   const int64_t max_elements = sixteen_bits && problem.kv_dtype == problem.dtype ? kernel.row_block_elements : 0;
@@ -23,8 +23,9 @@ int row_block(const fa_attention_problem& problem, const KernelTable& kernel, in
 
 }  // namespace
 
-// Pieces shrink linearly, from twice the mean to one tile: the first keep the number of partial results small, the last
-// let all threads finish at about the same time. Split i ends where the first i of n steps of a falling staircase do.
+// Pieces shrink linearly, from twice the mean length to one tile. Large first pieces keep the number of partial results
+// small; small last pieces let all threads finish at about the same time. Split i ends where the first i of n steps of
+// a falling staircase end.
 int64_t split_begin(const RowBlock& block, int64_t split) {
   const int64_t n = block.num_splits;
   const int64_t tiles = ceil_div(block.item.kv_end - block.item.kv_begin, kKvBlock);
@@ -56,7 +57,7 @@ void make_plan(const fa_attention_problem& problem, const KernelTable& kernel, P
       item.num_tokens = std::min(tokens_per_block, q_len - first);
       const int rows = item.num_tokens * group;
 
-      // KV positions that some row of the block sees: everything else is neither read nor counted as work.
+      // KV positions that some row of the block sees. All others are neither read nor counted as work.
       const int64_t first_position = kv_len - q_len + first;
       const int64_t last_position = first_position + item.num_tokens - 1;
       const int64_t right = problem.causal ? 0 : problem.window_right;

@@ -25,7 +25,7 @@ struct Machine {
 };
 
 #if defined(__x86_64__)
-// Linux gives tile registers only to processes that ask; the answer holds for all threads.
+// Linux grants tile registers only to processes that request them. The permission holds for all threads.
 bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -35,7 +35,7 @@ bool may_use_tiles() {
 Machine detect() {
   Machine machine;
 #if defined(__x86_64__)
-  __builtin_cpu_init();  // these builtins also ask the operating system whether it saves the wide registers
+  __builtin_cpu_init();  // the builtins also check that the operating system saves the wide registers
   machine.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   machine.avx512 = machine.avx2 && __builtin_cpu_supports("avx512f");
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -48,7 +48,7 @@ Machine detect() {
   return machine;
 }
 
-[[maybe_unused]] const Machine& machine() {  // asked on x86-64 only
+[[maybe_unused]] const Machine& machine() {  // used on x86-64 only
   static const Machine found = detect();
   return found;
 }

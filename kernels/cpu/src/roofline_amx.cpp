@@ -5,7 +5,7 @@
 namespace fastattention {
 namespace {
 
-// 16 rows of 64 bytes in every tile: 16 x 16 sums of 32 products each.
+// Every tile has 16 rows of 64 bytes, so one instruction computes 16 x 16 sums of 32 products each.
 struct alignas(64) TileConfig {
   uint8_t palette;
   uint8_t start_row;
@@ -22,10 +22,10 @@ float amx_loop(int64_t iterations) {
     config.bytes_per_row[tile] = 64;
     config.rows[tile] = 16;
   }
-  // GCC's intrinsics tell the optimiser about the first 8 bytes only; without this it drops the other stores.
+  // GCC's optimiser believes that the intrinsics use only the first 8 bytes. Without this it drops the other stores.
   asm volatile("" : : "r"(&config), "r"(&before) : "memory");
-  _tile_storeconfig(&before);  // this thread may be an attention thread with tiles of its own
-  _tile_loadconfig(&config);   // and all tiles zero
+  _tile_storeconfig(&before);  // this may be an attention thread that has configured its tiles
+  _tile_loadconfig(&config);   // also zeroes all tiles
   for (int64_t i = 0; i < iterations; ++i) {
     _tile_dpbf16ps(0, 6, 7);
     _tile_dpbf16ps(1, 6, 7);

@@ -12,7 +12,7 @@ float dot_loop(int64_t iterations) {
   __m512 sums[kAccumulators];
   FA_ACCUMULATORS for (int a = 0; a < kAccumulators; ++a) {
     sums[a] = _mm512_setzero_ps();
-    asm volatile("" : "+v"(sums[a]));  // or the compiler would see that all are equal, and keep one
+    asm volatile("" : "+v"(sums[a]));  // otherwise the compiler would see that all are equal and keep one
   }
   __m512i x = _mm512_set1_epi16(0x3a80), y = x;  // 2^-10
   for (int64_t i = 0; i < iterations; ++i) {

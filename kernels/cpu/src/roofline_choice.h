@@ -1,4 +1,4 @@
-// Which of the measuring loops this machine can run. For translation units without -m flags only.
+// The measuring loops that this machine can run. Only for translation units without -m flags.
 #ifndef FASTATTENTION_ROOFLINE_CHOICE_H
 #define FASTATTENTION_ROOFLINE_CHOICE_H
 
@@ -11,7 +11,7 @@ namespace fastattention {
 
 ReadLoop best_read_loop();  // the widest loads
 
-const std::vector<const PeakLoop*>& usable_peaks();  // widest unit first; fp32_fma is always among them
+const std::vector<const PeakLoop*>& usable_peaks();  // widest unit first; always includes fp32_fma
 const char* usable_peak_names();                     // comma-separated
 
 }  // namespace fastattention

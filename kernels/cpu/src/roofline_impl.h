@@ -1,11 +1,11 @@
-// The read loop and the fp32 multiply-add loop, in vectors of kBytes bytes, which the including file defines. GCC's
-// vector types become whatever instructions the file's -m flags allow.
+// The read loop and the fp32 multiply-add loop, on vectors of kBytes bytes. The including file defines kBytes. GCC
+// compiles the vector types to the instructions that the file's -m flags allow.
 #include "roofline.h"
 
 namespace fastattention {
 namespace {
 
-// Empty, but the compiler must believe that it changes the register.
+// An empty instruction that, to the compiler, changes the register.
 #if defined(__aarch64__)
 #define FA_OPAQUE(x) asm volatile("" : "+w"(x))
 #elif defined(__AVX512F__)
@@ -20,9 +20,9 @@ typedef uint64_t Words __attribute__((vector_size(kBytes), aligned(8), may_alias
 typedef float Floats __attribute__((vector_size(kBytes)));
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kStep = 256;  // bytes of one stream per turn
+constexpr int64_t kStep = 256;  // bytes of each stream per turn
 
-// Streams lie `apart` bytes from each other; `turns` steps of each.
+// Streams begin `apart` bytes from each other. Each takes `turns` steps.
 template <int kStreams, bool kPrefetch>
 uint64_t read_streams(const char* data, int64_t apart, int64_t turns, int64_t ahead) {
   Words sums[4] = {};
@@ -30,9 +30,9 @@ uint64_t read_streams(const char* data, int64_t apart, int64_t turns, int64_t ah
     _Pragma("GCC unroll 4") for (int s = 0; s < kStreams; ++s) {
       const char* from = data + s * apart + turn * kStep;
       if (kPrefetch) {
-        // Past the end of the data this asks for memory that does not exist, which processors ignore.
+        // Prefetches past the end of the data may name memory that does not exist; processors ignore them.
         _Pragma("GCC unroll 4") for (int64_t line = 0; line < kStep; line += kLine) {
-          __builtin_prefetch(from + ahead + line, 0, 2);  // into L2: 2 % faster than into L1 on Emerald Rapids
+          __builtin_prefetch(from + ahead + line, 0, 2);  // into L2, which is 2 % faster than into L1 on Emerald Rapids
         }
       }
       _Pragma("GCC unroll 16") for (int64_t i = 0; i < kStep / kBytes; ++i) {
@@ -67,7 +67,8 @@ uint64_t read_loop(const void* data, int64_t bytes, ReadMethod method) {
   return sum;
 }
 
-// Two units of latency 4 or 5 need ten accumulators; twelve and two operands fit the 16 registers of AVX2 and SSE.
+// Two units with a latency of 4 or 5 cycles need ten accumulators. Twelve accumulators and two operands fit the 16
+// registers of AVX2 and SSE.
 constexpr int kAccumulators = 12;
 #define FA_ACCUMULATORS _Pragma("GCC unroll 12")
 
@@ -75,7 +76,7 @@ float fma_loop(int64_t iterations) {
   Floats sums[kAccumulators];
   FA_ACCUMULATORS for (int a = 0; a < kAccumulators; ++a) {
     sums[a] = Floats{};
-    FA_OPAQUE(sums[a]);  // or the compiler would see that all are equal, and keep one
+    FA_OPAQUE(sums[a]);  // otherwise the compiler would see that all are equal and keep one
   }
   Floats x = Floats{} + 0.5f, y = Floats{} + 1e-3f;
   for (int64_t i = 0; i < iterations; ++i) {

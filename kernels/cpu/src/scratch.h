@@ -1,4 +1,4 @@
-// The shapes that the tuning table chose, and the memory of one work item.
+// The tile shapes from the tuning table, and the scratch memory of one work item.
 namespace fastattention {
 namespace {
 
@@ -11,26 +11,28 @@ constexpr int kDirectTile = kTuning.direct_tile;
 constexpr int kAmxDirectTile = kTuning.amx_direct_tile;
 constexpr int kAmxSplitTile = kTuning.amx_split_tile;
 static_assert(kDirectTile <= kKvTile && 2 * kAmxDirectTile <= kKvTile && 2 * kAmxSplitTile <= kKvTile,
-              "memory is for tiles of kKvTile");
-static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth, "direct panels halve their rows");
+              "scratch memory holds tiles of kKvTile tokens");
+static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth,
+              "direct panels split their rows into powers of two");
 
-// Packed operands are strips of kStrip columns, each [depth / kDepth][columns][kDepth]: a register tile reads its strip
-// from front to back, and the strip stays in the L1 cache while panel after panel of rows passes.
+// Packed operands are strips of kStrip columns, each [depth / kDepth][columns][kDepth]. A register tile reads its strip
+// from front to back, and the strip stays in the L1 cache while one panel of rows after another uses it.
 constexpr int kStrip = kPanelVectors * kWidth;
-static_assert(kKvTile % kStrip == 0, "tiles are whole strips");
-// Scores are computed, and made weights, for whole groups of this many KV tokens.
+static_assert(kKvTile % kStrip == 0, "a tile is a whole number of strips");
+// Scores are computed and turned into weights for whole groups of this many KV tokens.
 constexpr int kColumnStep = kStrip;
 static_assert(kDirectTile % kColumnStep == 0 && kAmxDirectTile % kColumnStep == 0 && kAmxSplitTile % kColumnStep == 0,
-              "tiles are whole groups");
+              "a tile is a whole number of column steps");
 
-// Rows and dimensions are padded to this: an AMX tile pair has 32 rows, and one of its products spans 32 dimensions.
+// Rows and dimensions are padded to a multiple of this: a pair of AMX tiles has 32 rows, and one AMX product spans 32
+// dimensions.
 constexpr int kPadding = 32;
 
 struct Scratch {
   void* query;       // [rows][Panels::query_stride] in the panels' element type
   float* output;     // [rows][Panels::output_stride], unnormalised
-  float* reference;  // [rows] what a row's weights are relative to, in base 2
-  float* sums;       // [rows][kWidth], lane by lane
+  float* reference;  // [rows], the score that a row's weights are relative to, in base 2
+  float* sums;       // [rows][kWidth], one sum per lane
   float* scores;     // [Panels::kRows][kKvTile]
   void* keys;        // packed K of the tile
   void* values;      // packed V of the tile

@@ -37,7 +37,7 @@ inline void relax() {
 #endif
 }
 
-// True once done() holds; false when it did not within spin_microseconds.
+// Returns true as soon as done() holds, and false if it does not hold within spin_microseconds.
 template <class Done>
 bool spin_until(Done done) {
   for (int i = 0; i < 64; ++i) {
@@ -55,7 +55,7 @@ bool spin_until(Done done) {
   return done();
 }
 
-// A CPU that goes offline later is the kernel's business: it moves the thread to one that is left.
+// If the CPU goes offline later, the kernel moves the thread to another one.
 void pin(std::thread& thread, int cpu) {
   const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);
   std::vector<cpu_set_t> set(bytes / sizeof(cpu_set_t) + 1);
@@ -73,7 +73,7 @@ void pin(std::thread& thread, int cpu) {
 void set_spin(int microseconds) { spin_microseconds.store(microseconds, std::memory_order_relaxed); }
 
 ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
-  // Signals are the application's business: Python's handlers expect them on its main thread.
+  // Workers block all signals: Python's handlers expect signals on its main thread.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -81,7 +81,7 @@ ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
     workers_.reserve(num_threads - 1);
     for (int i = 1; i < num_threads; ++i) {
       workers_.emplace_back(&ThreadPool::work, this, i);
-      if (i == 1) {  // all are tried, so that whether a list is refused does not depend on the number of threads
+      if (i == 1) {  // every CPU is tried, so that the number of threads does not decide whether a list is refused
         for (const int cpu : cpus) pin(workers_.back(), cpu);
       }
       if (!cpus.empty()) pin(workers_.back(), cpus[static_cast<size_t>(i) % cpus.size()]);
@@ -104,8 +104,8 @@ void ThreadPool::stop() {
   workers_.clear();
 }
 
-// Takes up to a fan-out of what the job still wants and wakes as many. Workers that spin come by themselves and may
-// make some of these superfluous; those find nothing left and sleep again.
+// Wakes up to wake_fan_out of the sleepers that the job still needs. Workers that poll arrive by themselves and may
+// make some of the woken ones superfluous; those find no work and sleep again.
 void ThreadPool::wake_sleepers() {
   if (sleepers_.load() == 0) return;
   int wanted = to_wake_.load(std::memory_order_relaxed);
@@ -123,15 +123,16 @@ void ThreadPool::start(Task task, void* context, int helpers) {
   to_wake_.store(std::min(helpers, static_cast<int>(workers_.size())), std::memory_order_relaxed);
   gate_.store(kOpen, std::memory_order_release);
   epoch_.fetch_add(1);
-  // Either this sees a worker that announced its sleep, or that worker's futex call sees the new epoch: both sides
-  // write first and read second, sequentially consistent. Whoever wakes wakes others, so that no one wakes 100.
+  // Either this thread sees a worker that has announced its sleep, or that worker's futex call sees the new epoch: both
+  // sides write first and read second, sequentially consistent. Woken threads wake others, so that no thread has to
+  // wake 100.
   wake_sleepers();
 }
 
 void ThreadPool::join() {
   task_(context_, 0);
 
-  // Workers that have not come by now are not needed any more; wait for those inside.
+  // Workers that have not arrived by now are not needed. Wait for those inside.
   gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
   if (spin_until([this] { return gate_.load(std::memory_order_acquire) == 0; })) return;
   for (uint32_t inside; (inside = gate_.load(std::memory_order_acquire)) != 0;) futex_wait(gate_, inside);
@@ -151,7 +152,7 @@ void ThreadPool::work(int participant) {
     }
     if (stopping_.load()) return;
     seen = epoch_.load(std::memory_order_acquire);
-    // Enter only while the job is open: its context dies with the caller's return.
+    // Enter only while the job is open, because its context is gone when the caller returns.
     uint32_t gate = gate_.load(std::memory_order_relaxed);
     if (slept && (gate & kOpen) != 0) wake_sleepers();
     bool entered = false;
@@ -165,7 +166,7 @@ void ThreadPool::work(int participant) {
 }
 
 int affinity_cpus() {
-  // The kernel wants room for every possible CPU; grow until it is content.
+  // Linux requires room for every possible CPU: double the capacity until it is enough.
   for (int capacity = 1024; capacity <= 1 << 18; capacity *= 2) {
     cpu_set_t* set = CPU_ALLOC(capacity);
     if (set == nullptr) break;

@@ -1,42 +1,44 @@
-// What was found by measuring, as data: register tile shapes and the points where one method overtakes another.
-// `fastattention bench cpu` is the instrument.
+// Constants found by measurement: the shapes of register tiles, and the row counts at which one method becomes faster
+// than another. `fastattention bench cpu` measures them.
 #ifndef FASTATTENTION_TUNING_H
 #define FASTATTENTION_TUNING_H
 
 namespace fastattention {
 
-// 0 where an instruction set has no such method.
+// A limit is 0 where an instruction set lacks the method. "Up to this many query rows" is meant per work item.
 struct Tuning {
-  // Items of more query rows read, and pack, K and V less often. See KernelTable.
+  // Larger items read and pack K and V less often. See KernelTable.
   int row_block_elements = 0;
-  int kv_tile;  // KV tokens of a first-level tile: packed, it should stay in the L2 cache
-  // Packed panels: rows x vectors of accumulators, and operands, must fit the registers.
+  int kv_tile;  // KV tokens of a first-level tile, which should fit the L2 cache when packed
+  // Packed panels: the accumulators, rows x vectors, must fit the registers together with the operands.
   int panel_rows;
   int panel_vectors;
-  // The same where K and V are read as they lie, up to kv_tile: the shorter, the fewer pages are being read and fetched
-  // at the same time.
+  // KV tokens of a tile where K and V are read without packing, at most kv_tile. Shorter tiles mean fewer pages that
+  // are read and prefetched at the same time.
   int direct_tile;
-  int amx_direct_tile = 0;  // with 9 to 16 rows; twice that with fewer
-  int amx_split_tile = 0;   // with up to 8 rows; twice that with more
-  // Direct panels: rows at once (a power of two up to the vector width), and accumulators for the values.
+  int amx_direct_tile = 0;  // for 9 to 16 rows; twice that for fewer
+  int amx_split_tile = 0;   // for up to 8 rows; twice that for more
+  // Direct panels: rows per pass (a power of two, at most the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
-  // Up to this many query rows, and with just direct_rows of them, the direct panels are faster; for fp32 arithmetic
-  // and for bf16 panels.
+  // Direct panels are faster up to this many query rows, and also with exactly direct_rows rows. The first limit is for
+  // fp32 arithmetic, the second for bf16 panels.
   int max_direct_rows;
   int max_direct_rows_bf16;
-  // Up to this many query rows fp32 is faster for fp16 than two bf16 on AMX: where the head size is a multiple of 32
-  // and K and V are parted as they lie, and where it is not and they have to be packed.
+  // With fp16 operands, fp32 arithmetic is faster than AMX on two bf16 parts up to this many query rows. The first
+  // limit is for head sizes that are a multiple of 32, where K and V are split without packing; the second for other
+  // head sizes, where they are packed.
   int max_fma_rows_split = 0;
   int max_fma_rows_split_packed = 0;
-  // Up to this many query rows a cache in bf16 is read in pairs, where the vectors can.
+  // Up to this many query rows a bf16 cache is read in pairs, if the instruction set can.
   int max_pair_rows = 0;
-  // Up to this many query rows transposing K alone is faster than packing, and with K in pairs of bf16.
+  // Up to this many query rows it is faster to transpose only K than to pack the tile. The second limit is for K in
+  // pairs of bf16.
   int max_transposed_k_rows = 0;
   int max_transposed_k_rows_pairs = 0;
-  // Up to this many query rows AMX reads K and V in bf16 as they lie in memory; more make packing them worth while.
+  // Up to this many query rows AMX reads K and V in bf16 without packing. With more rows packing pays off.
   int max_amx_direct_rows = 0;
-  // The same in fp16.
+  // The same limit for fp16.
   int max_amx_split_rows = 0;
 };
 

@@ -1,5 +1,6 @@
-// The AVX-512 bf16 dot product as a Unit of the packed panels: two dimensions (of K) or two tokens (of V) meet in each
-// lane. Products of bf16 are exact in fp32 and sums are fp32; only the weights are rounded, as in FlashAttention-2.
+// The AVX-512 bf16 dot product as a Unit of the packed panels. Each lane multiplies and adds two dimensions (of K) or
+// two tokens (of V). Products of bf16 are exact in fp32 and sums are fp32. Only the weights are rounded, as in
+// FlashAttention-2.
 namespace fastattention {
 namespace {
 
@@ -12,12 +13,12 @@ constexpr bool kExactInBf16<BFloat16> = true;
 inline Vec bits(__m512i a) { return _mm512_castsi512_ps(a); }
 inline __m512i bits(Vec a) { return _mm512_castps_si512(a); }
 
-// Weights are never subnormal, which this instruction would make zero, so that they need not be rounded by hand.
+// The instruction flushes subnormals to zero, but weights are never subnormal.
 inline void store_weights(BFloat16* p, Vec first, Vec second) {
   _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-// Up to 32 elements as bf16; those from count on read as zero and are not touched.
+// Loads up to 32 elements. Those from count on are zero and their memory is not touched.
 inline __m512i load_bf16(const BFloat16* p, int count) {
   const __mmask32 mask = count >= 32 ? ~0u : (1u << count) - 1;
   return _mm512_maskz_loadu_epi16(mask, p);
@@ -35,7 +36,7 @@ struct Bf16Unit {
   static Vec load_operand(const BFloat16* p) { return load(reinterpret_cast<const float*>(p)); }
   static Vec accumulate(Vec a, Vec b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 
-  // Pairs of dimensions take the place of fp32 numbers: the same transposition as for FMA, half as often.
+  // Pairs of dimensions are transposed like single fp32 numbers: the same transposition as for FMA, half as often.
   template <class T>
   static void pack_keys(const KvRows<T>& rows, int column, int head_size, BFloat16* strip, int width,
                         Prefetch<T>& upcoming) {
@@ -52,7 +53,7 @@ struct Bf16Unit {
       }
     }
   }
-  // Tokens token and token + 1, interleaved; past the end of the tile they are zero.
+  // Interleaves tokens token and token + 1. Tokens past the end of the tile are zero.
   template <class T>
   static void pack_values(const KvRows<T>& rows, int token, int head_size, int stride, BFloat16* values) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
@@ -70,7 +71,7 @@ struct Bf16Unit {
     }
   }
 };
-static_assert(kStrip == 2 * kWidth, "values are packed a strip at a time");
+static_assert(kStrip == 2 * kWidth, "values are packed one strip at a time");
 
 }  // namespace
 }  // namespace fastattention

@@ -1,12 +1,13 @@
-// fp16 on bf16 matrix units: a number of fp16 is the sum of two of bf16, exactly. Widened to fp32 it has 10 bits of
-// significand behind the leading one; the upper 16 bits of the word are a bf16 with the first 7 of them, and what is
-// left has 3 at most. Neither is ever subnormal in bf16, which AMX would take for zero: the least bit of an fp16 is
-// 2^-24. So all four products of parts are exact in fp32, and together they are the product of the numbers.
+// fp16 on bf16 matrix units: every fp16 number is exactly the sum of two bf16 numbers. Widened to fp32, it has 10
+// significand bits after the leading one. The upper 16 bits of the fp32 word are a bf16 with the first 7 of them, and
+// the remainder has at most 3. Neither part is ever subnormal in bf16, which AMX would treat as zero, because the
+// smallest bit of an fp16 is 2^-24. All four products of parts are therefore exact in fp32, and together they are the
+// product of the numbers.
 namespace fastattention {
 namespace {
 
-// What stands for one number. 32 numbers, of a row or of a column, are 16 pairs of their upper parts and behind those
-// 16 pairs of their lower ones; number i is paired with number i + 16, which takes no shuffling.
+// Two bf16 parts in place of one number. 32 numbers of a row or column are stored as 16 pairs of their upper parts,
+// followed by 16 pairs of their lower parts. Number i is paired with number i + 16, which needs no shuffle.
 struct SplitNumber {
   BFloat16 parts[2];
 };
@@ -27,8 +28,8 @@ inline SplitPairs split_pairs(Vec a, Vec b) {
   return {pairs_of(first, second), pairs_of(bits(sub(a, bits(first))), bits(sub(b, bits(second))))};
 }
 
-// A weight has more bits than two parts hold: both are rounded, so the sum is off by 2^-17 of the weight at most. As in
-// odd_pair of panel_amx_direct.h, a NaN does not carry.
+// A weight has more bits than two parts hold. Both parts are rounded, so their sum is off by at most 2^-17 of the
+// weight. A NaN does not carry into infinity; see odd_pair in panel_amx_direct.h.
 template <>
 constexpr bool kFullWeights<SplitNumber> = true;
 inline void store_weights(SplitNumber* p, Vec first, Vec second) {
@@ -39,7 +40,7 @@ inline void store_weights(SplitNumber* p, Vec first, Vec second) {
                       pairs_of(rounded(sub(first, bits(first_upper))), rounded(sub(second, bits(second_upper)))));
 }
 
-// Up to 16 elements; those from count on read as zero and are not touched.
+// Loads up to 16 elements. Those from count on are zero and their memory is not touched.
 inline Vec load_some(const Half* p, int count) {
   const __mmask16 mask = count >= kWidth ? 0xffff : count <= 0 ? 0 : (1u << count) - 1;
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
@@ -48,7 +49,7 @@ inline SplitPairs load_split(const Half* p, int count) {
   return split_pairs(load_some(p, count), load_some(p + kWidth, count - kWidth));
 }
 
-// A Unit as far as packing goes. A strip holds, for each 32 of the summed dimension, 16 rows of upper and 16 of lower
+// A Unit for packing only. For each 32 of the summed dimension, a strip holds 16 rows of upper and 16 rows of lower
 // pairs.
 struct SplitUnit {
   using Element = SplitNumber;
@@ -77,10 +78,10 @@ struct SplitUnit {
       store_rows(lower, to + kWidth * width);
     }
   }
-  // Tokens token and token + 16; past the end of the tile they are zero.
+  // Packs tokens token and token + 16. Tokens past the end of the tile are zero.
   template <class T>
   static void pack_values(const KvRows<T>& rows, int token, int head_size, int stride, SplitNumber* values) {
-    if (token % kSplitStep >= kWidth) return;  // went with the token 16 before
+    if (token % kSplitStep >= kWidth) return;  // was packed together with the token 16 before it
     for (int d = 0; d < head_size; d += kWidth) {
       const auto part = [&](int t) {
         return t < rows.count ? load_some(rows.value[t] + d, head_size - d) : splat(0.0f);
@@ -94,7 +95,8 @@ struct SplitUnit {
     }
   }
 };
-static_assert(kColumnStep % kSplitStep == 0 && sizeof(SplitNumber) == sizeof(float), "in the place of fp32");
+static_assert(kColumnStep % kSplitStep == 0 && sizeof(SplitNumber) == sizeof(float),
+              "a SplitNumber takes the place of an fp32 number");
 
 }  // namespace
 }  // namespace fastattention

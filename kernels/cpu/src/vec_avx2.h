@@ -1,4 +1,4 @@
-// AVX2 + FMA + F16C: 8 lanes, 16 registers. The instruction set of the Xeons that host V100s.
+// AVX2, FMA and F16C: 8 lanes, 16 registers. The Xeons that host V100s have this instruction set.
 #include <immintrin.h>
 
 #include "fp8_format.h"
@@ -33,7 +33,7 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
 }
 // x - floor(x).
 inline Vec fraction(Vec x) { return _mm256_sub_ps(x, _mm256_floor_ps(x)); }
-// y * 2^floor(x), zero where x < bound.
+// y * 2^floor(x), or zero where x < bound.
 inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
   const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(x)), _mm256_set1_epi32(127));
   return select_less(x, bound, splat(0.0f), _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))));
@@ -63,7 +63,7 @@ inline __m128i load_upper_bytes(const void* p) {
   return _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(static_cast<const __m128i*>(p)));
 }
 inline Vec load(const Float8E5M2* p) { return _mm256_cvtph_ps(load_upper_bytes(p)); }
-// Why this is so: fp8_format.h.
+// fp8_format.h explains this arithmetic.
 inline Vec load(const Float8E4M3* p) {
   const __m128i half = _mm_srai_epi16(load_upper_bytes(p), 1);
   const __m128i carried = _mm_add_epi16(half, _mm_set1_epi16(0x80));
@@ -79,7 +79,7 @@ inline void store(BFloat16* p, Vec a) {
   const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  // Rounding could carry a NaN into infinity: quiet it instead.
+  // Rounding could carry a NaN into infinity, so NaNs are made quiet instead.
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
   const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
@@ -90,7 +90,7 @@ inline void store(BFloat16* p, Vec a) {
 template <class T>
 inline void store_fp8(T* p, Vec a) {
   using Format = Fp8Format<T>;
-  // NaN is neither below a bound nor above it: the minimum of two returns its second argument then.
+  // For NaN, _mm256_min_ps returns its second operand, so magnitude stays NaN.
   const __m256 magnitude = _mm256_min_ps(_mm256_set1_ps(Format::kLargest), abs(a));
   const __m256i bits = _mm256_castps_si256(magnitude);
   const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, Format::kShift), _mm256_set1_epi32(1));

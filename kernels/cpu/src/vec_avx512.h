@@ -35,7 +35,7 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
 }
 // x - floor(x).
 inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-// y * 2^floor(x), zero where x < bound.
+// y * 2^floor(x), or zero where x < bound.
 inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), y, x);
 }
@@ -49,14 +49,14 @@ inline Vec load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reint
 inline Vec widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline Vec load(const BFloat16* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-// 32 numbers, those at even places apart from those at odd ones: panel_pairs.h.
+// Loads 32 numbers and separates those at even positions from those at odd ones; see panel_pairs.h.
 #define FA_BF16_PAIRS
 inline void load_pairs(const BFloat16* p, Vec& even, Vec& odd) {
   const __m512i pairs = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
-// 32 neighbours become the even and the odd ones, and back.
+// Separates 32 neighbours into even and odd ones, and the reverse.
 inline void part_pairs(Vec& a, Vec& b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const Vec first = a;
@@ -77,7 +77,7 @@ inline __m256i upper_bytes(__m128i x) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), order);
 }
 inline Vec widen(Float8E5M2, __m128i x) { return _mm512_cvtph_ps(upper_bytes(x)); }
-// Why this is so: fp8_format.h.
+// fp8_format.h explains this arithmetic.
 inline Vec widen(Float8E4M3, __m128i x) {
   const __m256i half = _mm256_srai_epi16(upper_bytes(x), 1);
   const __m256i carried = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
@@ -91,7 +91,7 @@ inline __m256i round_bf16(Vec a) {
   const __m512i bits = _mm512_castps_si512(a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  // Rounding could carry a NaN into infinity: quiet it instead.
+  // Rounding could carry a NaN into infinity, so NaNs are made quiet instead.
   rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
@@ -99,7 +99,7 @@ inline __m256i round_half(Vec a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEARE
 template <class T>
 inline __m128i round_fp8(Vec a) {
   using Format = Fp8Format<T>;
-  // NaN is neither below a bound nor above it: the minimum of two returns its second argument then.
+  // For NaN, _mm512_min_ps returns its second operand, so magnitude stays NaN.
   const __m512 magnitude = _mm512_min_ps(_mm512_set1_ps(Format::kLargest), _mm512_abs_ps(a));
   const __m512i bits = _mm512_castps_si512(magnitude);
   const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, Format::kShift), _mm512_set1_epi32(1));
@@ -119,7 +119,7 @@ inline void store(BFloat16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m
 inline void store(Float8E4M3* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a)); }
 inline void store(Float8E5M2* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a)); }
 
-// The first 8 elements; the other lanes read as zero. Head sizes are multiples of 8, so this is the only tail.
+// Only the first 8 elements; the other lanes are zero. Head sizes are multiples of 8, so there is no other remainder.
 inline Vec load_8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
 inline Vec load_8(const Half* p) {
   return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -139,7 +139,7 @@ inline void store_8(BFloat16* p, Vec a) {
 inline void store_8(Float8E4M3* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a)); }
 inline void store_8(Float8E5M2* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a)); }
 
-// Lane i of the result is the sum of the lanes of a[i]: 45 instructions where 16 separate reductions take 160.
+// Lane i of the result is the sum of the lanes of a[i]. This takes 45 instructions; 16 separate reductions take 160.
 inline Vec reduce_add_each(const Vec (&a)[16]) {
   Vec column[4];
   FA_UNROLL
@@ -163,7 +163,7 @@ inline void transpose(Vec (&a)[16]) {
     b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
   }
   FA_UNROLL
-  for (int i = 0; i < 16; i += 4) {  // quads of rows: a[i + k] holds column k of each 128-bit lane
+  for (int i = 0; i < 16; i += 4) {  // groups of four rows: a[i + k] holds column k of each 128-bit lane
     a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
     a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
     a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
@@ -184,20 +184,20 @@ inline void transpose(Vec (&a)[16]) {
   for (int i = 0; i < 16; ++i) a[i] = b[i];
 }
 
-// 16 rows of 16 numbers, one behind the other, to their columns: all 16, or the first 8.
+// Transposes 16 consecutive rows of 16 numbers into all 16 columns, or into the first 8.
 inline void load_transposed(const float* rows, Vec (&columns)[16]) {
   FA_UNROLL
   for (int i = 0; i < 16; ++i) columns[i] = load(rows + i * 16);
   transpose(columns);
 }
 inline void load_transposed(const float* rows, Vec (&columns)[8]) {
-  Vec pairs[8];  // of half rows: 0 and 4, 1 and 5, ..., 8 and 12, ...
+  Vec pairs[8];  // pairs of half rows: 0 and 4, 1 and 5, ..., 8 and 12, ...
   FA_UNROLL
   for (int i = 0; i < 8; ++i) {
     const float* row = rows + (i % 4 + i / 4 * 8) * 16;
     pairs[i] = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(row)), _mm256_loadu_ps(row + 4 * 16), 1);
   }
-  Vec quads[8];  // 4 rows in each lane: of quads[k] and quads[4 + k], columns k, 4 + k, k and 4 + k
+  Vec quads[8];  // 4 rows in each lane; quads[k] and quads[4 + k] hold columns k, 4 + k, k and 4 + k
   FA_UNROLL
   for (int i = 0; i < 8; i += 4) {
     const Vec low = _mm512_unpacklo_ps(pairs[i], pairs[i + 1]), high = _mm512_unpackhi_ps(pairs[i], pairs[i + 1]);

@@ -6,8 +6,9 @@ constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.69314718055994531f;
 
-// 2^f for f in [0, 1) by minimax polynomials of the relative error, 1 at 0 (coefficients rounded to fp32): degree 5
-// within 8.3e-8, for weights kept in fp32; degree 3 within 8.6e-5, a twentieth of what rounding to bf16 costs.
+// 2^f for f in [0, 1), by polynomials that are minimax in the relative error and exactly 1 at 0 (coefficients rounded
+// to fp32). Degree 5 is within 8.3e-8, for weights that stay in fp32. Degree 3 is within 8.6e-5, a twentieth of the
+// error of rounding to bf16.
 template <int Degree>
 inline Vec exp2_fraction(Vec f) {
   static_assert(Degree == 3 || Degree == 5, "no polynomial of that degree");
@@ -24,8 +25,8 @@ inline Vec exp2_fraction(Vec f) {
   return fma(y, f, splat(1.0f));
 }
 
-// 2^x for x up to some tens, in practice <= kRescaleAbove; results below the smallest normal number, 2^-inf included,
-// are exactly 0; NaN stays NaN.
+// 2^x for x up to a few tens, in practice <= kRescaleAbove. Results below the smallest normal number, 2^-inf included,
+// are exactly 0. NaN stays NaN.
 template <int Degree = 5>
 inline Vec exp2(Vec x) {
   return times_power_of_two_unless_less(exp2_fraction<Degree>(fraction(x)), x, splat(-126.0f));
@@ -35,7 +36,7 @@ inline Vec tanh(Vec x) {
   const Vec magnitude = abs(x);
   const Vec t = exp2(mul(magnitude, splat(-2.0f * kLog2E)));
   const Vec large = copysign(div(sub(splat(1.0f), t), add(splat(1.0f), t)), x);
-  // Near 0 the difference above cancels; an odd polynomial keeps full relative precision.
+  // Near 0 the difference above cancels. An odd polynomial keeps the full relative precision there.
   const Vec z = mul(x, x);
   Vec y = splat(-5.70498872745e-3f);
   y = fma(y, z, splat(2.06390887954e-2f));
@@ -47,8 +48,8 @@ inline Vec tanh(Vec x) {
 
 inline float exp2(float x) { return first_lane(exp2(splat(x))); }
 
-// Any head size is whole vectors plus, on 16 lanes, at most one half vector. Calls f(d, part) for each of them;
-// part reads and writes as many elements as there are.
+// Any head size is a number of whole vectors plus, with 16 lanes, at most one half vector. for_each_vector calls f(d,
+// part) for each of them. part reads and writes as many elements as the vector has.
 struct WholeVector {
   template <class T>
   static Vec read(const T* p) {

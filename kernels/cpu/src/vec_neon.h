@@ -32,7 +32,7 @@ inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
 }
 // x - floor(x).
 inline Vec fraction(Vec x) { return vsubq_f32(x, vrndmq_f32(x)); }
-// y * 2^floor(x), zero where x < bound.
+// y * 2^floor(x), or zero where x < bound.
 inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
   const int32x4_t biased = vaddq_s32(vcvtmq_s32_f32(x), vdupq_n_s32(127));
   return select_less(x, bound, splat(0.0f), vmulq_f32(y, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23))));
@@ -46,14 +46,14 @@ inline bool any_greater(Vec a, Vec b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
 inline Vec load(const float* p) { return vld1q_f32(p); }
 inline Vec load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 inline Vec load(const BFloat16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
-// Each of 4 bytes becomes the upper byte of 16 bits.
+// Each of the 4 bytes becomes the upper byte of 16 bits.
 inline uint16x4_t load_upper_bytes(const void* p) {
   uint32_t bytes;
   __builtin_memcpy(&bytes, p, sizeof(bytes));
   return vget_low_u16(vshll_n_u8(vcreate_u8(bytes), 8));
 }
 inline Vec load(const Float8E5M2* p) { return vcvt_f32_f16(vreinterpret_f16_u16(load_upper_bytes(p))); }
-// Why this is so: fp8_format.h.
+// fp8_format.h explains this arithmetic.
 inline Vec load(const Float8E4M3* p) {
   const uint16x4_t half = vreinterpret_u16_s16(vshr_n_s16(vreinterpret_s16_u16(load_upper_bytes(p)), 1));
   const uint16x4_t carried = vadd_u16(half, vdup_n_u16(0x80));
@@ -66,7 +66,7 @@ inline void store(BFloat16* p, Vec a) {
   const uint32x4_t bits = vreinterpretq_u32_f32(a);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
   const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
-  // Rounding could carry a NaN into infinity: quiet it instead.
+  // Rounding could carry a NaN into infinity, so NaNs are made quiet instead.
   const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
   vst1_u16(&p->bits, vshrn_n_u32(vbslq_u32(vceqq_f32(a, a), rounded, quiet), 16));
 }

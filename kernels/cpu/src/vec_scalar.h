@@ -1,4 +1,4 @@
-// Portable C++, no intrinsics: the fallback everywhere, and the reference the vector versions are read against.
+// Portable C++ without intrinsics: runs on every CPU, and is the reference for the vector versions.
 #include <math.h>
 #include <string.h>
 
@@ -57,15 +57,14 @@ inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
 inline Vec keep_range(Vec x, Vec otherwise, int column, int begin, int end) {
   return each_lane([&](int i) { return column + i >= begin && column + i < end ? x.lane[i] : otherwise.lane[i]; });
 }
-// Adding and subtracting 1.5 * 2^23 rounds to an integer in the default rounding mode; |a| stays far below 2^22 here.
 // x - floor(x).
 inline Vec fraction(Vec x) {
   return each_lane([&](int i) { return x.lane[i] - __builtin_floorf(x.lane[i]); });
 }
-// y * 2^floor(x), zero where x < bound.
+// y * 2^floor(x), or zero where x < bound.
 inline Vec times_power_of_two_unless_less(Vec y, Vec x, Vec bound) {
   const Vec product = each_lane([&](int i) {
-    // Out of range only for arguments whose result is thrown away below; converting them would be undefined.
+    // Out of range, the result is discarded below. Converting such an x would be undefined behaviour.
     const float n = x.lane[i] >= -126.0f && x.lane[i] < 128.0f ? __builtin_floorf(x.lane[i]) : 0.0f;
     const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
     float power;
@@ -116,7 +115,7 @@ inline float widen(Float8E4M3 x) {
   const uint16_t sign = static_cast<uint16_t>((x.bits & 0x80) << 8);
   const uint16_t magnitude = x.bits & 0x7f;
   if (magnitude == 0x7f) return widen(Half{static_cast<uint16_t>(sign | 0x7e00)});
-  // In the bits of a Half, subnormals included, the number is 2^-8 of what it is here.
+  // Read as a Half, the same bits are worth 2^-8 of the number, also for subnormals.
   return widen(Half{static_cast<uint16_t>(sign | magnitude << 7)}) * 256.0f;
 }
 inline void narrow(float x, float* p) { *p = x; }
@@ -132,9 +131,9 @@ inline void narrow(float x, Half* p) {
   uint32_t half;
   if (magnitude > 0x7f800000) {
     half = 0x7e00;
-  } else if (magnitude >= 0x477ff000) {  // 65520 and up round to infinity
+  } else if (magnitude >= 0x477ff000) {  // 65520 and larger round to infinity
     half = 0x7c00;
-  } else if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 leaves round-to-nearest-even units of 2^-24
+  } else if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 rounds to units of 2^-24, ties to even
     half = to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f);
   } else {
     half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;

@@ -1,4 +1,4 @@
-"""One kernel on the emulator: memory and launches, in the manner of the simulated V100's."""
+"""One kernel on the emulator: memory and launches, with the interface of the simulated V100."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Size = tuple[int, int, int]
 
 
 class Emulation:
-    """``kernel``: one of ``kernels``, which ``source`` defines in the namespace fastattention."""
+    """``kernel``: its name, one of ``kernels``. ``source`` defines them in the namespace fastattention."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Emulation:
         self._launch: tuple[Any, ...] | None = None
 
     def map(self, array: Array, address: int | None = None) -> int:
-        """Let the kernel touch ``array``; returns its address, which is that of its elements here."""
+        """Let the kernel access ``array``; returns its address, which is the array's address in this process."""
         if not array.flags.c_contiguous:
             raise ValueError("an array must be contiguous to be mapped.")
         if address not in (None, array.ctypes.data):
@@ -47,13 +47,13 @@ class Emulation:
         return array.ctypes.data
 
     def launch(self, grid: Size, block: Size, parameters: bytes = b"", dynamic_shared_bytes: int = 0) -> None:
-        """Say what is to be run; :meth:`execute` runs it, block of threads by block."""
+        """Set up a launch, of which :meth:`execute` runs one thread block at a time."""
         ranges = (Range * len(self._arrays))(*(Range(array.ctypes.data, array.nbytes) for array in self._arrays))
         three = c_uint32 * 3
         self._launch = (parameters, three(*grid), three(*block), dynamic_shared_bytes, ranges)
 
     def execute(self, x: int, y: int = 0, z: int = 0) -> None:
-        """Run one block; the order of its warps is drawn from the seed. Raises :class:`EmulationError`."""
+        """Run one thread block. The seed determines the order of its warps. Raises :class:`EmulationError`."""
         if self._launch is None:
             raise EmulationError("nothing has been launched; call launch() first.")
         parameters, grid, block, shared_bytes, ranges = self._launch

@@ -1,7 +1,7 @@
-"""What the emulator raises."""
+"""The emulator's error."""
 
 from __future__ import annotations
 
 
 class EmulationError(Exception):
-    """One sentence: which thread did what it may not, or why there is no emulator."""
+    """One sentence: which thread did something that is not allowed, or why the emulator cannot run."""

@@ -1,4 +1,4 @@
-"""Kernels as ordinary C++, compiled when they are first needed.
+"""Compiles kernels as ordinary C++ when they are first needed.
 
 Reads:  CXX (C++ compiler).
 Writes: build/volta-emulator/ in the checkout.
@@ -23,17 +23,17 @@ from kernels.volta.emulator.failure import EmulationError
 SOURCE = Path(__file__).resolve().parent / "src"
 KERNELS = SOURCE.parents[1] / "src"
 HALF = SOURCE.parents[1] / "sim" / "src"
-"""The simulator's fp16 numbers serve here too."""
+"""The folder of the simulator's fp16 arithmetic, which the emulator shares."""
 BUILD = SOURCE.parents[3] / "build" / "volta-emulator"
 RUNTIME = (SOURCE / "block.cpp", SOURCE / "fiber.cpp", SOURCE / "instructions.cpp", SOURCE / "memory.cpp",
            SOURCE / "warp.cpp", HALF / "half.cpp")  # fmt: skip
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", f"-I{SOURCE}", f"-I{HALF}")
 AS_KERNEL = (
     "-O1",
-    # The compiler announces each access to memory, to src/memory.cpp; values of 16 bytes are not taken apart.
+    # The compiler reports each memory access to src/memory.cpp. -fno-tree-sra keeps it from splitting 16-byte values.
     "-fsanitize=thread",
     "-fno-tree-sra",
-    # Tiles are read as other types than they are written.
+    # Tiles are read with other types than they were written with.
     "-fno-strict-aliasing",
     "-fno-exceptions",
     "-Wno-unknown-pragmas",
@@ -49,7 +49,7 @@ class Range(ctypes.Structure):
 
 
 def library(source: Path, kernels: Sequence[str], defines: Mapping[str, str | int], architecture: str) -> ctypes.CDLL:
-    """With ``fa_emulator_run`` and ``emulate_NAME`` of each kernel. ``architecture``: like ``sm_70``."""
+    """A library with ``fa_emulator_run`` and, for each kernel, ``emulate_NAME``. ``architecture``: like ``sm_70``."""
     macros = {
         **defines,
         "KERNEL_SOURCE": f'"{source}"',
@@ -75,7 +75,7 @@ def _loaded(macros: tuple[str, ...], source: Path) -> ctypes.CDLL:
 
 
 def _built(stem: str, arguments: Sequence[str], content: str = "", suffix: str = ".o") -> Path:
-    """What the compiler makes of ``arguments``, named after all that goes into it; safe beside other processes."""
+    """The compiler's output for ``arguments``. A hash of all inputs names it. Safe if several processes build it."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
         raise EmulationError(f"the emulator needs a C++ compiler, but {compiler[0]!r} was not found; install g++.")
@@ -87,7 +87,7 @@ def _built(stem: str, arguments: Sequence[str], content: str = "", suffix: str =
             made = Path(folder) / path.name
             done = subprocess.run([*compiler, *arguments, "-o", str(made)], capture_output=True, text=True)
             if done.returncode:
-                why = done.stderr or f"{compiler[0]} ended with status {done.returncode} and said nothing."
+                why = done.stderr or f"{compiler[0]} ended with status {done.returncode} and printed nothing."
                 raise EmulationError(f"{stem} does not compile for the emulator:\n{why}")
             made.replace(path)
     return path

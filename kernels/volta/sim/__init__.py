@@ -1,4 +1,4 @@
-"""A simulated V100: runs sm_70 machine code on numpy arrays and estimates its time. See README.md beside this file.
+"""A simulated V100: runs sm_70 machine code on numpy arrays and estimates its time. See README.md in this folder.
 
 cubin = Cubin(compile_cuda(source).binary)
 kernel = Simulation(cubin, "scale")

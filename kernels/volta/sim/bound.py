@@ -1,4 +1,4 @@
-"""What a CTA cannot be faster than: the cycles that each unit of an SM needs for it, without any waiting."""
+"""A lower bound of a CTA's time: the cycles that each unit of an SM needs for it if nothing waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECTOR_BYTES = 32
 
 def static_bound(simulation: Simulation, trace: Trace) -> dict[str, float]:
     """Cycles per unit, the largest first. ``ISSUE``: instruction slots; ``SHARED``: the path to shared memory and L1;
-    ``L2``: as if L1 kept nothing."""
+    ``L2``: as if L1 cached nothing."""
     timing = default_timing()
     cycles: dict[str, float] = {}
     issued = shared = sectors = 0.0

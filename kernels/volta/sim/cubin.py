@@ -1,4 +1,4 @@
-"""Cubins: ELF files with the machine code of kernels. Which section holds what, nvdisasm shows by name."""
+"""Cubins: ELF files with the machine code of kernels. nvdisasm shows the names of their sections."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kernels.volta.sim.failure import SimulationError
 MACHINE_CUDA = 190
 SECTION_WITHOUT_BYTES = 8  # SHT_NOBITS
 PARAMETERS_AT = 0x160
-"""Where parameters begin in constant bank 0, on sm_70."""
+"""Offset of the parameters in constant bank 0, on sm_70."""
 STACK_TOP_AT = 0x28
-"""Where constant bank 0 says how many bytes of local memory a thread has."""
+"""Offset in constant bank 0 of the number of bytes of local memory that a thread has."""
 
-# Entries of .nv.info sections: format, attribute, and a value whose size the format tells.
+# An entry of an .nv.info section: format, attribute, and a value. The format determines the value's size.
 FORMAT_WITH_SIZE = 0x04
 ATTRIBUTE_PARAMETER_BYTES = 0x19  # EIATTR_CBANK_PARAM_SIZE
 
@@ -41,7 +41,7 @@ class KernelImage:
 
 
 class Cubin:
-    """A cubin for sm_70. Raises :class:`SimulationError` if it is anything else."""
+    """A cubin for sm_70. Raises :class:`SimulationError` for any other content."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -70,7 +70,7 @@ class Cubin:
         return [name.removeprefix(".text.") for name in self.sections if name.startswith(".text.")]
 
     def kernel(self, name: str) -> KernelImage:
-        """``name``: as the cubin has it, or a part of it that no other kernel's name has."""
+        """``name``: the kernel's name in the cubin, or a part of it that occurs in no other kernel's name."""
         matches = [k for k in self.kernels if k == name] or [k for k in self.kernels if name in k]
         if len(matches) != 1:
             raise SimulationError(f"{name!r} is not one of the kernels of this cubin: {', '.join(self.kernels)}.")
@@ -80,7 +80,7 @@ class Cubin:
                 raise SimulationError(f"the code of {name} needs linking, which is not implemented.")
         text = self.sections[f".text.{name}"]
         shared = self.sections.get(f".nv.shared.{name}")
-        # Not bank 4: it holds addresses of global variables, which only a loader knows.
+        # Bank 4 is left out: it holds addresses of global variables, which only a loader knows.
         banks = {1: f".nv.constant1.{name}", 2: f".nv.constant2.{name}", 3: ".nv.constant3"}
         return KernelImage(
             name,

@@ -1,8 +1,8 @@
-"""Machine code as text, by NVIDIA's nvdisasm from PyPI.
+"""Disassembles machine code with NVIDIA's nvdisasm from PyPI.
 
 The package nvidia-cuda-nvdisasm begins with release 13.2, which no longer reads files for sm_70. But Turing (sm_75)
-kept Volta's instruction encoding, so the bare code is read as sm_75: the same text, instruction by instruction, as
-release 12.8 gives for sm_70 (README.md says on how many that was compared).
+kept Volta's instruction encoding, so the bare code is read as sm_75. Each instruction gets the same text that release
+12.8 gives for sm_70 (README.md says how many instructions were compared).
 
 Reads:  NVDISASM (path of the program, instead of the package's).
 """
@@ -23,7 +23,7 @@ PACKAGE = "nvidia-cuda-nvdisasm"
 
 @functools.lru_cache(maxsize=64)
 def disassemble(code: bytes) -> str:
-    """Lines ``/*0010*/ IADD3 R0, R1, R2, RZ ;``, addresses of branches counted from the beginning of the code."""
+    """Lines like ``/*0010*/ IADD3 R0, R1, R2, RZ ;``. Branch addresses count from the beginning of the code."""
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(code)
         file.flush()

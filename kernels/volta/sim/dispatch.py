@@ -1,4 +1,4 @@
-"""Which SM gets which CTA of a launch whose CTAs take different times."""
+"""Predicts which SM gets which CTA of a launch whose CTAs take different times."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 
 def dispatch(work: Sequence[float], *, resident: int, sms: int) -> list[list[int]]:
-    """CTAs of each SM in the order in which they begin there, those that get none left out; the latest to end first.
+    """CTAs of each SM in the order in which they begin there. The SM that ends last comes first; idle SMs are left out.
 
     Hardware starts CTAs by their number, each where one has ended. Every SM has ``resident`` places, which progress
-    alike and do not disturb each other: good enough to say who gets what, not how long it takes.
+    equally and do not disturb each other. This predicts which SM gets which CTA, but not how long it takes.
 
     Args:
-        work: of each CTA, by its number; any unit.
+        work: the amount of work of each CTA, by its number, in any unit.
     """
     ends = [(0.0, place, sm) for place in range(resident) for sm in range(sms)]
     taken: list[list[int]] = [[] for _ in range(sms)]

@@ -1,7 +1,7 @@
-"""The one error of the simulator."""
+"""The simulator's error."""
 
 from __future__ import annotations
 
 
 class SimulationError(Exception):
-    """One sentence: what the kernel did, or what it needs that is not modelled."""
+    """One sentence: what the kernel did wrong, or which feature it needs that is not modelled."""

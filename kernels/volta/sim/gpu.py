@@ -13,7 +13,7 @@ class Gpu:
 
     sms: int = 80
     clock_hz: float = 1.38e9
-    """What a V100-SXM2 holds under load; its boost clock is 1.53e9."""
+    """The clock that a V100-SXM2 sustains under load. Its boost clock is 1.53e9."""
     registers: int = 65536
     register_unit: int = 256
     """Registers of a warp are allocated in multiples of this."""
@@ -23,12 +23,12 @@ class Gpu:
     ctas: int = 32
     sub_cores: int = 4
     data_kib: int = 128
-    """Shared memory and L1 together."""
+    """Total of shared memory and L1."""
     carve_outs_kib: tuple[int, ...] = (0, 8, 16, 32, 64, 96)
-    """What shared memory can be set to."""
+    """Possible sizes of shared memory."""
 
     def l1_kib(self, shared_bytes: int) -> int:
-        """L1 beside so many bytes of shared memory, all resident CTAs together."""
+        """Size of L1 in KiB if the resident CTAs together use ``shared_bytes`` of shared memory."""
         carve_out = next((kib for kib in self.carve_outs_kib if kib * 1024 >= shared_bytes), self.carve_outs_kib[-1])
         return self.data_kib - carve_out
 
@@ -41,7 +41,7 @@ V100 = Gpu()
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How many CTAs fit on one SM, by what they need."""
+    """How many CTAs fit on one SM, by each resource."""
 
     by_registers: int
     by_warps: int

@@ -1,4 +1,4 @@
-"""The C++ half of the simulator, built when it is first needed.
+"""The C++ part of the simulator, built when it is first needed.
 
 Reads:  VOLTA_SIM_LIBRARY (a built libvolta_sim.so, instead of building one), CXX (C++ compiler).
 Writes: build/volta-sim/ in the checkout.
@@ -25,7 +25,7 @@ NUM_PIPES = 7
 
 
 class Timing(ctypes.Structure):
-    """What one SM is assumed to be, in cycles unless the name says otherwise: see fa_sim_timing in volta_sim.h."""
+    """Parameters of the model of one SM, in cycles unless the name says otherwise: fa_sim_timing in volta_sim.h."""
 
     _fields_ = (
         ("shared_load_latency", c_int32),
@@ -109,7 +109,7 @@ def library() -> ctypes.CDLL:
 
 
 def _build() -> Path:
-    """Compiles what has changed; safe beside other processes that do the same."""
+    """Compiles changed files. Several processes may do this at the same time."""
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:

@@ -25,11 +25,11 @@ Counts = numpy.typing.NDArray[numpy.uint64]
 Size = tuple[int, int, int]
 
 FIRST_ADDRESS = 0x7_0000_0000
-"""Where :meth:`Simulation.map` puts its first array."""
+"""Address of the first array that :meth:`Simulation.map` maps."""
 ADDRESS_UNIT = 0x1000_0000
-"""Arrays begin at multiples of this (256 MiB), so that an index far out of range hits memory that nobody mapped."""
+"""Arrays begin at multiples of this (256 MiB), so that an index far out of range hits unmapped memory."""
 LOCAL_BYTES = 8192
-"""Of each thread, for spilled registers and arrays."""
+"""Local memory of each thread, for spilled registers and arrays."""
 MAX_STATIC_AND_DYNAMIC_SHARED = 96 * 1024
 
 
@@ -50,7 +50,7 @@ class InstructionFacts:
     text: str
     pipe: str
     occupancy: int
-    """Cycles of the pipe."""
+    """Cycles that one instruction occupies the pipe."""
     access: str
     """``shared load``, ``shared store``, ``shuffle``, ``global load``, ``global store`` or nothing."""
     width: int
@@ -61,7 +61,7 @@ ACCESSES = ("", "shared load", "shared store", "shuffle", "global load", "global
 
 
 class Simulation:
-    """``kernel``: its name in the cubin, or a part of it that no other kernel's name has."""
+    """``kernel``: its name in the cubin, or a part of it that occurs in no other kernel's name."""
 
     def __init__(self, cubin: Cubin, kernel: str, gpu: Gpu = V100) -> None:
         self.image = cubin.kernel(kernel)
@@ -94,7 +94,7 @@ class Simulation:
             address = self._next_address
             self._next_address += -(-max(array.nbytes, 1) // ADDRESS_UNIT) * ADDRESS_UNIT + ADDRESS_UNIT
         self._call("map", address, array.nbytes, array.ctypes.data, int(array.flags.writeable))
-        self._arrays.append(array)  # alive as long as the kernel can reach it
+        self._arrays.append(array)  # keeps it alive as long as the kernel can access it
         return address
 
     def unmap_all(self) -> None:
@@ -104,9 +104,9 @@ class Simulation:
     # --- execution -------------------------------------------------------------------------------------------------
 
     def launch(self, grid: Size, block: Size, parameters: bytes = b"", dynamic_shared_bytes: int = 0) -> None:
-        """Say what is to be run; :meth:`execute` and :meth:`trace` run it CTA by CTA.
+        """Set up a launch, of which :meth:`execute` and :meth:`trace` run one CTA at a time.
 
-        ``parameters``: the kernel's parameter block, as :func:`pack_parameters` or a ctypes structure gives it.
+        ``parameters``: the bytes of the kernel's parameter block, from :func:`pack_parameters` or a ctypes structure.
         """
         if len(parameters) != self.image.parameter_bytes:
             raise SimulationError(
@@ -114,7 +114,7 @@ class Simulation:
             )
         shared = self.image.shared_bytes + dynamic_shared_bytes
         if shared > MAX_STATIC_AND_DYNAMIC_SHARED:
-            raise SimulationError(f"a CTA can have 98304 bytes of shared memory, not {shared}.")
+            raise SimulationError(f"a CTA can have at most 98304 bytes of shared memory, not {shared}.")
         constants = bytearray(PARAMETERS_AT) + parameters
         struct.pack_into("<6I", constants, 0, *block, *grid)
         struct.pack_into("<I", constants, STACK_TOP_AT, LOCAL_BYTES)
@@ -123,11 +123,11 @@ class Simulation:
         self._shared_bytes, self._threads = shared, block[0] * block[1] * block[2]
 
     def execute(self, x: int, y: int = 0, z: int = 0) -> None:
-        """Run one CTA for its results alone."""
+        """Run one CTA without a trace."""
         self._call("run", x, y, z, None)
 
     def trace(self, x: int, y: int = 0, z: int = 0) -> Trace:
-        """Run one CTA and keep what it did."""
+        """Run one CTA and record what it executes."""
         number = c_int32()
         self._call("run", x, y, z, number)
         return Trace(number.value, self._counts("executions", number.value), self._counts("transactions", number.value))
@@ -136,14 +136,14 @@ class Simulation:
         self._call("drop_traces")
 
     def set_instruction_limit(self, limit: int) -> None:
-        """Instructions of one warp after which it counts as endless."""
+        """Set the number of instructions after which a warp is considered endless."""
         self._call("set_instruction_limit", limit)
 
     # --- time ------------------------------------------------------------------------------------------------------
 
     @property
     def occupancy(self) -> Occupancy:
-        """Of the latest launch."""
+        """Occupancy of the latest launch."""
         return Occupancy.of(
             self.gpu, threads=self._threads, registers=self.image.registers, shared_bytes=self._shared_bytes
         )
@@ -151,8 +151,8 @@ class Simulation:
     def time(self, traces: Sequence[Trace], *, resident: int | None = None, timing: Timing | None = None) -> SmTime:
         """Simulated time of one SM that works through CTAs like ``traces``, ``resident`` of them at a time.
 
-        ``resident``: by default as many as fit. ``timing``: by default the validated parameters, with the L1 that the
-        resident CTAs' shared memory leaves.
+        ``resident``: by default as many as fit. ``timing``: by default the validated parameters, with the L1 size that
+        the resident CTAs' shared memory leaves.
         """
         if not traces:
             raise ValueError("no trace was recorded; run a launch with a trace first.")
@@ -173,7 +173,7 @@ class Simulation:
         return SmTime.of(fields, tuple(spots))
 
     def l1_kib(self, resident: int) -> int:
-        """L1 beside the shared memory of so many CTAs of the latest launch."""
+        """Size of L1 in KiB if ``resident`` CTAs of the latest launch are on an SM."""
         return self.gpu.l1_kib(resident * self._shared_bytes)
 
     # ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a simulated SM is assumed to be, and what its time was spent on. All times are simulated cycles of one SM."""
+"""Parameters of the simulated SM, and the breakdown of its time. All times are simulated cycles of one SM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def default_timing(**changes: float) -> Timing:
 
 @dataclass(frozen=True, slots=True)
 class HotSpot:
-    """One instruction: how often warps executed it and the warp cycles that they stood before it."""
+    """One instruction: how often warps executed it, and for how many warp cycles they waited to issue it."""
 
     address: int
     text: str
@@ -45,15 +45,15 @@ class SmTime:
     pipe_busy: dict[str, float]
     """Cycles that each pipe was busy, mean of the 4 sub-cores."""
     shared_busy: float
-    """Cycles of the one path to shared memory and L1."""
+    """Busy cycles of the single path to shared memory and L1."""
     l2_bytes: float
     l1_hits: int
     """Sectors of 32 bytes."""
     l1_misses: int
     waits: dict[str, float]
-    """Warp cycles that instructions waited, by what for; ``idle``: issue slots without an instruction."""
+    """Warp cycles that instructions waited, by reason. ``idle``: issue slots without an instruction."""
     hot_spots: tuple[HotSpot, ...]
-    """All executed instructions, those that were waited at the most first."""
+    """All executed instructions, those with the longest waits first."""
 
     @classmethod
     def of(cls, fields: SmTimeFields, hot_spots: tuple[HotSpot, ...]) -> SmTime:

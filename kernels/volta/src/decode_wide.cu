@@ -1,7 +1,7 @@
-// Attention of 9 to 32 packed rows: the tokens of a speculative step, or many query heads of one KV head. As in
-// decode.cu a sequence is cut into parts, and reading keys and values once is what takes the time. But the output of 32
-// rows does not fit into a warp's registers, so a block's warps share each tile of keys and have eight rows each. The
-// warps that have none help to load.
+// Attention of 9 to 32 packed rows: the tokens of a speculative step, or many query heads per KV head. As in decode.cu,
+// a sequence is split into parts, and the time goes into reading keys and values once. The output of 32 rows does not
+// fit into a warp's registers, so the warps of a block share each tile of keys and have eight rows each. Warps without
+// rows only load.
 #include "cache.cuh"
 
 #ifndef HEAD_SIZE
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   }
   if (!has_rows) return;
 
-  // Means pass through shared memory in the place of the warp's queries, that whole sectors are written.
+  // The means pass through shared memory, in place of the warp's queries, so that whole sectors are written.
   float inverse[2];
   FA_UNROLL
   for (int r = 0; r < 2; ++r) {

@@ -1,4 +1,4 @@
-// What the kernels are made of.
+// Functions that all kernels share.
 #ifndef FASTATTENTION_VOLTA_DEVICE_CUH
 #define FASTATTENTION_VOLTA_DEVICE_CUH
 
@@ -11,7 +11,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 FA_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
-FA_DEVICE float tanh(float x) {  // to 1e-7, which a soft cap multiplies
+FA_DEVICE float tanh(float x) {  // within 1e-7, which the soft cap multiplies
   return 1.0f - __fdividef(2.0f, exp2(2.0f * kLog2E * x) + 1.0f);
 }
 template <class T>
@@ -21,15 +21,15 @@ FA_DEVICE T of_lane_xor(T x, int mask) {
 
 FA_DEVICE int divide(int n, const Divisor& by) { return __umulhi(2 * n, by.multiplier) >> by.shift; }
 
-// A tile of rows of fp16 in shared memory, in chunks of 16 bytes. Rows lie a power of two apart, and a chunk's place in
-// its row depends on the row: the eight lanes of a phase then meet all banks whether they go along a row or down a
-// column.
+// A tile of fp16 rows in shared memory, in chunks of 16 bytes. Rows are a power of two apart, and a chunk's place in
+// its row depends on the row. The eight lanes of a phase then use all banks, both along a row and down a column.
 template <int kPitch>
 FA_DEVICE int swizzled_chunk(int row, int chunk) {
   return row * kPitch + (chunk ^ (row & 7));
 }
-// What lies `down` rows, a multiple of 8, and `right` chunks from a place whose own chunk has none of the bits of
-// `right`. In bytes, so that one exclusive or is all that each load costs beside itself.
+// Loads the chunk that is `down` rows below and `right` chunks to the right of a place. `down` is a multiple of 8, and
+// the chunk of the place has none of the bits of `right`. The address is in bytes, so that each load costs one
+// exclusive or.
 template <int kPitch>
 FA_DEVICE uint4 load_from(const uint4* tile, int place, int down, int right) {
   const u32 at = (16u * place) ^ (16u * (right & 7));
@@ -39,7 +39,7 @@ FA_DEVICE uint4 load_from(const uint4* tile, int place, int down, int right) {
 
 }  // namespace fastattention
 
-// What differs between GPUs: products, and where a lane's part of their operands and results lies.
+// Definitions that differ between GPUs: matrix products, and the layouts of their operands and results.
 #if __CUDA_ARCH__ >= 750
 #include "turing.cuh"
 #else

@@ -1,4 +1,4 @@
-// The instructions that C++ has no words for. The emulator has its own, in kernels/volta/emulator/src/instructions.h.
+// Instructions that C++ cannot express. The emulator has its versions in kernels/volta/emulator/src/instructions.h.
 #ifndef FASTATTENTION_VOLTA_INSTRUCTIONS_CUH
 #define FASTATTENTION_VOLTA_INSTRUCTIONS_CUH
 
@@ -9,13 +9,13 @@
 namespace fastattention {
 
 using u32 = unsigned;
-using Half = unsigned short;  // its bits: without NVIDIA's headers there is no other type for it
+using Half = unsigned short;  // the bits of an fp16 number, because NVIDIA's headers with its type are not used
 #define FA_DEVICE __device__ __forceinline__
 #define FA_UNROLL _Pragma("unroll")
 
 #ifndef FASTATTENTION_EMULATOR
 
-// One 8 x 8 x 4 product for each quadpair of the warp, in fp32: d += a * b. Keys as columns of b lie along its rows ...
+// One 8 x 8 x 4 product per quadpair of the warp, in fp32: d += a * b. For keys: b's columns are contiguous in memory.
 FA_DEVICE void multiply_by_columns(float (&d)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9},{%10,%11},"
@@ -23,7 +23,7 @@ FA_DEVICE void multiply_by_columns(float (&d)[8], u32 a0, u32 a1, u32 b0, u32 b1
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
       : "r"(a0), "r"(a1), "r"(b0), "r"(b1));
 }
-// ... and values as its rows.
+// For values: b's rows are contiguous in memory.
 FA_DEVICE void multiply_by_rows(float (&d)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m8n8k4.row.row.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9},{%10,%11},"
@@ -33,16 +33,16 @@ FA_DEVICE void multiply_by_rows(float (&d)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
 }
 
 #if __CUDA_ARCH__ >= 750
-// One 16 x 8 x 8 product of the warp, in fp32: d += a * b, of which a lane has four.
+// One 16 x 8 x 8 product of the warp, in fp32: d += a * b. A lane holds four elements of d.
 FA_DEVICE void multiply_16x8(float* d, u32 a0, u32 a1, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(b));
 }
 
-// Matrices of 8 rows of 8 numbers of fp16 in shared memory: lane 8 m + r says where row r of matrix m begins, which is
-// tile[place ^ chunk]. Of each matrix, or of what it is when transposed, lane 4 r + c gets the numbers 2 c and 2 c + 1
-// of row r. The address is computed here because the compiler would keep those of all chunks in registers.
+// Loads 8 x 8 matrices of fp16 from shared memory. Lane 8 m + r supplies the address of row r of matrix m, which is
+// tile[place ^ chunk]. Lane 4 r + c receives the numbers 2 c and 2 c + 1 of row r of each matrix, or of its transpose.
+// The address is computed here, because otherwise the compiler would keep the addresses of all chunks in registers.
 FA_DEVICE u32 shared_address(const uint4* tile) { return static_cast<u32>(__cvta_generic_to_shared(tile)); }
 FA_DEVICE void load_matrices(u32 (&to)[4], const uint4* tile, int place, int chunk) {
   asm volatile(
@@ -65,7 +65,7 @@ FA_DEVICE void load_transposed_matrices(u32 (&to)[4], const uint4* tile, int pla
       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
       : "r"(shared_address(tile)), "r"(16 * place), "r"(16 * chunk));
 }
-// A matrix of 8 rows of 8 numbers of fp16: lane 4 r + c has the numbers 2 c and 2 c + 1 of row r, then of column r.
+// Transposes an 8 x 8 matrix of fp16. Lane 4 r + c holds the numbers 2 c and 2 c + 1 of row r.
 FA_DEVICE u32 transpose_matrix(u32 pair) {
   u32 transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(transposed) : "r"(pair));
@@ -73,7 +73,7 @@ FA_DEVICE u32 transpose_matrix(u32 pair) {
 }
 #endif
 
-FA_DEVICE float exp2(float x) {  // exp2f would look after subnormal numbers
+FA_DEVICE float exp2(float x) {  // exp2f would handle subnormals at extra cost
   float y;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
   return y;
@@ -93,7 +93,7 @@ FA_DEVICE float to_float(Half x) {
   asm("cvt.f32.f16 %0,%1;" : "=f"(y) : "h"(x));
   return y;
 }
-FA_DEVICE u32 add_halves(u32 a, u32 b) {  // of two pairs
+FA_DEVICE u32 add_halves(u32 a, u32 b) {  // a and b are pairs
   u32 sums;
   asm("add.rn.f16x2 %0,%1,%2;" : "=r"(sums) : "r"(a), "r"(b));
   return sums;

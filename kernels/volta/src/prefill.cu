@@ -1,11 +1,13 @@
-// Attention of many query rows: the two-level tiling and the tiling-mask of FastAttention (arXiv 2410.16663) on Volta.
+// Attention of many query rows, with the two-level tiling and the tiling-mask of FastAttention (arXiv 2410.16663), on
+// Volta and Turing.
 //
-// First level: a block of threads takes the packed rows (a token's query heads of one KV head side by side) of one
-// sequence and passes over its keys and values in tiles that lie in shared memory.
-// Second level: each warp takes 32 rows (16 of large heads). Scores and output are formed by m8n8k4 products of four
-// quadpairs, arranged 2 x 2 over 16 keys (or 16 columns) and 16 rows. The weights go from the layout of a product's
-// result to that of a product's operand through registers only: no shared memory between the two products. Tiling-mask:
-// a row sees an interval of keys. Tiles that all rows see run no mask code; those at the ends run first.
+// First level: a thread block takes packed rows (a token's query heads of one KV head side by side) of one sequence. It
+// passes over the keys and values in tiles that are stored in shared memory.
+// Second level: each warp takes 32 rows (16 for large heads). On Volta, scores and output are m8n8k4 products of four
+// quadpairs, arranged 2 x 2 over 16 keys (or 16 columns) and 16 rows. Between the two products the weights pass from
+// the layout of a result to that of an operand through registers alone, without shared memory.
+// Tiling-mask: each row sees an interval of keys. Tiles that all rows see need no mask. Those at the mask's edges run
+// first.
 #include "cache.cuh"
 
 #ifndef HEAD_SIZE
@@ -20,7 +22,7 @@
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 2
 #endif
-#ifndef ADJUSTED  // scores go through a soft cap or get ALiBi's bias
+#ifndef ADJUSTED  // 1: scores get a soft cap or ALiBi's bias
 #define ADJUSTED 0
 #endif
 
@@ -28,33 +30,33 @@ namespace fastattention {
 
 constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
-// Of 16 rows, for each warp. With large heads the output takes the registers of the second.
+// Blocks of 16 rows per warp. For large heads, the output needs the registers of the second block.
 constexpr int kBlocks = HEAD_SIZE <= 128 ? 2 : 1;
 constexpr int kWarpRows = 16 * kBlocks;
 constexpr int kRows = kWarpRows * kWarps;
-constexpr int kTile = TILE;                                         // keys
-constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numbers
-constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
-constexpr int kPasses = kTile * kPitch / kThreads;                  // chunks of a tile for each thread
-constexpr int kRowsOfPass = 32 / kPitch;                            // of a warp
-constexpr int kKeyColumns = kTile / 16;                             // products along the keys
-constexpr int kOutputs = output_blocks(HEAD_SIZE);                  // of 16 x 16, along the head
+constexpr int kTile = TILE;                                         // keys in a tile
+constexpr int kChunks = HEAD_SIZE / 8;                              // chunks of 8 numbers in a row
+constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // distance between rows in chunks
+constexpr int kPasses = kTile * kPitch / kThreads;                  // chunks of a tile per thread
+constexpr int kRowsOfPass = 32 / kPitch;                            // rows that a warp copies per pass
+constexpr int kKeyColumns = kTile / 16;                             // blocks of 16 keys in a tile
+constexpr int kOutputs = output_blocks(HEAD_SIZE);                  // blocks of 16 columns in a head
 static_assert(kPasses * kRowsOfPass <= 32, "each lane knows where one row of a tile lies");
 
 constexpr bool kAdjusted = ADJUSTED;
 
-// Where the rows of a tile that this warp loads lie: each lane knows one of them.
+// Finds the rows of a tile that this warp loads. Each lane knows the address of one of them.
 struct RowFinder {
-  const int* tables;  // of all sequences; null: no pages
-  u32 table, begin;   // where the sequence's table begins; where keys of this head do, in chunks
+  const int* tables;  // block table of all sequences; null: the cache has no pages
+  u32 table, begin;   // start of the sequence's block table; start of this head's keys, in chunks
   Divisor page;
   u32 block_stride, token_stride;  // in chunks
-  int first, last;                 // the lane's row within a tile; the sequence's last key
+  int first, last;                 // the lane's row in a tile; the sequence's last key
 
   struct Row {
     int entry, token;
   };
-  // Behind the last key lies the last one again, hidden by masks: memory there may hold no numbers.
+  // Positions after the last key get the last key again, which masks hide. The memory after it may hold NaN.
   FA_DEVICE Row look_up(int tile_begin) const {
     const int key = min(tile_begin + first, last);
     if (tables == nullptr) return {0, key};
@@ -72,7 +74,7 @@ struct Unmasked {
 };
 
 struct Loader {
-  int chunk, row;  // of this thread in the first pass
+  int chunk, row;  // this thread's place in the first pass
   bool in_head;
 
   FA_DEVICE void load(Eight (&to)[kPasses], const Eight* base, u32 offsets) const {
@@ -102,14 +104,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const int first_token_of_all = p.query_start_loc[seq];
   const int q_len = p.query_start_loc[seq + 1] - first_token_of_all, kv_len = p.seq_lens[seq];
   const int group = p.group.divisor, num_rows = q_len * group;
-  // Of all heads those that see most begin first, and what is left at the end is short.
+  // The rows that see the most keys start first in every head, so that short ones are left at the end.
   const int first_row = (gridDim.y - 1 - blockIdx.y) * kRows;
   if (first_row >= num_rows) return;
 
   const int warp = threadIdx.x / 32;
   const Lane lane(threadIdx.x & 31);
 
-  // The keys that rows see, in tiles: some row, and all rows.
+  // The tiles that some rows see, and the tiles that all rows see.
   const int offset = kv_len - q_len;
   const int first_position = divide(first_row, p.group) + offset;
   const int last_position = divide(min(first_row + kRows, num_rows) - 1, p.group) + offset;
@@ -117,11 +119,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const auto end_of = [&](int position) {
     return p.window_right < 0 ? kv_len : max(0, min(kv_len, position + p.window_right + 1));
   };
-  // Tiles are counted from the first key that some row sees: pages before it may be another sequence's by now, and
-  // whatever numbers lie there, weights of 0 do not hide infinities.
+  // Tiles are counted from the first key that some row sees. Pages before it may belong to another sequence by now.
+  // They may hold anything, and a weight of 0 does not hide an infinity.
   const int origin = begin_of(first_position);
   int some_begin = 0, some_end = (max(0, end_of(last_position) - origin) + kTile - 1) / kTile;
-  if (s.parts.divisor > 1) {  // as many tiles for each part
+  if (s.parts.divisor > 1) {  // each part gets the same number of tiles
     const int part = blockIdx.x - kv_head * s.parts.divisor, tiles = some_end;
     some_end = divide(tiles * (part + 1), s.parts);
     some_begin += divide(tiles * part, s.parts);
@@ -130,7 +132,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const int all_end = max(all_begin, min(some_end, (end_of(first_position) - origin) / kTile));
   const int behind = some_end - all_end, masked = behind + all_begin - some_begin;
   const int num_tiles = some_end - some_begin;
-  // Tiles with masks come first: those behind, then those before the ones that all rows see.
+  // The order of tiles: masked ones after the tiles that all rows see, masked ones before them, then those that all
+  // rows see.
   const int end_key = origin + some_end * kTile, key_before = origin + (some_begin - behind) * kTile;
   const auto tile_begin = [&](int number) {
     return number < behind ? end_key - (1 + number) * kTile : key_before + number * kTile;
@@ -156,13 +159,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     const int token = divide(row, p.group);
     return (first_token_of_all + token) * token_stride + (kv_head * group + row - token * group) * head_stride;
   };
-  // Of queries and of the output too, each lane knows where one of its warp's rows lies, in chunks; behind the last row
-  // it is that one.
+  // For queries and output too, each lane knows the address of one of its warp's rows, in chunks. Rows after the last
+  // one get the address of the last one.
   const int known_row = min(first_row + kWarpRows * warp + lane.index % kWarpRows, num_rows - 1);
-  const int row_of_lane = lane.index / kPitch, chunk_of_lane = lane.index % kPitch;  // in each pass over them
+  const int row_of_lane = lane.index / kPitch, chunk_of_lane = lane.index % kPitch;  // its place in each pass
 
   Eight coming[kPasses];
-  u32 here = 0, next = 0;  // of this tile's rows, and of the next one's
+  u32 here = 0, next = 0;  // offsets of this tile's rows and of the next tile's
   if (num_tiles > 0) {
     here = finder.offset(finder.look_up(tile_begin(0)));
     next = finder.offset(finder.look_up(tile_begin(1)));
@@ -193,14 +196,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       for (int e = 0; e < 8; ++e) output[i][t][e] = 0.0f;
     }
   }
-  // Of a lane's first element of a result, in block 0 of 16 rows.
+  // The row of the lane's first element of a result, in the first block of 16 rows.
   const int result_row = kWarpRows * warp + lane.row();
 
-  // Of the tiles behind, which begin with the last, those that none of this warp's rows sees.
+  // The number of masked tiles at the start of the order, beginning with the sequence's last tile, that no row of this
+  // warp sees.
   const int warp_position = divide(min(first_row + kWarpRows * (warp + 1), num_rows) - 1, p.group) + offset;
   const int unseen = min(behind, (end_key - end_of(warp_position)) / kTile);
 
-  const float factor = kAdjusted ? 1.0f : p.scale;  // of scores on their way into the exponent
+  const float factor = kAdjusted ? 1.0f : p.scale;  // applied to scores in the exponent
   const auto step = [&](bool more, int begin, int begin_after_next, auto with_mask) {
     loader.load(coming, values_in_memory, here);
     constexpr bool kMasked = decltype(with_mask)::value;
@@ -216,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     }
     FA_UNROLL
     for (int c = 0; c < kChunks; ++c) {
-      __syncwarp();  // or the compiler puts loads in bursts, which the memory queue does not take
+      __syncwarp();  // without it the compiler issues loads in bursts that exceed the memory queue
       Operand q[kBlocks];
       load_queries<kPitch>(q, queries, lane, kWarpRows * warp, c);
       FA_UNROLL
@@ -231,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     if (more) loader.load(coming, keys_in_memory, next);
 
     if constexpr (kAdjusted) {
-      const float scale_over_softcap =
-          __fdividef(p.scale, p.softcap);  // one division for all scores; not used without a cap
+      // One division for all scores. The result is not used without a soft cap.
+      const float scale_over_softcap = __fdividef(p.scale, p.softcap);
       FA_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
         FA_UNROLL
@@ -251,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
           for (int r = 0; r < 2; ++r) {
             const int row = first_row + result_row + 16 * i + kRowStep * r, token = divide(row, p.group);
             const float slope = p.alibi_slopes[kv_head * group + row - token * group] * kLog2E;
-            // Of the first column's key to the row's own token.
+            // Distance from the row's own token to the key of the first column.
             const float distance = static_cast<float>(begin + lane.column() - token - offset);
             FA_UNROLL
             for (int j = 0; j < kKeyColumns; ++j) {
@@ -298,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
           most = fmaxf(most, fmaxf(fmaxf(s[2 * r], s[2 * r + 1]), fmaxf(s[4 + 2 * r], s[5 + 2 * r])));
         }
         most = max_of_row(most);
-        // A row that has seen nothing so far must not subtract infinity from infinity.
+        // A row that has seen nothing yet must not subtract infinity from infinity.
         const float shift = kMasked && most == -infinity() ? 0.0f : most * factor;
         const float rescale = exp2(reference[i][r] * factor - shift);
         reference[i][r] = most;
@@ -331,9 +335,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     __syncthreads();
   };
   int number = 0;
-  // A loop of its own, before sums are in registers: within the step, passing over it costs spills.
+  // A separate loop, before sums are in registers. Inside the step, skipping a tile would spill registers.
 #pragma unroll 1
-  for (; number < unseen; ++number) {  // loads its part of the tile only
+  for (; number < unseen; ++number) {  // the warp only loads its part of the tile
     loader.load(coming, values_in_memory, here);
     loader.store(values, coming);
     const RowFinder::Row after_next = finder.look_up(tile_begin(number + 2));
@@ -352,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
     step(number + 1 < num_tiles, begin_after_next - 2 * kTile, begin_after_next, Unmasked());
   }
 
-  // Rows are the warp's own, so its part of the queries' tile takes the output.
+  // No other warp uses these rows, so the warp's part of the queries' tile stages the output.
   Half* const staged = reinterpret_cast<Half*>(queries);
   FA_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
@@ -363,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       const bool real = row < num_rows;
       float share = total > 0.0f ? (s.parts.divisor > 1 ? 1.0f : p.value_scale) / total : 0.0f;
       const bool writes_lse = real && lane.is_first_of_row();
-      if (s.parts.divisor > 1) {  // others see the same rows, and sinks count once
+      if (s.parts.divisor > 1) {  // other parts have the same rows, and a sink must count once
         const size_t at = (static_cast<size_t>(seq) * gridDim.x + blockIdx.x) * s.rows + row;
         if (writes_lse) s.partial_lse[at] = total > 0.0f ? reference[i][r] * factor + __log2f(total) : -infinity();
         Half* const out = s.partial_out + at * HEAD_SIZE;
@@ -384,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       float lse = log_of_sum;
       float sink = -infinity();
       if (p.sinks != nullptr && real) sink = p.sinks[kv_head * group + row - divide(row, p.group) * group];
-      if (sink != -infinity()) {  // see combine.cu
+      if (sink != -infinity()) {  // combine.cu does the same
         const float larger = fmaxf(log_of_sum, sink);
         lse = larger + __logf(__expf(log_of_sum - larger) + __expf(sink - larger));
         share *= __expf(log_of_sum - lse);

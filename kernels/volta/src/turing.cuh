@@ -1,5 +1,5 @@
-// Products of sm_75, m16n8k8 of the whole warp, whose operands ldmatrix brings. volta.cuh has the same names and says
-// what they mean.
+// Matrix products of sm_75: m16n8k8 of the whole warp, with operands loaded by ldmatrix. volta.cuh defines the same
+// names and explains them.
 #ifndef FASTATTENTION_VOLTA_TURING_CUH
 #define FASTATTENTION_VOLTA_TURING_CUH
 
@@ -9,7 +9,7 @@ namespace fastattention {
 
 constexpr int kRowStep = 8, kColumnStep = 8;
 
-// Of 8 x 8 numbers, lane 4 r + c has those of row r and columns 2 c and 2 c + 1; 16 x 16 are four of them.
+// In a block of 8 x 8 numbers, lane 4 r + c holds row r, columns 2 c and 2 c + 1. A block of 16 x 16 is four of them.
 struct Lane {
   int index;
   FA_DEVICE explicit Lane(int lane) : index(lane) {}
@@ -32,13 +32,13 @@ FA_DEVICE float sum_of_row(float x) {
 
 // --- scores: queries times keys -------------------------------------------------------------------------------------
 
-// Rows 0 to 7 and 8 to 15 of 16 rows and one chunk.
+// One chunk of rows 0 to 7 and of rows 8 to 15.
 struct Operand {
   u32 low, high;
 };
 constexpr int kKeysAtOnce = 2;
 
-// 32 rows of one chunk: each lane has the address of one.
+// Loads one chunk of 32 rows. Each lane supplies the address of one row.
 template <int kPitch>
 FA_DEVICE void load_rows(Operand& first, Operand& second, const uint4* tile, const Lane& lane, int row, int chunk) {
   u32 matrices[4];
@@ -74,7 +74,7 @@ FA_DEVICE void multiply_by_keys(float (&scores)[kBlocks][kColumns][8], int j, co
 
 constexpr int output_blocks(int head_size) { return (head_size + 15) / 16; }
 
-// A result lies as an operand does.
+// On sm_75 a result has the layout of an operand.
 FA_DEVICE void to_operand(u32 (&)[4], const Lane&) {}
 
 template <int kPitch, int kBlocks, int kColumns, int kOutputs>
@@ -82,7 +82,7 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
                                   int j, const uint4* values, const Lane& lane, int first_key) {
   FA_UNROLL
   for (int t = 0; t < kOutputs; ++t) {
-    u32 v[4];  // keys 0 to 7 and 8 to 15 of columns 0 to 7, then of columns 8 to 15
+    u32 v[4];  // keys 0 to 7 and 8 to 15 of columns 0 to 7, then the same of columns 8 to 15
     load_transposed_matrices(v, values, swizzled_chunk<kPitch>(first_key + (lane.index & 15), lane.index >> 4), 2 * t);
     FA_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
@@ -101,8 +101,8 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 
 // --- eight rows and 32 keys -----------------------------------------------------------------------------------------
 
-// Everything is transposed here, so that eight rows are the narrow side of a product: scores are keys times queries,
-// and the output's columns are values times weights. Addresses are computed for each load in any case.
+// Everything is transposed here, so that the eight rows are the narrow side of a product: scores are keys times
+// queries, and the output's columns are values times weights. Addresses are computed for each load in any case.
 template <int kHeadSize, int kPitch, bool kComputed = true>
 struct DecodeLane : Lane {
   static constexpr int kOutputs = kHeadSize / 16, kElements = 4;
@@ -146,7 +146,7 @@ struct DecodeLane : Lane {
     for (int t = 0; t < kOutputs; ++t) {
       FA_UNROLL
       for (int e = 0; e < 4; e += 2) {
-        u32 v[4];  // columns 0 to 7 and 8 to 15 of keys 0 to 7, then of keys 8 to 15
+        u32 v[4];  // columns 0 to 7 and 8 to 15 of keys 0 to 7, then the same of keys 8 to 15
         const int key = 8 * e + 8 * (index >> 4) + (index & 7);
         load_transposed_matrices(v, values, swizzled_chunk<kPitch>(key, index >> 3 & 1), 2 * t);
         multiply_16x8(output[t], v[0], v[1], weights[e]);

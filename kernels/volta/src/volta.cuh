@@ -1,5 +1,5 @@
-// Products of sm_70, m8n8k4 of four quadpairs at a time, arranged 2 x 2 over 16 x 16 results. turing.cuh has the same
-// names.
+// Matrix products of sm_70: m8n8k4 of four quadpairs at a time, arranged 2 x 2 over 16 x 16 results. turing.cuh defines
+// the same names.
 #ifndef FASTATTENTION_VOLTA_VOLTA_CUH
 #define FASTATTENTION_VOLTA_VOLTA_CUH
 
@@ -7,16 +7,15 @@
 
 namespace fastattention {
 
-// Element e of a lane's eight of a 16 x 16 result lies kRowStep * (e >> 1 & 1) below its first and kColumnStep * (e >>
-// 2)
-// + (e & 1) to the right of it.
+// A lane holds eight elements of a 16 x 16 result. Element e is kRowStep * (e >> 1 & 1) rows below the first element
+// and kColumnStep * (e >> 2) + (e & 1) columns to the right of it.
 constexpr int kRowStep = 2, kColumnStep = 4;
 
-// A quadpair is the lanes 4q .. 4q+3 and 16 above them.
+// A quadpair is the lanes 4q to 4q + 3 and 4q + 16 to 4q + 19.
 struct Lane {
-  int index, slot;       // slot: of 8 within its quadpair
-  int across, down;      // the quadpair's place in a 2 x 2 arrangement: 16 columns, 16 rows
-  int bit0, bit1, half;  // of the index: bits 0, 1 and 4
+  int index, slot;       // slot: the lane's number, 0 to 7, in its quadpair
+  int across, down;      // the quadpair's place in the 2 x 2 arrangement over 16 columns and 16 rows
+  int bit0, bit1, half;  // bits 0, 1 and 4 of the index
   FA_DEVICE explicit Lane(int lane)
       : index(lane),
         slot((lane & 3) | (lane >> 4) << 2),
@@ -26,17 +25,17 @@ struct Lane {
         bit1(lane >> 1 & 1),
         half(lane >> 4) {}
 
-  // Where its first element of a 16 x 16 result lies.
+  // Row and column of the lane's first element of a 16 x 16 result.
   FA_DEVICE int row() const { return 8 * half + 4 * down + bit0; }
   FA_DEVICE int column() const { return 8 * across + 2 * bit1; }
-  // Of the lanes that share a row, one.
+  // True for one of the lanes that share a row.
   FA_DEVICE bool is_first_of_row() const { return bit1 == 0 && across == 0; }
-  // Elements 4 h to 4 h + 3 of output block t lie in this chunk of 8 columns, from this one on.
+  // The chunk of 8 columns, and the first column in it, of elements 4 h to 4 h + 3 of output block t.
   FA_DEVICE int output_chunk(int t, int h) const { return 4 * (t >> 1) + 2 * across + h; }
   FA_DEVICE int output_column(int t) const { return 4 * (t & 1) + 2 * bit1; }
 };
 
-// Over the lanes that share a row.
+// Reductions over the lanes that share a row.
 FA_DEVICE float max_of_row(float x) {
   x = fmaxf(x, of_lane_xor(x, 2));
   return fmaxf(x, of_lane_xor(x, 8));
@@ -48,13 +47,14 @@ FA_DEVICE float sum_of_row(float x) {
 
 // --- scores: queries times keys -------------------------------------------------------------------------------------
 
-// What a lane holds of 16 rows and one chunk: its quadpair's rows, in the other quadpairs along 16 columns again.
+// A lane's part of 16 rows and one chunk: a row of its quadpair. The other quadpair along the 16 columns holds the same
+// rows.
 using Operand = uint4;
-constexpr int kKeysAtOnce = 1;  // blocks of 16 that are loaded together
+constexpr int kKeysAtOnce = 1;  // blocks of 16 keys that are loaded together
 
 template <int kPitch, int kBlocks>
 FA_DEVICE void load_queries(Operand (&to)[kBlocks], const uint4* tile, const Lane& lane, int first_row, int chunk) {
-  // Eight rows that differ modulo 8 in each phase.
+  // The rows of each phase differ modulo 8, so that it uses all banks.
   FA_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
     to[i] = load_from<kPitch>(
@@ -77,11 +77,11 @@ FA_DEVICE void multiply_by_keys(float (&scores)[kBlocks][kColumns][8], int j, co
 
 // --- output: weights times values -----------------------------------------------------------------------------------
 
-// Of 16 x 16, for a head.
+// Blocks of 16 columns for a head.
 constexpr int output_blocks(int head_size) { return 2 * ((head_size + 31) / 32); }
 
-// Packed weights of 16 x 16, element 2 r + 4 h and the next in number r + 2 h, from the layout of a result to that of
-// an operand: lanes that differ in bit 1 exchange half of what they hold.
+// Converts packed weights of 16 x 16 from the layout of a result to that of an operand. Elements 2 r + 4 h and the next
+// are packed in weights[r + 2 h]. Lanes that differ in bit 1 exchange half of their weights.
 FA_DEVICE void to_operand(u32 (&weights)[4], const Lane& lane) {
   FA_UNROLL
   for (int g = 0; g < 4; g += 2) {
@@ -95,8 +95,8 @@ FA_DEVICE void to_operand(u32 (&weights)[4], const Lane& lane) {
   }
 }
 
-// output[i] += weights[i][j] * the 16 values from first_key on. Each quadpair has the weights of 8 of 16 keys; its
-// neighbour across, those of the others.
+// output[i] += weights[i][j] * the 16 values from first_key on. Each quadpair holds the weights of 8 of the 16 keys,
+// and its neighbour across holds those of the other 8.
 template <int kPitch, int kBlocks, int kColumns, int kOutputs>
 FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u32 (&weights)[kBlocks][kColumns][4],
                                   int j, const uint4* values, const Lane& lane, int first_key) {
@@ -128,26 +128,27 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 
 // --- eight rows and 32 keys -----------------------------------------------------------------------------------------
 
-// The four quadpairs of a warp take 8 keys each for the scores, of which a lane has two rows of four keys. Of the
-// output each takes a quarter of the columns, all of which would not fit its registers, so they exchange their weights.
-// Where columns do not come out even, some quadpairs multiply the zeros behind the head. The compiler keeps the
-// addresses of all chunks in registers, unless they are computed for each load.
+// The four quadpairs of a warp compute the scores of 8 keys each; a lane holds those of two rows and four keys. Each
+// quadpair takes a quarter of the output's columns, because all columns of a large head would not fit its registers, so
+// they exchange weights. If the head has no multiple of 64 columns, some quadpairs also multiply the zeros after it.
+// The compiler keeps the addresses of all chunks in registers, unless kComputed asks for one computation per load.
 template <int kHeadSize, int kPitch, bool kComputed = false>
 struct DecodeLane : Lane {
-  static constexpr int kColumns = (kHeadSize + 15) / 16;  // pairs of products along the head
+  static constexpr int kColumns = (kHeadSize + 15) / 16;  // blocks of 16 columns in a head
   static constexpr int kOwnColumns = (kColumns + 3) / 4;
-  static constexpr int kOutputs = 2 * kOwnColumns, kElements = 8;  // of the output: products, what a lane has of one
-  static_assert(8 * kOwnColumns <= kPitch, "there are zeros behind the head");
+  static constexpr int kOutputs = 2 * kOwnColumns,
+                       kElements = 8;  // products of the output, and a lane's elements of one
+  static_assert(8 * kOwnColumns <= kPitch, "rows of the tile have zeros after the head");
 
   int quadpair;
-  int own_keys;  // 4 from here on and 4 from 16 further on: eight rows of a phase differ modulo 8
+  int own_keys;  // first of 4 keys, with 4 more from 16 keys further on: the eight rows of a phase differ modulo 8
   FA_DEVICE explicit DecodeLane(int lane)
       : Lane(lane), quadpair(down + 2 * across), own_keys(4 * (quadpair & 1) + 8 * (quadpair >> 1)) {}
 
   FA_DEVICE int row(int r) const { return bit0 + 2 * r + 4 * half; }
   FA_DEVICE int key(int e) const { return 2 * bit1 + (e & 1) + own_keys + 16 * (e >> 1); }
   static constexpr FA_DEVICE int score(int r, int e) { return (e & 1) + 2 * r + 4 * (e >> 1); }
-  // Of an element of the output.
+  // Row and column of an element of the output.
   static constexpr FA_DEVICE int row_of(int e) { return e >> 1 & 1; }
   FA_DEVICE int column(int t, int e) const {
     return 8 * (2 * (4 * (t >> 1) + quadpair) + (e >> 2)) + 4 * (t & 1) + 2 * bit1 + (e & 1);
@@ -184,7 +185,7 @@ struct DecodeLane : Lane {
   FA_DEVICE void multiply_by_values(float (&output)[kOutputs][kElements], const u32 (&weights)[4],
                                     const uint4* values) const {
     FA_UNROLL
-    for (int of = 0; of < 4; ++of) {  // the keys of this quadpair, then of the others
+    for (int of = 0; of < 4; ++of) {  // the keys of this quadpair, then those of the others
       const int their_keys = 4 * ((quadpair ^ of) & 1) + 8 * ((quadpair ^ of) >> 1);
       FA_UNROLL
       for (int k = 0; k < 2; ++k) {

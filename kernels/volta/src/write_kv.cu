@@ -1,4 +1,4 @@
-// New keys and values into their pages: a block of threads for each token.
+// Writes new keys and values to their pages, with one thread block per token.
 #include "cache.cuh"
 
 namespace fastattention {

@@ -1,4 +1,4 @@
-"""The AMX kernels where the processor has no tiles: built over kernels/cpu/emulation. Not hardware."""
+"""The AMX kernels on processors without AMX: built over kernels/cpu/emulation. Not run on hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CMAKE = shutil.which("cmake", path=TOOLS)
 
 pytestmark = [
     pytest.mark.more,
-    pytest.mark.timeout(1800),  # of which compiling is a minute and a half on a quiet core
+    pytest.mark.timeout(1800),  # compiling takes a minute and a half of this on a quiet core
     pytest.mark.skipif(
         not emulate_amx() or CMAKE is None, reason="needs cmake and a processor with AVX-512 bf16 and without AMX"
     ),
@@ -36,7 +36,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("file", ["test_attention.py", "test_threads.py"])
 def test_kernels_are_right_over_emulated_tiles(environment: dict[str, str], file: str) -> None:
-    """All tests of a file that run on `amx` by name, and those that run on the best instruction set."""
+    """Run all tests of a file that select `amx` by name or use the best instruction set."""
     code = "from fastattention_vllm.attention.cpu import kernels as cpu; print(cpu.isa())"
     chosen = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert chosen.stdout.strip() == "amx", chosen.stderr

@@ -27,7 +27,7 @@ SHAPES = {"decode": DECODE, "prefill": PREFILL, "chunked": CHUNKED, "mixed": MIX
 
 
 def check(case: Case) -> None:
-    """Every instruction set of this machine against one answer of the oracle; padding rows stay untouched."""
+    """Compare every instruction set of this machine with one result of the oracle. Padding rows stay untouched."""
     problem = case.build()
     expected = oracle.attention(problem)
     real = int(problem.query_start_loc[-1])
@@ -108,13 +108,13 @@ def test_masks_in_bf16(mask: str, shape: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("group", [3, 8])
 def test_masks_in_fp16(group: int, mask: str, shape: str) -> None:
-    """AMX takes fp16 from 7 rows on: one decoding token of 8 heads, or three of 3."""
+    """AMX computes fp16 from 7 rows on: one decode token of 8 heads, or three tokens of 3 heads."""
     check(Case(**SHAPES[shape], num_heads=2 * group, dtype=F16, **MASKS[mask]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_over_several_row_blocks(mask: str) -> None:
-    """A block has 256 rows. The tokens end where a step of columns does, so that no panel needs a mask at the end."""
+    """A block has 256 rows. The tokens end at a column step, so that no panel needs a mask at its end."""
     check(Case((320,), (320,), 2, 2, head_size=32, **MASKS[mask]))  # type: ignore[arg-type]
 
 
@@ -122,24 +122,24 @@ def test_masks_over_several_row_blocks(mask: str) -> None:
 @pytest.mark.parametrize(("q_len", "kv_heads", "group"), [(700, 64, 1), (600, 128, 1), (200, 128, 6)])
 @pytest.mark.parametrize("dtype", [pytest.param(F16, marks=pytest.mark.more), BF16], ids=str)
 def test_masks_over_large_row_blocks(dtype: torch.dtype, mask: str, q_len: int, kv_heads: int, group: int) -> None:
-    """AMX takes blocks of 512 rows and more where a sequence has many of them; panels of 32 begin amid a group of 6."""
+    """AMX uses blocks of 512 rows and more for long sequences. Panels of 32 rows can begin within a group of 6."""
     lens = ((q_len, 3), (q_len + 40, 200))
     check(Case(*lens, kv_heads * group, kv_heads, head_size=32, dtype=dtype, **MASKS[mask]))  # type: ignore[arg-type]
 
 
 # Kernels differ by the number of query rows per KV head and by whether the head size is a multiple of 32: up to 2, 4,
-# 6, 8 or 16 rows, up to 40 or 64, and more; panels are of 12, 16 and 32 rows, blocks of 256 and more.
+# 6, 8 or 16 rows, up to 40 or 64, and more. Panels have 12, 16 or 32 rows, blocks 256 and more.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 40, 64, 65, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 64, 72, 80, 96, 128, 256])
 def test_bf16_at_any_number_of_rows(head_size: int, rows: int, page_size: int) -> None:
-    """Odd and even numbers of tokens, in one tile and in several; pages that begin at every 16 rows, and others."""
+    """Odd and even numbers of tokens, in one tile and in several; pages that are a multiple of 16 rows, and others."""
     kv_lens = (rows, rows + 33, rows + 256 - rows % 2)
     check(Case((rows,) * 3, kv_lens, 2, 2, head_size, page_size, dtype=BF16))
 
 
-# The same in fp16: AMX begins at 7 rows and packs from 49 on, or from 33 where the head size is no multiple of 32;
-# without it, packing begins at 41.
+# As above for fp16. AMX begins at 7 rows and packs from 49 rows on (from 33 if the head size is not a multiple of 32).
+# Without AMX, packing begins at 41 rows.
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
 @pytest.mark.parametrize("rows", [1, 6, 7, 8, 9, 16, 17, 30, 32, 33, 40, 41, 48, 49, 100, 270])
 @pytest.mark.parametrize("head_size", [8, 32, 72, 80, 96, 128, 256])
@@ -167,8 +167,8 @@ def test_scales_that_are_not_positive(shape: str, dtype: torch.dtype, scale: flo
 
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_nothing_behind_the_last_token_counts(isa: str, dtype: torch.dtype, rows: int) -> None:
-    """Tiles are filled up to whole steps with tokens of weight 0, and 0 times infinity would be NaN."""
+def test_rows_after_the_last_token_are_ignored(isa: str, dtype: torch.dtype, rows: int) -> None:
+    """Tiles are padded to whole steps with tokens of weight 0, and 0 times infinity would be NaN."""
     for kv_len in (17, 129, 300):
         problem = Case((rows,), (kv_len,), 1, 1, 72, page_size=0, dtype=dtype, causal=False).build()
         problem.value[int(problem.kv_start_loc[0]) + kv_len - 1] = math.inf  # type: ignore[index]
@@ -179,11 +179,13 @@ def test_nothing_behind_the_last_token_counts(isa: str, dtype: torch.dtype, rows
 @pytest.mark.parametrize("rows", [1, 8, 40, 100])
 @pytest.mark.parametrize("broken", [math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_what_is_no_number_stays_within_its_pair_of_dimensions(
+def test_nan_and_infinity_stay_within_their_pair_of_dimensions(
     isa: str, dtype: torch.dtype, broken: float, rows: int
 ) -> None:
-    """AMX for few rows multiplies neighbouring dimensions by 0: there, and only there, infinity comes out as NaN. In
-    fp16 it comes out as NaN where it is, for it has no second part."""
+    """With few rows, AMX multiplies the neighbouring dimension by 0, so infinity may become NaN there and nowhere else.
+
+    In fp16 only the dimension itself becomes NaN, because infinity has no second part.
+    """
     problem = Case((rows,), (300,), 1, 1, page_size=0, dtype=dtype, causal=False).build()
     problem.value[int(problem.kv_start_loc[0]) + 77, 0, 5] = broken  # type: ignore[index]
     out, _ = cpu.run(problem)
@@ -194,7 +196,7 @@ def test_what_is_no_number_stays_within_its_pair_of_dimensions(
 
 @pytest.mark.parametrize("q_len", [1, 8, 16, 40])
 @pytest.mark.parametrize("broken", [math.inf, math.nan])
-def test_what_is_no_number_in_an_fp16_key_reaches_whoever_sees_it(isa: str, broken: float, q_len: int) -> None:
+def test_nan_and_infinity_in_an_fp16_key_reach_every_row_that_sees_it(isa: str, broken: float, q_len: int) -> None:
     problem = Case((q_len,), (300,), 2, 2, page_size=0, dtype=F16).build()
     problem.query[:, 0, 3] = 1.0
     position = 300 - q_len // 2 - 1
@@ -210,7 +212,7 @@ def test_what_is_no_number_in_an_fp16_key_reaches_whoever_sees_it(isa: str, brok
 @pytest.mark.parametrize("head_size", [8, 24, 40, 72, 80, 96, 128])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_rows_are_not_read_past_their_end(isa: str, dtype: torch.dtype, head_size: int, rows: int) -> None:
-    """NaN on both sides of every row of K and V: zero times what follows would be NaN."""
+    """There is NaN on both sides of every row of K and V, because zero times NaN would be NaN."""
     problem = Case((rows,), (140,), 1, 1, head_size, page_size=0, dtype=dtype, causal=False).build()
     apart = []
     for cache in (problem.key, problem.value):
@@ -223,13 +225,13 @@ def test_rows_are_not_read_past_their_end(isa: str, dtype: torch.dtype, head_siz
 
 
 @pytest.mark.parametrize(("rows", "head_size"), [(8, 64), (40, 128), (40, 80), (128, 64), (128, 80)])
-def test_bf16_weights_are_off_like_rounded_ones(rows: int, head_size: int) -> None:
-    """The bound per element lets an error pass that has a direction; among many elements it shows.
+def test_errors_of_bf16_weights_are_those_of_rounding(rows: int, head_size: int) -> None:
+    """Checks for systematic errors, which the bound per element cannot see.
 
-    A number rounded to bf16 is off by up to half a unit in the last place, 2^-8 of its power of two, all of it equally
-    likely, and its significand m is spread like 1 / m over [1, 2]. So relative to the number the square of the error
-    is, on average, 2^-16 / 3 times the mean of 1 / m^2, which is 3 / (8 ln 2). The output is rounded once, and each
-    weight once: error^2 = rounding^2 * (out^2 + sum (weight * value)^2).
+    A number rounded to bf16 is off by up to half a unit in the last place, that is 2^-8 of its power of two, uniformly
+    distributed. Its significand m has density proportional to 1 / m over [1, 2]. The mean square of the relative error
+    is therefore 2^-16 / 3 times the mean of 1 / m^2, which is 3 / (8 ln 2). The output is rounded once, and each weight
+    once: error^2 = rounding^2 * (out^2 + sum (weight * value)^2).
     """
     rounding = math.sqrt(2**-16 / 3 * 3 / (8 * math.log(2)))
     problem = Case((rows,) * 24, (200,) * 24, 2, 2, head_size, page_size=0, dtype=BF16, causal=False).build()
@@ -247,8 +249,8 @@ def test_bf16_weights_are_off_like_rounded_ones(rows: int, head_size: int) -> No
         if rows > oracle.BF16_ISAS.get(isa, rows):
             size = size + variance
         rms = float((error**2 / (rounding**2 * size)).mean().sqrt())
-        assert 0.85 < rms < 1.15, f"{isa}: errors are {rms:.3f} times what roundings are"
-        # What all outputs have in common: had weights been cut off, it would be two roundings.
+        assert 0.85 < rms < 1.15, f"{isa}: errors are {rms:.3f} times the expected rounding errors"
+        # The mean error of all outputs. It would be two roundings if weights were truncated.
         common = float((error * expected).sum() / (expected**2).sum())
         assert abs(common) < rounding / 8, f"{isa}: outputs are {common:.2e} too large on average"
 
@@ -264,7 +266,7 @@ FEATURES = MASKS | {
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 112, 128, 192, 256])
 def test_every_feature_at_every_head_size(feature: str, dtype: torch.dtype, head_size: int) -> None:
-    """Each with a decode step, a few query tokens at once (direct panels) and a prefill (packed panels)."""
+    """Each feature with a decode step, a few query tokens at once (direct panels) and a prefill (packed panels)."""
     case = Case(q_lens=(1, 3, 40), kv_lens=(259, 140, 75), dtype=dtype, head_size=head_size)
     check(replace(case, **FEATURES[feature]))  # type: ignore[arg-type]
 
@@ -286,7 +288,7 @@ def test_a_sink_of_minus_infinity_changes_no_bit(isa: str, shape: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_more_queries_than_keys(causal: bool) -> None:
-    """The first rows sit before position 0: with a causal mask they see nothing."""
+    """The first rows are before position 0, so with a causal mask they see no key."""
     check(Case(q_lens=(40, 5), kv_lens=(7, 0), causal=causal))
 
 
@@ -345,7 +347,7 @@ def test_fp8_caches_with_every_feature(feature: str, kv_dtype: torch.dtype) -> N
 @pytest.mark.parametrize("head_size", [8, 24, 256])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
 def test_every_fp8_code_is_widened_exactly(isa: str, kv_dtype: torch.dtype, head_size: int, q_len: int) -> None:
-    """One key per sequence: its weight is 1, so ``out`` is the value and ``lse`` the score."""
+    """There is one key per sequence, so its weight is 1, ``out`` is the value and ``lse`` is the score."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     rows = codes.repeat(-(-head_size // 256) * head_size)[: 256 * head_size].view(256, 1, head_size)
     problem = Case((q_len,) * 256, (1,) * 256, 1, 1, head_size, page_size=0, causal=False, scale=1.0).build()
@@ -361,16 +363,16 @@ def test_every_fp8_code_is_widened_exactly(isa: str, kv_dtype: torch.dtype, head
         query, key = torch.zeros(256 * q_len, 1, head_size), torch.zeros(256, 1, head_size).to(kv_dtype)
         query[:, 0, dim], key[:, 0, dim] = 1.0, codes
         _, lse = cpu.run(replace(problem, query=query, key=key), return_lse=True)
-        # Minus infinity is a key that is not seen; plus infinity, as a NaN, makes no number of a softmax.
+        # Minus infinity makes a key invisible. Plus infinity gives NaN in a softmax, as NaN does.
         expected = codes.float().masked_fill(codes.float() == math.inf, math.nan).repeat_interleave(q_len)[:, None]
-        # To base 2 and back: a unit in the last place. Neighbouring codes lie 2^19 of those apart.
+        # Conversion to base 2 and back costs a unit in the last place. Neighbouring codes are 2^19 units apart.
         torch.testing.assert_close(lse, expected, rtol=2**-22, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 4, 7, 20])
 @pytest.mark.parametrize("head_size", [8, 80, 96, 128])
 def test_a_bf16_cache_is_widened_exactly(isa: str, head_size: int, q_len: int) -> None:
-    """All 65536 numbers as values, next to others. One key per sequence: its weight is 1, so ``out`` is the value."""
+    """All 65536 numbers as values, side by side. With one key per sequence the weight is 1, so ``out`` is the value."""
     count = -(-65536 // head_size)
     codes = torch.arange(count * head_size, dtype=torch.int32).to(torch.int16)
     rows = codes.view(BF16).view(head_size, count).t().contiguous().view(count, 1, head_size)
@@ -385,7 +387,7 @@ def test_a_bf16_cache_is_widened_exactly(isa: str, head_size: int, q_len: int) -
 @pytest.mark.parametrize("q_len", [1, 7, 8, 16, 20, pytest.param(60, marks=pytest.mark.more)])
 @pytest.mark.parametrize("head_size", [32, 80, 128])
 def test_every_fp16_number_counts_exactly(isa: str, head_size: int, q_len: int) -> None:
-    """All of them as values, in keys and in queries: AMX takes each as the sum of two, and neither part may be lost."""
+    """All numbers as values, in keys and in queries. AMX splits each into a sum of two; neither part may be lost."""
     count = -(-65536 // head_size)
     codes = torch.randperm(65536, generator=torch.Generator().manual_seed(0)).to(torch.int16)
     rows = codes.repeat(2)[: count * head_size].view(F16).view(count, 1, head_size)
@@ -404,8 +406,8 @@ def test_every_fp16_number_counts_exactly(isa: str, head_size: int, q_len: int) 
         for query, key in ((one, finite), (finite, one)):
             asked = replace(problem, query=query.repeat_interleave(q_len, 0), key=key, value=nothing)
             _, lse = cpu.run(asked, return_lse=True)
-            # To base 2 and back: a unit in the last place, of the weight 1 too. The least number makes 2^-12, and
-            # neighbours lie 2^13 units apart.
+            # Conversion to base 2 and back costs a unit in the last place, also for the weight 1. The smallest number
+            # gives 2^-12, and neighbours are 2^13 units apart.
             score = 4096.0 * finite[:, :, dim].float().repeat_interleave(q_len, 0)
             torch.testing.assert_close(lse, score, rtol=2**-22, atol=2**-22)
 
@@ -413,7 +415,7 @@ def test_every_fp16_number_counts_exactly(isa: str, head_size: int, q_len: int) 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("q_len", [1, 20])
 def test_scales_of_an_fp8_cache_are_factors_of_keys_and_values(isa: str, kv_dtype: torch.dtype, q_len: int) -> None:
-    """Powers of two, so that nothing rounds: bit for bit the answer over a cache that holds the product."""
+    """The scales are powers of two, so nothing rounds: results equal those over a cache that holds the product."""
     problem = Case((q_len, 1), (2500, 70), kv_dtype=kv_dtype, sinks=3.0, key_scale=0.25, value_scale=8.0).build()
     out, lse = cpu.run(problem, return_lse=True)
     wide = replace(problem, key=problem.key.float() * 0.25, value=problem.value.float() * 8.0)
@@ -432,14 +434,17 @@ def test_long_sequences_are_split_and_merged(q_len: int, num_kv_heads: int, page
     check(replace(case, dtype=F16, head_size=64))
     check(replace(case, dtype=BF16))
     check(replace(case, dtype=BF16, head_size=64, window=(1777, -1)))
-    check(replace(case, sinks=9.0))  # about as much weight as all 5000 tokens: once more or less would show
+    # has about as much weight as all 5000 tokens, so counting it twice or never would show
+    check(replace(case, sinks=9.0))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("kv_len", [1000, 2500])
 def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch.dtype) -> None:
-    """Each tile raises the running maximum by much, so all earlier sums must be rescaled, within a split (the first
-    takes 512 tokens) and across splits."""
+    """Each tile raises the running maximum a lot, so all earlier sums must be rescaled.
+
+    This happens both within a split (the first takes 512 tokens) and across splits.
+    """
     problem = Case((1, 3, 8, 40), (kv_len,) * 4, page_size=0, dtype=dtype).build()
     ramp = torch.linspace(-8, 8, kv_len)[:, None]
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
@@ -447,14 +452,14 @@ def test_scores_that_grow_along_the_sequence(isa: str, kv_len: int, dtype: torch
     for first_component in (20.0, -20.0):  # scores grow, scores shrink
         problem.query[:, :, 0] = first_component
         out, lse = cpu.run(problem, return_lse=True)
-        # Scores of 25 carry some units of 2e-6, where those of ordinary problems carry a tenth of that.
+        # Scores of 25 have units of 2e-6; those of ordinary problems are about ten times smaller.
         oracle.assert_matches(problem, out, lse, oracle.attention(problem), slack=5)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("position", [0, 5, 20, 40, 60, 127, 250])
 def test_one_score_far_above_the_others(isa: str, position: int, dtype: torch.dtype) -> None:
-    """In whatever vector of the tile: relative to a lower score its weight would overflow."""
+    """The large score may be in any vector of the tile. Relative to a lower score its weight would overflow."""
     problem = Case((1, 8, 40), (300,) * 3, page_size=0, dtype=dtype, causal=False).build()
     problem.query[:, :, 0] = 50.0
     for start in problem.kv_start_loc.tolist():  # type: ignore[union-attr]
@@ -469,13 +474,14 @@ def test_huge_scores_do_not_overflow(isa: str) -> None:
     out, lse = cpu.run(problem, return_lse=True)
     assert torch.isfinite(out).all()
     expected_out, expected_lse = oracle.attention(problem)
-    # Scores of some thousands carry an absolute error of some 1e-3 in fp32, which weights then show as relative error.
+    # In fp32, scores of several thousand have an absolute error of about 1e-3, which becomes a relative error of the
+    # weights.
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-3)  # type: ignore[union-attr]
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=5e-3)
 
 
 def test_pages_that_slid_out_of_the_window_are_never_read(isa: str) -> None:
-    """vLLM frees them: the table entry may name anything and the page may hold another request's rows, or NaN."""
+    """vLLM frees these pages: a table entry may hold any number, and a page another request's rows, or NaN."""
     case = Case((1, 30), (700, 600), page_size=16, window=(100, -1))
     problem = case.build()
     expected = oracle.attention(problem)
@@ -493,8 +499,8 @@ def test_pages_that_slid_out_of_the_window_are_never_read(isa: str) -> None:
 
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.parametrize("sinks", [None, 3.0])
-def test_nan_and_infinity_in_the_data_come_out(isa: str, sinks: float | None, q_len: int) -> None:
-    """A broken model must not look healthy: whoever sees a NaN yields NaN, and nobody else does."""
+def test_nan_and_infinity_in_the_data_reach_the_output(isa: str, sinks: float | None, q_len: int) -> None:
+    """A broken model must not look healthy: rows that see a NaN become NaN, and no others do."""
     problem = Case((q_len,), (300,), num_heads=2, num_kv_heads=2, page_size=0, sinks=sinks).build()
     position = 300 - q_len // 2 - 1
     problem.key[problem.kv_start_loc[0] + position, 0, 3] = math.nan  # type: ignore[index]
@@ -518,7 +524,7 @@ def test_nan_and_infinity_in_the_data_come_out(isa: str, sinks: float | None, q_
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_keys_and_values_with_strides_of_their_own(isa: str, dtype: torch.dtype) -> None:
+def test_keys_and_values_with_different_strides(isa: str, dtype: torch.dtype) -> None:
     problem = Case(**MIXED, layout="NHD", dtype=dtype).build()
     expected = oracle.attention(problem)
     separate = problem.value.transpose(1, 2).contiguous().transpose(1, 2)
@@ -553,8 +559,8 @@ def cases(draw: st.DrawFn) -> Case:
             st.tuples(st.integers(0, 60) | st.just(1), st.integers(0, 400) | st.integers(0, 3)), min_size=1, max_size=5
         )
     )
-    fresh = draw(st.booleans())  # vLLM's case: every query token is also in the cache
-    # Often bf16 or fp16 for all, as models are: that is where the kernels differ most.
+    fresh = draw(st.booleans())  # vLLM's case: the keys of all query tokens are in the cache as well
+    # Mostly bf16 or fp16 throughout, as in models, because kernels differ most there.
     kv_dtype = draw(st.sampled_from([None] * 5 + [F32, F16, BF16, E4M3, E5M2]))
     scales = st.sampled_from([1.0, 0.02, 0.7, 5.0]) if kv_dtype in (E4M3, E5M2) else st.just(1.0)
     return Case(
@@ -588,7 +594,7 @@ def test_drawn_problems(case: Case) -> None:
 @settings(max_examples=25, deadline=None)
 @given(case=cases())
 def test_instruction_sets_agree(case: Case) -> None:
-    """Tighter than the oracle can ask of fp16 and bf16: computed to fp32, all of them lie within rounding noise."""
+    """Tighter than the oracle's bound for fp16 and bf16: results computed to fp32 agree within rounding noise."""
     problem = replace(case.build(), alibi_slopes=None)
     problem = replace(problem, query=problem.query.float())
     results = [cpu.run(problem)[0][: int(problem.query_start_loc[-1])] for _ in each_isa()]

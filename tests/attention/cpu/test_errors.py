@@ -1,4 +1,4 @@
-"""Whatever cannot be computed is refused in one sentence that names the value, from Python and from the C ABI."""
+"""Problems that cannot be computed are refused in one sentence that names the value, from Python and the C ABI."""
 
 from __future__ import annotations
 
@@ -55,29 +55,37 @@ def i32(*values: int) -> torch.Tensor:
             r"num_heads must be a positive multiple of num_kv_heads \(2\), not 3",
         ),
         (PAGED, {"query": torch.zeros(5, 64, 4).transpose(1, 2)}, "query must be contiguous in its last dimension"),
-        (PAGED, {"query": torch.zeros(4, 4, 64)}, "query_start_loc ends at 5, but there are 4 query tokens"),
+        (PAGED, {"query": torch.zeros(4, 4, 64)}, "query_start_loc ends at 5, but there are only 4 query tokens"),
         (PAGED, {"value": CONTIGUOUS.value}, "key and value must match"),
         (PAGED, {"key": CONTIGUOUS.key, "value": CONTIGUOUS.value}, "with a block_table, key must be"),
         (PAGED, {"block_table": None}, "without a block_table, key must be"),
         (CONTIGUOUS, {"kv_start_loc": None}, "kv_start_loc is missing; pass it, or a block_table"),
-        (CONTIGUOUS, {"kv_start_loc": i32(0, 40)}, "sequence 1 spans key rows 40 to 70, but there are 59"),
-        (CONTIGUOUS, {"kv_start_loc": i32(-1, 40)}, "sequence 0 spans key rows -1 to 19"),
+        (CONTIGUOUS, {"kv_start_loc": i32(0, 40)}, r"sequence 1 uses key rows \[40, 70\), but there are only 59 rows"),
+        (CONTIGUOUS, {"kv_start_loc": i32(-1, 40)}, r"sequence 0 uses key rows \[-1, 19\)"),
         (PAGED, {"query_start_loc": i32(0, 2)}, r"query_start_loc must be \[3\] int32 on cpu"),
         (PAGED, {"query_start_loc": torch.tensor([0, 2, 5])}, r"query_start_loc must be .* not \[3\] torch.int64"),
         (PAGED, {"query_start_loc": i32(1, 2, 5)}, "query_start_loc must begin with 0, not 1"),
         (PAGED, {"query_start_loc": i32(0, 5, 2)}, "never decrease, but sequence 1 goes from 5 to 2"),
         (PAGED, {"seq_lens": i32(20, -4)}, r"seq_lens\[1\] must not be negative, but is -4"),
-        (PAGED, {"seq_lens": i32(20, 49)}, "sequence 1 has 49 KV tokens, 4 pages of 16, but its block_table row has 3"),
+        (
+            PAGED,
+            {"seq_lens": i32(20, 49)},
+            "sequence 1 has 49 KV tokens, which take 4 pages of 16 tokens, but its block_table row has 3",
+        ),
         (
             PAGED,
             {"block_table": i32(0, 1, 9, 1, 2, 0).view(2, 3), "seq_lens": i32(33, 3)},
-            r"\[0\]\[2\] is 9, but pages",
+            r"\[0\]\[2\] is 9, but page numbers",
         ),
-        (PAGED, {"block_table": i32(0, len(PAGED.key), 1, 2).view(2, 2)}, r"\[0\]\[1\] is 6, but pages are .* 0 to 5"),
+        (
+            PAGED,
+            {"block_table": i32(0, len(PAGED.key), 1, 2).view(2, 2)},
+            r"\[0\]\[1\] is 6, but page numbers go from 0 to 5",
+        ),
         (
             PAGED,
             {"block_table": i32(0, -1, 2, 1, 2, 0).view(2, 3)},
-            r"block_table\[0\]\[1\] is -1, but pages are numbered",
+            r"block_table\[0\]\[1\] is -1, but page numbers go from 0 to",
         ),
         (PAGED, {"block_table": i32(0, 1)}, r"block_table must be \[2, 2\] int32"),
         (PAGED, {"window": (-2, 0)}, "window_left must be -1 or more, not -2"),
@@ -155,7 +163,7 @@ def test_an_empty_cache_of_sequences_without_keys() -> None:
 
 
 class TestAbi:
-    """What only other callers than our wrapper can get wrong."""
+    """Mistakes that only callers other than our wrapper can make."""
 
     FIELDS = ctypes.c_byte * ctypes.sizeof(cpu_library.AttentionArguments)
 
@@ -237,13 +245,15 @@ class TestAbi:
 
 def test_unknown_instruction_sets_are_refused() -> None:
     before = cpu.isa()
-    with pytest.raises(ValueError, match=r"instruction set sse9 is not usable here; usable: .*scalar"):
+    with pytest.raises(
+        ValueError, match=r"instruction set sse9 is not usable on this machine; choose one of: .*scalar"
+    ):
         set_isa("sse9")
     assert cpu.isa() == before
 
 
 def test_instruction_sets_come_in_the_order_of_their_speed() -> None:
-    """Where the bf16 dot product is slower than fp32 multiply-adds, which is so on Intel, it comes after them."""
+    """If the bf16 dot product is slower than fp32 multiply-adds, as on Intel, it comes after them."""
     described = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     vendor = next((value.strip() for key, value in described.items() if key.strip() == "vendor_id"), "")
     middle = ["avx512_bf16", "avx512"] if vendor == "AuthenticAMD" else ["avx512", "avx512_bf16"]
@@ -268,7 +278,7 @@ class TestLibrary:
     def test_the_instruction_set_can_be_forced(self, name: str) -> None:
         assert python("print(cpu.isa())", FASTATTENTION_CPU_ISA=name).stdout == f"{name}\n"
 
-    def test_the_fastest_instruction_set_is_taken(self) -> None:
+    def test_the_fastest_instruction_set_is_chosen(self) -> None:
         assert python("print(cpu.isa())", FASTATTENTION_CPU_ISA="").stdout == f"{cpu.usable_isas()[0]}\n"
 
     def test_an_unusable_instruction_set_stops_with_the_usable_ones(self) -> None:
@@ -291,7 +301,7 @@ class TestLibrary:
             cpu_library.library_path()
 
     def test_a_checkout_finds_the_installed_library(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """A Ray worker imports from the source tree, which holds no binary; the editable install does."""
+        """A Ray worker imports from the source tree, which has no binary. The editable install has one."""
         site = tmp_path / "site-packages"
         library = site / "fastattention_vllm" / "lib" / "libfastattention_cpu.so"
         library.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A layer's calls step after step: bit for bit what `cpu.run` and `cpu.write_kv` give for each step by itself."""
+"""A layer object called step after step gives the same bits as `cpu.run` and `cpu.write_kv` for each single step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ LAYERS: list[dict[str, Any]] = [
 
 
 def steps_of(layer: dict[str, Any], lengths: list[list[tuple[int, int]]]) -> list[AttentionProblem]:
-    """Over one cache and with one layer's slopes; all else is drawn for each step."""
+    """All steps share one cache and one layer's slopes; everything else is drawn for each step."""
     q_lens, kv_lens = zip(*max(lengths, key=lambda step: sum(-(-kv // 16) for _, kv in step)), strict=True)
     first = Case(q_lens, kv_lens, **layer).build()
     steps = []
     for step in lengths:
         built = Case(*(tuple(of) for of in zip(*step, strict=True)), **layer).build()
         table = (built.block_table % len(first.key)).to(torch.int32)  # type: ignore[operator]
-        key, value = (x.copy_(x.float().nan_to_num().to(x.dtype)) for x in (first.key, first.value))  # NaN: unused rows
+        # unused rows hold NaN
+        key, value = (x.copy_(x.float().nan_to_num().to(x.dtype)) for x in (first.key, first.value))
         same = {"key": key, "value": value, "alibi_slopes": first.alibi_slopes}
         steps.append(replace(built, block_table=table, **same))
     return steps
@@ -53,19 +54,19 @@ def test_steps(layer: dict[str, Any], lengths: list[list[tuple[int, int]]], data
     attention = LayerAttention(steps[0], torch.empty_like(steps[0].query))
     for step in data.draw(st.permutations(steps)):
         step = replace(step, causal=data.draw(st.booleans()))
-        if layer.get("kv_dtype"):  # weights may be loaded anew
+        if layer.get("kv_dtype"):  # weights may be reloaded
             step = replace(step, key_scale=data.draw(st.sampled_from([0.5, 2.0])), value_scale=0.75)
         if step.sinks is not None:
             step = replace(step, sinks=step.sinks + 1)
         padded = torch.cat([step.query, step.query[:2]])
-        out = torch.full((len(padded), 4, 128), 7.0, dtype=step.query.dtype)[..., 32:96]  # rows apart
+        out = torch.full((len(padded), 4, 128), 7.0, dtype=step.query.dtype)[..., 32:96]  # rows with gaps between them
         run(attention, replace(step, query=padded), out)
         expected, _ = cpu.run(step)
         assert torch.equal(out[: len(expected)], expected)
-        assert (out[len(expected) :] == 7.0).all(), "padding stays"
+        assert (out[len(expected) :] == 7.0).all(), "padding rows must not change"
 
 
-def test_another_dtype_or_number_of_heads_is_taken() -> None:
+def test_another_dtype_or_number_of_heads_is_accepted() -> None:
     (step,) = steps_of({}, [[(3, 20), (1, 40)]])
     attention = LayerAttention(step, torch.empty_like(step.query))
     for other in (step.query.half(), step.query.repeat(1, 2, 1)):
@@ -102,13 +103,13 @@ def test_steps_that_do_not_fit(change: dict[str, Any], out: torch.Tensor | None,
         run(attention, step, torch.empty_like(step.query) if out is None else out)
     again = torch.empty_like(SEVERAL.query)
     run(attention, SEVERAL, again)
-    assert torch.equal(again, cpu.run(SEVERAL)[0]), "the next step is as if nothing had been"
+    assert torch.equal(again, cpu.run(SEVERAL)[0]), "a refused step must not affect the next one"
 
 
 @pytest.mark.parametrize(
     "problem", [Case((2,), (9,), page_size=0).build(), Case((2, 1), (9, 3), alibi="per sequence").build()]
 )
-def test_what_only_run_takes(problem: AttentionProblem) -> None:
+def test_problems_that_only_run_supports(problem: AttentionProblem) -> None:
     with pytest.raises(ValueError, match=r"use cpu\.run for it"):
         LayerAttention(problem, torch.empty_like(problem.query))
 
@@ -128,7 +129,7 @@ def test_writes(dtype: torch.dtype, data: st.DataObject) -> None:
         of_states = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
         key, value = (
             torch.randn(len(slots) + 2, 2, width).to(of_states)[..., :64] for width in (96, 80)
-        )  # padding, too
+        )  # padding rows included
         writer.write(key, value, slots, *scales)
         cpu.write_kv(key, value, *expected, slots, *scales)
         for mine, theirs in zip(ours, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Placement: what is asked for is had where the kernel allows it, contents are not harmed, failures are sentences."""
+"""Memory placement: applied where the kernel allows it, contents are preserved, failures are clear sentences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_huge_pages = pytest.mark.skipif(why_no_huge_pages() is not None, reason=st
 
 
 def huge_bytes(address: int, size: int) -> int:
-    """``AnonHugePages`` of the mappings that touch the range."""
+    """``AnonHugePages`` of the mappings that overlap the range."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
@@ -43,7 +43,7 @@ def whole_pages(address: int, size: int) -> int:
 
 
 def scratch(size: int) -> torch.Tensor:
-    """Touched, in small pages where the kernel does not give huge ones unasked, and never zero."""
+    """Touched memory that is never zero, in small pages unless the kernel gives huge pages unasked."""
     return torch.full((size,), 7, dtype=torch.uint8)
 
 
@@ -69,7 +69,7 @@ def test_kept_memory_keeps_its_contents_and_moves_into_huge_pages() -> None:
     achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes)
     assert torch.equal(buffer, torch.arange(4 * HUGE, dtype=torch.int32))
     if tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 1):
-        pytest.skip("before Linux 6.1 pages that exist become huge ones only in the kernel's own time")
+        pytest.skip("before Linux 6.1 only the kernel decides when existing pages become huge pages")
     assert achieved.huge_bytes == whole_pages(buffer.data_ptr(), buffer.nbytes), (before, achieved.reason)
 
 
@@ -85,7 +85,7 @@ def test_odd_addresses_and_sizes_touch_nothing_else(size: int, offset: int, disc
     assert (buffer[:begin] == 7).all()
     assert (buffer[begin + size :] == 7).all()
     if whole_pages(begin - aligned, size) == 0:
-        assert achieved == cpu_memory.MemoryPlacement(0, 0, "The range holds no whole huge page.")
+        assert achieved == cpu_memory.MemoryPlacement(0, 0, "The range does not contain a whole huge page.")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_odd_addresses_and_sizes_touch_nothing_else(size: int, offset: int, disc
     ],
 )
 @pytest.mark.parametrize("discard", [True, False])
-def test_nodes_that_do_not_exist_are_a_reason_and_no_error(nodes: list[int], reason: str, discard: bool) -> None:
+def test_missing_nodes_are_reported_without_an_error(nodes: list[int], reason: str, discard: bool) -> None:
     if "1000" in reason or "Invalid" in reason:
         skip_without_mbind()
     buffer = scratch(4 * HUGE)
@@ -108,7 +108,7 @@ def test_nodes_that_do_not_exist_are_a_reason_and_no_error(nodes: list[int], rea
     assert (buffer == (0 if discard else 7)).all()
 
 
-def test_a_node_that_exists_is_had() -> None:
+def test_memory_is_placed_on_an_existing_node() -> None:
     skip_without_mbind()
     buffer = scratch(4 * HUGE)
     achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, [0], discard=True)
@@ -121,10 +121,10 @@ def skip_without_mbind() -> None:
     achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, [0])
     for refusal in ("Operation not permitted", "Function not implemented"):
         if refusal in achieved.reason:
-            pytest.skip(f"this container or kernel does not let memory be assigned to NUMA nodes: {achieved.reason}")
+            pytest.skip(f"this container or kernel does not allow assigning memory to NUMA nodes: {achieved.reason}")
 
 
-def test_calls_that_make_no_sense_are_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="address and achieved must not be null pointers"):
         cpu_memory.place_memory(0, HUGE)
     with pytest.raises(ValueError, match="bytes must not be negative, but is -1"):
@@ -133,7 +133,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 @pytest.mark.usefixtures("restore_threads")
-def test_a_forked_child_places_memory_of_its_own_and_leaves_its_parents_alone() -> None:
+def test_a_forked_child_places_only_its_own_memory() -> None:
     cpu.set_num_threads(3)
     buffer = scratch(4 * HUGE)
     pid = os.fork()

@@ -1,6 +1,6 @@
-"""The kernels' NEON build against float64, cross-compiled and run by an emulator. Not hardware.
+"""The NEON build of the kernels against float64, cross-compiled and run in an emulator. Not run on hardware.
 
-Needs `apt-get install g++-aarch64-linux-gnu qemu-user`; skipped without.
+Needs `apt-get install g++-aarch64-linux-gnu qemu-user`; skipped otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCES += ["kernel_scalar", "kernel_neon"]
 
 pytestmark = [
     pytest.mark.more,
-    pytest.mark.timeout(1800),  # of which compiling is half a minute on a quiet machine
+    pytest.mark.timeout(1800),  # compiling takes half a minute of this on a quiet machine
     pytest.mark.skipif(
         shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None or sys.byteorder != "little",
         reason=f"needs {COMPILER} and {EMULATOR}: apt-get install g++-aarch64-linux-gnu qemu-user",
@@ -58,7 +58,7 @@ CASES |= {
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the flags of the shipped build, but -O2."""
+    """Build with the flags of the shipped library, except for -O2."""
     built = tmp_path_factory.mktemp("neon") / "neon_runner"
     flags = ["-std=c++17", "-O2", "-DNDEBUG", "-fno-math-errno", "-ffp-contract=fast", "-static", "-pthread"]
     sources = [str(KERNELS / "src" / f"{name}.cpp") for name in SOURCES]
@@ -69,7 +69,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Laid:
-    """A problem in a file: the struct and all that it points to, by offsets. Both machines lay structs out alike."""
+    """A problem in a file: the struct and everything it points to, as offsets.
+
+    Both machines have the same struct layout.
+    """
 
     def __init__(self, problem: AttentionProblem, path: Path) -> None:
         self.path = path
@@ -94,11 +97,11 @@ class Laid:
         for name, kind in struct._fields_:
             if kind is ctypes.c_void_p and getattr(struct, name):
                 setattr(struct, name, moved(getattr(struct, name)))
-        room = bytearray(offset)
-        room[: ctypes.sizeof(struct)] = bytes(struct)
+        memory = bytearray(offset)
+        memory[: ctypes.sizeof(struct)] = bytes(struct)
         for begin, size in storages.items():
-            room[begins[begin] : begins[begin] + size] = ctypes.string_at(begin, size)
-        path.write_bytes(room)
+            memory[begins[begin] : begins[begin] + size] = ctypes.string_at(begin, size)
+        path.write_bytes(memory)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         begin = self.begins[tensor.data_ptr()]
@@ -113,7 +116,7 @@ def test_neon_equals_float64(runner: Path, tmp_path: Path, monkeypatch: pytest.M
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.split() == ["neon", "of", "neon,scalar"]
-    monkeypatch.setattr(cpu, "isa", lambda: "neon")  # which rounds nothing but the output
+    monkeypatch.setattr(cpu, "isa", lambda: "neon")  # this one rounds nothing but the output
     for (name, problem), one in zip(problems.items(), laid, strict=True):
         try:
             assert_matches(problem, one.read(one.out), one.read(one.lse), attention(problem))

@@ -28,7 +28,7 @@ def threads(restore_threads: None) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_every_byte_is_read_once(words: numpy.ndarray, method: roofline.ReadMethod) -> None:
-    """Pages of many sizes, from one word to more than a thread's turn; between them words that no one may read."""
+    """Pages of many sizes, from one word to more than a thread's share; the words between them must not be read."""
     rng = numpy.random.default_rng(1)
     sizes = [1, 2, 31, 32, 33, 127, 128, 129, 1000, 8192, 150_000, *rng.integers(1, 900, 200).tolist()]
     starts, at = [], 0
@@ -59,7 +59,7 @@ def test_nothing_to_read() -> None:
         ([8], [8], roofline.ReadMethod(prefetch_bytes=-1), "prefetch_bytes"),
     ],
 )
-def test_what_cannot_be_read(pages: list[int], sizes: list[int], method: roofline.ReadMethod, said: str) -> None:
+def test_invalid_pages_are_refused(pages: list[int], sizes: list[int], method: roofline.ReadMethod, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         roofline.PageReader(pages, sizes).read(method)
 
@@ -82,7 +82,7 @@ def test_fp32_fma_is_always_there() -> None:
 
 
 def test_an_unknown_peak() -> None:
-    with pytest.raises(ValueError, match=r"fp64_fma is not usable here; usable: .*fp32_fma"):
+    with pytest.raises(ValueError, match=r"fp64_fma cannot be measured on this machine; choose one of: .*fp32_fma"):
         roofline.peak("fp64_fma", 1)
     with pytest.raises(ValueError, match="iterations"):
         roofline.peak("fp32_fma", 0)
@@ -90,7 +90,7 @@ def test_an_unknown_peak() -> None:
 
 @pytest.mark.parametrize("kind", roofline.peak_kinds())
 def test_attention_after_a_peak(kind: str) -> None:
-    """Registers are left as they were found, AMX tiles too."""
+    """The measurement leaves registers as they were, including AMX tiles."""
     query = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)
     before = fast_attn_func(query, query, query, causal=True)
     roofline.peak(kind, 100)

@@ -1,4 +1,4 @@
-"""An attention in two calls: the same bits as in one, whatever the caller and other threads do between them."""
+"""Attention split into two calls gives the same bits as one call, whatever runs between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMPTY = Case((), ())
 
 @contextmanager
 def started(problem: AttentionProblem) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Its result, to be read once the block is left."""
+    """The result of the started call, to be read after the block."""
     out = torch.zeros_like(problem.query)
     lse = torch.zeros(out.shape[:2])
     running = cpu.start(problem, out, lse)
@@ -51,7 +51,7 @@ def test_the_pool_computes_while_the_caller_does_something_else() -> None:
         deadline = time.monotonic() + 60
         while not torch.equal(result[0], expected[0]) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert torch.equal(result[0], expected[0]), "nobody computed before the caller came back"
+        assert torch.equal(result[0], expected[0]), "nothing was computed before the caller came back"
 
 
 def test_meanwhile_other_threads_wait_and_this_one_is_refused() -> None:
@@ -68,7 +68,7 @@ def test_meanwhile_other_threads_wait_and_this_one_is_refused() -> None:
             lambda: cpu.set_num_threads(3),
             cpu.measure_wake,
         ):
-            with pytest.raises(ValueError, match="finish the attention that this thread has started first"):
+            with pytest.raises(ValueError, match="this thread has started attention and must finish it first"):
                 call()
         assert not found
     thread.join()
@@ -77,10 +77,10 @@ def test_meanwhile_other_threads_wait_and_this_one_is_refused() -> None:
     assert_same_bits(run(problem), expected[0])
 
 
-def test_only_who_started_may_finish() -> None:
+def test_only_the_starting_thread_may_finish() -> None:
     problem = CASE.build()
     never = cpu.Running(problem, problem.query, None)
-    with pytest.raises(ValueError, match="this thread has started no attention"):
+    with pytest.raises(ValueError, match="this thread has not started attention, so it cannot finish it"):
         never.finish()
     refused: list[str] = []
 
@@ -94,7 +94,7 @@ def test_only_who_started_may_finish() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert refused == ["this thread has started no attention."]
+    assert refused == ["this thread has not started attention, so it cannot finish it."]
 
 
 def test_a_start_that_is_refused_needs_no_finish() -> None:
@@ -105,7 +105,7 @@ def test_a_start_that_is_refused_needs_no_finish() -> None:
     bad = Case((1,), (5,)).build()
     assert bad.block_table is not None
     bad.block_table.fill_(10**6)
-    with pytest.raises(ValueError, match="block_table"):  # by the library
+    with pytest.raises(ValueError, match="block_table"):  # raised by the library
         cpu.start(bad, torch.empty_like(bad.query))
     assert_same_bits(run(problem), expected)
 

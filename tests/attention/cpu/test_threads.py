@@ -1,4 +1,4 @@
-"""Threads change the speed and nothing else: not a bit of the result, across pool sizes, callers and forks."""
+"""The number of threads changes the speed but no bit of the result, across pool sizes, callers and forks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from tests.attention.oracle import Case
 
 pytestmark = pytest.mark.usefixtures("restore_threads")
 
-# Prefill blocks, decode splits with merges, and short sequences, in one batch.
+# Prefill blocks, decode splits with merges, and short sequences in one batch.
 CASE = Case((1, 200, 20, 1), (9000, 500, 4000, 30), num_heads=8, num_kv_heads=2, dtype=torch.bfloat16, sinks=5.0)
-# Row blocks grow with the rows of their own sequence alone. Where a window begins depends on them, so bits would too.
+# Row blocks depend only on the rows of their own sequence. The start of a window depends on the block, and so do the
+# bits.
 MANY_ROWS = Case((200, 400), (1000, 1500), 128, 64, head_size=16, dtype=torch.bfloat16, window=(300, -1))
 FP16 = replace(CASE, num_heads=16, dtype=torch.float16)
 
@@ -84,7 +85,7 @@ def test_callers_from_several_threads_take_turns() -> None:
     callers = [threading.Thread(target=caller, args=(index,)) for index in range(4)]
     for thread in callers:
         thread.start()
-    for count in (2, 5, 1, 4):  # resizing waits for its turn too
+    for count in (2, 5, 1, 4):  # resizing also waits for its turn
         cpu.set_num_threads(count)
     for thread in callers:
         thread.join()
@@ -92,7 +93,7 @@ def test_callers_from_several_threads_take_turns() -> None:
 
 
 def test_writes_and_attention_from_several_threads(isa: str) -> None:
-    """Each caller fills a part of the cache: in one call that the pool shares, then again in calls too small for it."""
+    """Each caller fills a part of the cache: in one call that the pool shares, then again in many small calls."""
     cpu.set_num_threads(3)
     problem = CASE.build()
     expected = run(problem)
@@ -137,20 +138,20 @@ def test_calls_after_the_workers_went_to_sleep() -> None:
 
 @pytest.mark.parametrize("threads", [2, 5])
 def test_every_thread_of_the_pool_is_woken(threads: int) -> None:
-    """More threads than one wakes by itself: those that it woke must wake the rest."""
+    """More threads than one thread wakes by itself, so the woken threads must wake the rest."""
     cpu.set_num_threads(threads)
     for pause in (0.0, 0.02):
         threading.Event().wait(pause)
-        # None: a thread did not come within a second, as on a busy machine now and then.
+        # None: a thread did not arrive within a second, which happens on busy machines.
         seconds = next((found for _ in range(60) if (found := cpu.measure_wake()) is not None), None)
-        assert seconds is not None, "a thread never came"
+        assert seconds is not None, "a thread never woke up"
         assert seconds > 0
     cpu.set_num_threads(1)
     assert cpu.measure_wake() == 0
 
 
 def alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Forks; the child computes and resizes its pool. A child that hangs is killed by its alarm."""
+    """Fork; the child computes and resizes its pool. An alarm kills a child that hangs."""
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's handler would wait for the hung call to return
@@ -167,7 +168,7 @@ def alive_in_child(problem: AttentionProblem, expected: tuple[torch.Tensor, torc
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_forked_child_computes_with_a_pool_of_its_own() -> None:
+def test_a_forked_child_computes_with_its_own_pool() -> None:
     cpu.set_num_threads(4)
     problem = CASE.build()
     expected = run(problem)
@@ -221,7 +222,7 @@ problem = CASE.build()
         "asleep": "run(problem); time.sleep(0.05)",
         "computing": "\n".join(
             [
-                # No torch operator in the loop: torch aborts any process that ends while a daemon thread is in one.
+                # No torch operator in the loop: torch aborts any process that exits while a daemon thread runs one.
                 "out = problem.query.clone()",
                 "def forever():",
                 "    while True: cpu.run(problem, out)",
@@ -282,7 +283,7 @@ def wait_for(condition):
 
 
 def test_each_worker_is_pinned_to_one_cpu_and_the_caller_stays_where_it_is() -> None:
-    """vLLM binds a worker's main thread to its first CPU; the pool must not crowd there with it."""
+    """vLLM binds a worker's main thread to its first CPU, so no pool thread may be pinned to the same one."""
     code = """
 os.sched_setaffinity(0, allowed[:1])
 from fastattention_vllm.attention.cpu import kernels as cpu
@@ -339,13 +340,13 @@ wait_for(lambda: status("voluntary_ctxt_switches") != before[0])
 @pytest.mark.parametrize(
     ("count", "cpus", "message"),
     [
-        (0, None, "num_threads must lie between 1 and 4096, but is 0."),
-        (5000, None, "num_threads must lie between 1 and 4096, but is 5000."),
+        (0, None, "num_threads must be between 1 and 4096, not 0."),
+        (5000, None, "num_threads must be between 1 and 4096, not 5000."),
         (1, [100_000], "CPU 100000 is offline or outside this process's cpuset"),
         (1, [0, 100_000], "CPU 100000 is offline"),
-        (2, [-1], "there is no CPU -1."),
+        (2, [-1], "cpus contains -1, which is not a CPU number."),
         (2, [100_000], "CPU 100000 is offline or outside this process's cpuset"),
-        (2, [100_000, 0], "CPU 100000 is offline"),  # the caller's, to which no worker would be pinned
+        (2, [100_000, 0], "CPU 100000 is offline"),  # the caller's CPU, to which no worker would be pinned
     ],
 )
 def test_impossible_pools_are_refused_and_the_old_one_stays(count: int, cpus: list[int] | None, message: str) -> None:

@@ -13,7 +13,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def to_cache(rows: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """What a cache of that dtype holds of ``rows``: torch's rounding, and for fp8 the largest number as the bound."""
+    """The value that a cache of that dtype stores for ``rows``: torch's rounding, limited to fp8's largest number."""
     if dtype not in FP8:
         return rows.to(dtype)
     largest = torch.finfo(dtype).max
@@ -43,7 +43,7 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(
 ) -> None:
     random = torch.Generator().manual_seed(num_tokens + page_size)
     blocks = -(-num_tokens // page_size) + 1
-    # Keys and values as vLLM hands them over: parts of one projection, more rows than slots.
+    # Keys and values as vLLM passes them: slices of one projection, with more rows than slots.
     qkv = torch.randn(num_tokens + 2, 6, head_size, generator=random).to(dtype)
     key, value = qkv[:, 2:4], qkv[:, 4:6]
     slots = torch.randperm(blocks * page_size, generator=random)[:num_tokens]
@@ -60,7 +60,7 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(
 
 
 def _interesting(dtype: torch.dtype) -> torch.Tensor:
-    """All 65536 values of a 16-bit dtype; for fp32 the same spread over all exponents, with every rounding case."""
+    """All 65536 values of a 16-bit dtype. For fp32, as many spread over all exponents, with every rounding case."""
     bits = torch.arange(1 << 16, dtype=torch.int32)
     if dtype != torch.float32:
         return bits.to(torch.int16).view(dtype)
@@ -80,7 +80,7 @@ def test_casts_round_as_torch_does_for_every_value(isa: str, dtype: torch.dtype,
     for written in (key_cache[0], value_cache[0]):
         torch.testing.assert_close(written.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
         assert torch.equal(written.float().signbit()[~rows.isnan()], rows.signbit()[~rows.isnan()])
-    if kv_dtype == dtype:  # bit for bit, NaN payloads included
+    if kv_dtype == dtype:  # equal bit for bit, including NaN payloads
         width = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(key_cache[0].view(width), rows.view(width))
 
@@ -89,10 +89,10 @@ def test_casts_round_as_torch_does_for_every_value(isa: str, dtype: torch.dtype,
     ("kv_dtype", "largest", "half_way"), [(FP8[0], 448.0, 464.0), (FP8[1], 57344.0, 61440.0)], ids=str
 )
 @pytest.mark.parametrize("head_size", [8, 64])
-def test_what_is_too_large_for_fp8_becomes_its_largest_number(
+def test_values_too_large_for_fp8_become_its_largest_number(
     isa: str, kv_dtype: torch.dtype, largest: float, half_way: float, head_size: int
 ) -> None:
-    """Also from half-way to the number that would come next, where rounding alone leads to NaN or infinity."""
+    """This includes values from half-way to the next number on, which plain rounding turns into NaN or infinity."""
     values = [largest, half_way, half_way + 1, 2 * largest, 3e38, math.inf, math.nan, 1.0]
     rows = torch.tensor(values).repeat(head_size // 8).view(1, 1, head_size)
     key_cache, value_cache = caches("NHD", 1, 1, 1, head_size, kv_dtype)
@@ -122,7 +122,7 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slot_mapping": torch.tensor([0, 32])}, r"slot_mapping\[1\] is 32, but the cache has 32 slots"),
+        ({"slot_mapping": torch.tensor([0, 32])}, r"slot_mapping\[1\] is 32, but the cache has only 32 slots"),
         ({"slot_mapping": torch.tensor([0, 1], dtype=torch.int32)}, "slot_mapping must be a contiguous int64 vector"),
         ({"slot_mapping": torch.arange(4)}, "slot_mapping has 4 tokens, but key has only 3"),
         ({"value": torch.zeros(3, 2, 32)}, r"value must be \[3, 2, 64\]"),
@@ -148,7 +148,7 @@ def test_no_tokens() -> None:
         ({"key": torch.zeros(3, 64, 2).transpose(1, 2)}, "key must be contiguous in its last dimension"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+def test_writes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "key": torch.zeros(3, 2, 64),
         "value": torch.zeros(3, 2, 64),

@@ -1,4 +1,4 @@
-"""What the launcher reads of compiled images, without any: nothing is compiled for tests that do not run kernels."""
+"""Gives the launcher a manifest without any images, so that tests that run no kernels need not compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel launches that run on the simulated V100, in this process's own memory: the launcher's code, without a GPU."""
+"""Kernel launches on the simulated V100, on this process's own memory, so the launcher runs without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPILED = {describe(variant)["name"]: variant for variant in VARIANTS}
 
 
 def describe_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every folder seems to have a manifest of all kernels: nothing is compiled for it."""
+    """Make every folder appear to have a manifest of all kernels, without compiling anything."""
     ours = [launch.Variant(**describe(one)) for one in VARIANTS]  # type: ignore[arg-type]
     table = {(one.kind, one.head_size, one.adjusted, one.cache, one.architecture): one for one in ours}
     monkeypatch.setattr(volta, "_described", lambda folder: table)
@@ -30,11 +30,11 @@ def describe_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class SimulatedKernel:
-    """In the place of ``cuda_driver.Kernel``."""
+    """Replaces ``cuda_driver.Kernel``."""
 
     variant: Variant
     grids: list[tuple[str, tuple[int, int, int]]]
-    """Of all launches so far, shared by all kernels."""
+    """All launches so far, shared by all kernels."""
 
     def launch(
         self,
@@ -54,7 +54,7 @@ class SimulatedKernel:
 
 
 def addresses(parameters: ctypes.Structure) -> list[int]:
-    """All fields of 64 unsigned bits, in structures within too."""
+    """All fields of 64 unsigned bits, including those of nested structures."""
     found = []
     for name, kind in parameters._fields_:  # type: ignore[misc]
         value = getattr(parameters, name)
@@ -66,8 +66,10 @@ def addresses(parameters: ctypes.Structure) -> list[int]:
 
 
 def mapping_of(address: int) -> tuple[int, int]:
-    """The stretch of this process's memory that it lies in: neighbours that differ in what the kernel was advised of
-    them, as parts of the heap may, are one."""
+    """The mapped range of this process's memory that contains the address.
+
+    Adjacent mappings that differ only in their madvise flags, as parts of the heap may, count as one.
+    """
     found: tuple[int, int] | None = None
     for line in Path("/proc/self/maps").read_text().splitlines():
         where, permissions = line.split(maxsplit=2)[:2]
@@ -80,12 +82,12 @@ def mapping_of(address: int) -> tuple[int, int]:
             break
         found = begin, end
     if found is None or not found[0] <= address < found[1]:
-        raise AssertionError(f"{address:#x} is no memory of this process that may be written")
+        raise AssertionError(f"{address:#x} is not writable memory of this process")
     return found
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int]]]:
-    """From now on launches are simulated; returns the list that their grids go to."""
+    """Simulate all further launches; returns the list to which their grids are appended."""
     grids: list[tuple[str, tuple[int, int, int]]] = []
     describe_kernels(monkeypatch)
     monkeypatch.setattr(volta, "_kernel", lambda variant: SimulatedKernel(COMPILED[variant.name], grids))

@@ -1,5 +1,4 @@
-"""Images of the Volta kernels that do not belong to this code are never loaded, and the launcher's structures are the
-header's."""
+"""Images of the Volta kernels from other code are never loaded, and the launcher's structs match the header's."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ FIX = r"; run `make volta`, or reinstall the wheel\.$"
 
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the images of one variant, sources of its own, and a driver that must not be asked by default."""
+    """A folder with the images of one variant, separate sources, and a driver that must not be called by default."""
     folder, sources = tmp_path / "images", tmp_path / "src"
     folder.mkdir()
     shutil.copytree(volta_images.SOURCES, sources)
@@ -48,7 +47,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(suffix: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What reaches the driver."""
+    """Load the image through a fake driver; returns what reaches the driver."""
     given: list[bytes] = []
     monkeypatch.setattr(cuda_driver, "load", lambda image, name, shared: given.append(image))
     volta._loaded.__wrapped__(volta._variant("decode", 64), suffix)
@@ -56,7 +55,7 @@ def launched(suffix: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("suffix", ["cubin", "ptx"])
-def test_images_as_they_were_compiled_are_loaded(suffix: str, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_images_are_loaded_unchanged(suffix: str, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched(suffix, monkeypatch) == [f"decode_d64.sm_70.{suffix}\0".encode()]
     manifest = json.loads((images / MANIFEST).read_text())
     assert manifest["compiler"] == "NVRTC 12.9"
@@ -65,8 +64,8 @@ def test_images_as_they_were_compiled_are_loaded(suffix: str, images: Path, monk
     )
 
 
-def test_images_that_nobody_asks_for_may_be_missing(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy for newer GPUs has the PTX alone, under the whole manifest."""
+def test_unused_images_may_be_missing(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for newer GPUs has only the PTX, with the whole manifest."""
     (images / FILES[0]).unlink()
     assert launched("ptx", monkeypatch)
     with pytest.raises(ImageError, match=rf"not built: there is no .*/{re.escape(FILES[0])}{FIX}"):
@@ -141,12 +140,12 @@ def test_images_of_other_code_are_not_loaded(
     assert not given
 
 
-def test_a_wheel_has_no_sources_to_compare(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_without_sources_is_not_compared(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(volta_images, "SOURCES", images / "none")
     assert launched("ptx", monkeypatch)
 
 
-def test_the_start_ends_in_a_sentence(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_images_stop_the_start_with_one_sentence(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(images, "another structure")
     config = SimpleNamespace(additional_config={})
     monkeypatch.setattr(backend_volta, "get_current_vllm_config", lambda: config)
@@ -159,14 +158,14 @@ def test_the_start_ends_in_a_sentence(images: Path, monkeypatch: pytest.MonkeyPa
         volta.target.cache_clear()
 
 
-def test_nothing_is_built(images: Path) -> None:
+def test_missing_images_are_reported(images: Path) -> None:
     for path in images.iterdir():
         path.unlink()
     with pytest.raises(ImageError, match=rf"not built: there is no {images}/manifest\.json{FIX}"):
         volta._variant("decode", 64)
 
 
-def test_the_launcher_reads_what_was_built(images: Path) -> None:
+def test_the_launcher_reads_the_built_images(images: Path) -> None:
     read = volta._variant("decode", 64)
     assert read == Variant(**variants.describe(VARIANT))
     assert (read.threads, read.rows, read.shared_bytes) == (VARIANT.threads, VARIANT.rows, VARIANT.shared_bytes)
@@ -178,12 +177,12 @@ def test_the_launcher_reads_what_was_built(images: Path) -> None:
 
 
 class Wider(ctypes.Structure):
-    """Split with one more number."""
+    """``Split`` with one more field."""
 
     _fields_ = [*volta_kernels.Split._fields_, ("more", ctypes.c_int64)]  # type: ignore[misc]
 
 
-def test_a_launcher_with_another_structure_takes_no_images(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_with_other_structures_loads_no_images(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Wider.__name__ = "Split"
     others = [one for one in volta_kernels.STRUCTURES if one is not volta_kernels.Split]
     monkeypatch.setattr(volta_kernels, "STRUCTURES", (*others, Wider))
@@ -192,7 +191,7 @@ def test_a_launcher_with_another_structure_takes_no_images(images: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", volta_kernels.CONSTANTS)
-def test_a_launcher_with_another_workspace_takes_no_images(
+def test_a_launcher_with_another_workspace_loads_no_images(
     name: str, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(volta_kernels.CONSTANTS, name, 2 * volta_kernels.CONSTANTS[name])
@@ -200,7 +199,7 @@ def test_a_launcher_with_another_workspace_takes_no_images(
         volta._variant("decode", 64)
 
 
-def test_the_constants_are_what_the_functions_go_by() -> None:
+def test_the_constants_are_those_that_the_functions_use() -> None:
     constants = volta_kernels.CONSTANTS
     assert volta_kernels.part_length(1, 1) == constants["shortest_part"]
     assert volta_kernels.part_length(constants["max_parts"] * constants["longest_part"], 1) == constants["longest_part"]
@@ -213,13 +212,13 @@ def test_the_constants_are_what_the_functions_go_by() -> None:
 
 
 @pytest.mark.parametrize("field", ["short one;", "Other one;", "int one[4];", "double one;"])
-def test_a_header_that_is_not_understood_ends_the_build(field: str) -> None:
+def test_an_unparsable_header_stops_the_build(field: str) -> None:
     with pytest.raises(ValueError, match=r"^One has a field .*: '(short|Other|int|double) one"):
         build_manifest.structures(f"struct One {{\n  {field}\n}};")
 
 
 def fields_of(header: str) -> dict[str, list[str]]:
-    """Of each structure in a C++ header, its fields in their order."""
+    """The fields of each structure in a C++ header, in order."""
     header = re.sub(r"//[^\n]*", "", header)
     found = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\n?\};", header, re.DOTALL):
@@ -228,8 +227,8 @@ def fields_of(header: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_launchers_structures_are_the_headers(tmp_path: Path) -> None:
-    """Names and order as they are written there, offsets and sizes as a C++ compiler has them."""
+def test_the_launchers_structures_equal_the_headers(tmp_path: Path) -> None:
+    """Names and order as in the header; offsets and sizes as a C++ compiler computes them."""
     header = volta_images.SOURCES / "problem.h"
     names = fields_of(header.read_text())
     ours = {structure.__name__: volta_kernels.layout(structure) for structure in volta_kernels.STRUCTURES}

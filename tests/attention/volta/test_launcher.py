@@ -1,4 +1,4 @@
-"""What the launcher of the V100's kernels refuses and says, on a machine without a GPU."""
+"""Refusals and messages of the V100 kernels' launcher, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP16 = torch.float16
 
 
 class OnGpu:
-    """A tensor that says it lies on a GPU: nothing here reads its elements."""
+    """A tensor that claims to be on a GPU. Nothing here reads its elements."""
 
     device = torch.device("cuda", 0)
 
@@ -86,14 +86,14 @@ REFUSED: list[tuple[AttentionProblem, str]] = [
 
 
 @pytest.mark.parametrize(("problem", "said"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_the_kernels_cannot_compute(problem: AttentionProblem, said: str) -> None:
-    """``can_run`` says it, ``run`` raises it."""
+def test_unsupported_problems_are_refused(problem: AttentionProblem, said: str) -> None:
+    """``can_run`` returns the reason; ``run`` raises it."""
     with pytest.raises(ValueError, match=said) as refusal:
         volta.run(problem)
     assert volta.can_run(problem) == str(refusal.value)
 
 
-def test_caches_that_are_not_written() -> None:
+def test_writes_into_unsupported_caches_are_refused() -> None:
     key, cache, slots = torch.zeros(2, 2, 64, dtype=FP16), torch.zeros(1, 16, 2, 64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(
         ValueError,
@@ -109,13 +109,13 @@ CAN = [PROBLEM, CONTIGUOUS, Case((2, 3), (20, 30), dtype=FP16, **FP8).build()]
 
 
 @pytest.mark.parametrize("problem", CAN, ids=["pages", "no pages", "fp8"])
-def test_what_they_can(problem: AttentionProblem) -> None:
+def test_supported_problems_are_accepted(problem: AttentionProblem) -> None:
     assert volta.can_run(on_gpu(problem)) is None
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test chooses ends with it."""
+    """The choice made by a test ends with the test."""
     yield
     monkeypatch.undo()
     volta._asked = "auto"
@@ -138,7 +138,7 @@ TARGETS = [
 def test_kernels_that_are_not_built(
     capability: tuple[int, int], kernels: str, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each GPU has its own, and newer ones the PTX of either."""
+    """Each GPU has its own kernels; newer GPUs can use the PTX of either."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(volta, "IMAGES", tmp_path)
     variant = variants.decode(64, architecture=volta.choose(kernels).architecture)
@@ -155,8 +155,8 @@ def test_kernels_of_a_newer_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         volta.choose("ptx-sm_75")
 
 
-def test_turings_kernels_fit_turing() -> None:
-    """64 KiB of shared memory and 1024 threads for all CTAs of an SM."""
+def test_kernels_for_turing_fit_its_limits() -> None:
+    """All CTAs of an SM share 64 KiB of shared memory and 1024 threads."""
     for variant in variants.VARIANTS:
         if variant.architecture == volta_kernels.TURING:
             assert variant.shared_bytes * variant.ctas_per_sm <= 64 << 10, variant
@@ -184,7 +184,7 @@ def test_a_workspace_has_room_for_all_decoding_sequences() -> None:
 
 
 class Driver:
-    """Answers each call with the status it is given, 0 by default, and keeps what it was called with."""
+    """A fake driver: returns the status set for each call (0 by default) and records the arguments."""
 
     def __init__(self, **statuses: int) -> None:
         self.statuses = statuses
@@ -235,7 +235,7 @@ def test_a_module_that_does_not_load(statuses: dict[str, int], said: str, monkey
         cuda_driver.load(b"", "k", 90000)
 
 
-def test_only_much_shared_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_shared_memory_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch)
     cuda_driver.load(b"", "k", 48 << 10)
     assert "cuFuncSetAttribute" not in [name for name, *_ in driver.calls]
@@ -256,7 +256,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert volta_kernels.AttentionParams.from_address(arguments[0]).scale == 0.5
 
 
-def test_a_launch_of_nothing_and_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_launch_and_a_failing_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch, cuLaunchKernel=701)
     kernel = Kernel("k", ctypes.c_void_p(5), ctypes.c_void_p(6))
     kernel.launch((3, 0, 1), (128, 1, 1), 0, volta_kernels.AttentionParams(), 0)

@@ -1,4 +1,4 @@
-"""The backend's own steps, without an engine: cache write, attention over the cache, padding, refusals."""
+"""The backend's steps without an engine: cache write, attention over the cache, padding, refusals."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_write_then_attend_equals_sdpa_and_leaves_padding_alone(kind: str) -> No
         start += n
     assert (output[tokens:] == 42.0).all()
     written = keys_before_values(cache, HEAD_SIZE)[0]
-    assert int((~written.isnan()).sum()) == tokens * KV_HEADS * HEAD_SIZE, "only the given slots are written"
+    assert int((~written.isnan()).sum()) == tokens * KV_HEADS * HEAD_SIZE, "only the given slots may be written"
 
 
-def test_another_cache_may_be_bound_later() -> None:
-    """Each in turn, read first and written first: always the one that is given."""
+def test_another_cache_can_be_bound_later() -> None:
+    """Each cache is bound in turn, in one case read first, in the other written first; the given one is always used."""
     impl, layer = FastAttentionImpl(HEADS, HEAD_SIZE, 1.0, KV_HEADS), torch.nn.Module()
     query, states = torch.randn(1, HEADS, HEAD_SIZE), torch.randn(2, 1, KV_HEADS, HEAD_SIZE)
     caches = [kv_caches.empty_cache(kv_caches.kinds()[0], 3, BLOCK, KV_HEADS, HEAD_SIZE) for _ in range(2)]
@@ -82,7 +82,7 @@ def test_another_cache_may_be_bound_later() -> None:
 
 @pytest.mark.parametrize("kind", kv_caches.kinds())
 @pytest.mark.parametrize("kv_cache_dtype", support.FP8_CACHES)
-def test_an_fp8_cache_is_bytes_read_and_written_with_the_layers_scales(kind: str, kv_cache_dtype: str) -> None:
+def test_an_fp8_cache_is_read_and_written_with_the_layers_scales(kind: str, kv_cache_dtype: str) -> None:
     dtype = support.FP8_CACHES[kv_cache_dtype]
     torch.manual_seed(0)
     cache = kv_caches.empty_cache(kind, 4, BLOCK, KV_HEADS, HEAD_SIZE)
@@ -114,7 +114,7 @@ def test_an_fp8_cache_is_bytes_read_and_written_with_the_layers_scales(kind: str
     torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=1e-5)
 
 
-def test_an_encoder_keeps_no_cache_whose_dtype_or_scales_would_matter() -> None:
+def test_an_encoder_ignores_cache_dtype_and_scales() -> None:
     states = torch.randn(5, HEADS, HEAD_SIZE)
     metadata = FastAttentionMetadata(
         query_start_loc=torch.tensor([0, 5], dtype=torch.int32),
@@ -142,7 +142,7 @@ def test_profiling_runs_without_metadata_give_zeros() -> None:
     assert not output.any()
 
 
-def test_metadata_is_cut_to_the_real_requests() -> None:
+def test_metadata_is_truncated_to_the_real_requests() -> None:
     common = CommonAttentionMetadata(
         query_start_loc=torch.tensor([0, 2, 5, 5], dtype=torch.int32),
         query_start_loc_cpu=torch.tensor([0, 2, 5, 5], dtype=torch.int32),
@@ -171,12 +171,12 @@ def test_metadata_is_cut_to_the_real_requests() -> None:
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
     ],
 )
-def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, object], named: str) -> None:
+def test_a_layer_with_unsupported_features_is_refused(asked: dict[str, object], named: str) -> None:
     with pytest.raises(Refusal, match=named):
         FastAttentionImpl(HEADS, HEAD_SIZE, 1.0, KV_HEADS, **asked)  # type: ignore[arg-type]
 
 
-def test_a_cpu_that_cannot_be_used_stops_the_start_with_the_variable_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_cpu_stops_the_start_and_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(binding.THREADS_BIND, "0,100000")
     monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: SimpleNamespace(local_rank=0))
     with pytest.raises(Refusal, match=r"CPU 100000 is offline .* VLLM_CPU_OMP_THREADS_BIND, or unset it\."):
@@ -184,9 +184,7 @@ def test_a_cpu_that_cannot_be_used_stops_the_start_with_the_variable_to_change(m
 
 
 @pytest.mark.parametrize(("rank", "ranks", "threads"), [(0, 1, 5), (1, 2, 3)])
-def test_threads_that_float_are_pinned_nowhere(
-    rank: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unbound_threads_are_not_pinned(rank: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setenv(binding.THREADS_BIND, "nobind")
     monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(5)))

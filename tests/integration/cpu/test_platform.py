@@ -1,4 +1,4 @@
-"""The platform's own decisions, without an engine."""
+"""Decisions of the platform, without an engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.cpus import physical_cpus
 
@@ -44,30 +45,48 @@ class TestBinding:
     def test_a_second_engine_of_the_process_is_bound_anew(self) -> None:
         assert [len(self.bound(ranks)) for ranks in (1, 2, 1)] == [1, 2, 1]
 
-    def test_a_quota_below_the_cpus_binds_none(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """All containers of a host would choose the same first ones."""
+    def test_a_quota_below_the_number_of_cpus_binds_no_thread(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Otherwise all containers of a host would choose the same first CPUs."""
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1008)))
         monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
         (tmp_path / "cpu.max").write_text("300000 100000\n")
         assert self.bound(1) == ["nobind"]
-        assert self.bound(2) == ["nobind"], "again, by a second engine"
+        assert self.bound(2) == ["nobind"], "a second engine must do the same"
         (tmp_path / "cpu.max").write_text("800000 100000\n")
         assert self.bound(1) == [",".join(map(str, range(1000, 1008)))]
 
-    def test_what_the_user_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("reserved", [1, 3])
+    def test_reserved_cpus_stay_free(self, monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
+        monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(10, 18)))
+        monkeypatch.setattr(topology, "quota_is_smaller", lambda: False)
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", str(reserved))
+        assert self.bound(1) == [",".join(map(str, range(10, 18 - reserved)))]
+        assert ",".join(self.bound(2)) == ",".join(map(str, range(10, 18 - reserved)))
+
+    @pytest.mark.parametrize("reserved", [-1, 8, 100])
+    def test_reserving_every_cpu_is_refused(self, monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
+        monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(8)))
+        monkeypatch.setattr(topology, "quota_is_smaller", lambda: False)
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", str(reserved))
+        with pytest.raises(Refusal, match=f"VLLM_CPU_NUM_OF_RESERVED_CPU={reserved} is not between 0 and 7"):
+            self.bound(1)
+
+    def test_a_binding_set_by_the_user_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_BIND, "0|0")
         assert self.bound(2) == ["0", "0"]
 
-    def test_auto_is_ours_to_resolve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_platform_resolves_auto(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_BIND, "auto")
         assert len(self.bound(2)) == 2
 
     @pytest.mark.parametrize("bind", ["auto", "0"])
     @pytest.mark.parametrize(("asked", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-    def test_openmp_threads_sleep_between_their_turns(
+    def test_openmp_threads_sleep_between_parallel_regions(
         self, bind: str, asked: str | None, policy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whoever chose the CPUs: the attention pool is on the same ones."""
+        """This holds whoever chose the CPUs, because the attention pool runs on the same ones."""
         import os
 
         monkeypatch.setenv(THREADS_BIND, bind)
@@ -85,14 +104,14 @@ class TestBinding:
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, str(cpu_linear.PRIMITIVES)), ("7", "7")])
 @pytest.mark.parametrize("name", cpu_linear.PRIMITIVE_CACHES)
-def test_a_worker_bounds_what_onednn_remembers(
+def test_a_worker_limits_onednns_primitive_cache(
     name: str, asked: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before its first linear layer; what the user set stays."""
+    """The limit is set before the first linear layer. A value set by the user is kept."""
     import os
 
     for each in cpu_linear.PRIMITIVE_CACHES:
-        monkeypatch.setenv(each, "")  # so that it is put back
+        monkeypatch.setenv(each, "")  # so that it is restored
     monkeypatch.delenv(name)
     if asked:
         monkeypatch.setenv(name, asked)
@@ -113,7 +132,7 @@ def test_another_backend_is_refused_rather_than_replaced() -> None:
         Platform.get_attn_backend_cls(AttentionBackendEnum.TRITON_ATTN, None)
 
 
-def test_a_vllm_with_kernels_of_its_own_keeps_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_with_compiled_kernels_keeps_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "has_compiled_cpu_ops", lambda: True)
     assert not Platform._uses_fastattention(None)
     assert Platform._uses_fastattention(compat.ensure_backend_member())
@@ -129,7 +148,7 @@ def test_compiling_without_python_headers_is_refused(monkeypatch: pytest.MonkeyP
         Platform._check_compiler(config)
 
 
-def test_gpus_are_told_that_there_is_no_kernel_for_them() -> None:
+def test_the_cpu_backend_does_not_claim_gpus() -> None:
     from vllm.platforms.interface import DeviceCapability
 
     from fastattention_vllm.integration.cpu.backend import FastAttentionBackend

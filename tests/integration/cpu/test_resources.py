@@ -32,7 +32,7 @@ class TestKvBytes:
     def test_default_is_4_gib(self) -> None:
         assert kv_bytes_per_rank(None, self.SIZE, 1024, 0, 1) == 4 * GIB
 
-    def test_the_weights_come_first(self) -> None:
+    def test_memory_for_the_weights_is_reserved_first(self) -> None:
         assert kv_bytes_per_rank(None, self.SIZE, 1024, 12 * GIB, 1) == 1 * GIB
 
     def test_an_automatic_length_is_never_refused(self) -> None:
@@ -45,7 +45,7 @@ class TestKvBytes:
         assert "--max-model-len" not in str(caught.value)
         assert "0.10 MiB" in str(caught.value)
 
-    def test_the_variable_is_named_where_it_was_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_refusal_names_the_variable_that_set_the_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         with pytest.raises(Refusal, match=r"VLLM_CPU_KVCACHE_SPACE 1 is 1\.00 GiB.*raise VLLM_CPU_KVCACHE_SPACE"):
             kv_bytes_per_rank(GIB, self.SIZE, 16 * 2048, 0, 1)
@@ -53,7 +53,7 @@ class TestKvBytes:
     def test_default_is_shared_by_the_ranks(self) -> None:
         assert kv_bytes_per_rank(None, self.SIZE, 1024, 0, 2) == 2 * GIB
 
-    def test_a_long_request_may_take_up_to_half_of_what_is_free(self) -> None:
+    def test_a_long_request_may_take_up_to_half_of_the_free_memory(self) -> None:
         tokens = 16 * (6 * GIB // self.BLOCK)
         assert kv_bytes_per_rank(None, self.SIZE, tokens, 0, 1) == 6 * GIB + self.BLOCK
 
@@ -61,7 +61,7 @@ class TestKvBytes:
         assert kv_bytes_per_rank(10 * GIB, self.SIZE, 1024, 0, 1) == 10 * GIB
 
     @pytest.mark.parametrize(("requested", "tokens"), [(None, 16 * 9000), (64 << 20, 1024)])
-    def test_what_does_not_fit_is_refused_with_the_length_that_does(self, requested: int | None, tokens: int) -> None:
+    def test_a_length_that_does_not_fit_is_refused_with_one_that_does(self, requested: int | None, tokens: int) -> None:
         with pytest.raises(Refusal, match="--max-model-len") as caught:
             kv_bytes_per_rank(requested, self.SIZE, tokens, 0, 1)
         fits = int(str(caught.value).split("--max-model-len ")[1].split()[0])

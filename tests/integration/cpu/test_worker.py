@@ -1,4 +1,4 @@
-"""The KV cache of a real engine lies in huge pages, and one line of the log says where it lies."""
+"""The KV cache of a real engine is in huge pages, and one log line says where it is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.reference_models import llama, save_random
 
 
 @needs_huge_pages
-def test_the_kv_cache_of_an_engine_lies_in_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []  # not by a handler: vLLM configures logging anew as it starts
+def test_the_kv_cache_of_an_engine_is_in_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []  # not collected by a handler, because vLLM reconfigures logging when it starts
     monkeypatch.setattr(cpu_worker.logger, "info", lambda text, *values, **named: lines.append(text % values))
     with engine(save_random(llama(4, 2, 64), tmp_path / "model"), kv_cache_memory_bytes=64 << 20) as llm:
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

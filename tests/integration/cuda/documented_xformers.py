@@ -1,4 +1,4 @@
-"""What xformers 0.0.34 says that it computes, in PyTorch on any device."""
+"""xformers 0.0.34 as its documentation defines it, in PyTorch on any device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Mask:
-    """xformers.ops.fmha.attn_bias.BlockDiagonalMask and what it makes of itself, as documented in 0.0.34."""
+    """xformers.ops.fmha.attn_bias.BlockDiagonalMask and the masks derived from it, as documented in 0.0.34."""
 
     q_lens: list[int]
     kv_lens: list[int]
@@ -28,8 +28,11 @@ class Mask:
         return replace(self, causal=True, window=window_size)
 
     def materialize(self, shape: tuple[int, int]) -> torch.Tensor:
-        """0 and minus infinity, ``[queries, keys]``. A query whose distance from the final query is X cannot attend to
-        a key whose distance to the final key is less than X, or X + window_size or more."""
+        """0 and minus infinity, ``[queries, keys]``.
+
+        A query at distance X from the final query cannot attend to a key whose distance to the final key is less than
+        X, or X + window_size or more.
+        """
         found = torch.full(shape, -torch.inf)
         row = column = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):

@@ -1,4 +1,4 @@
-"""Which steps of vLLM's FlashAttention are cut into blocks of rows, with its metadata of every supported version."""
+"""Which FlashAttention steps are split into blocks of rows, with the metadata of every supported vLLM version."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ FIELDS = {
     "0.32.0": f"{BASE} {CONTEXT_PARALLEL} {SCHEDULE} {SPLIT} {PREFIX}",
     "0.33.0": f"{BASE} {CONTEXT_PARALLEL} {SCHEDULE} {SPLIT} {PREFIX}",
 }
-"""Of FlashAttentionMetadata, as vLLM's sources have them."""
+"""The fields of FlashAttentionMetadata in vLLM's sources, by version."""
 NUMBERS = f"{SPLIT} max_dcp_context_kv_len common_prefix_len rswa_window".split()
 TOKENS = 8
 STARTS = torch.arange(TOKENS + 1, dtype=torch.int32)
 
 
 def others(version: str) -> list[str]:
-    """What a block would have to have of its own, and has not."""
+    """Fields that would have to differ in each block, but do not."""
     return sorted(set(FIELDS[version].split()) - {*CUT, *ALIKE})
 
 
 def metadata_of(version: str, lengths: torch.Tensor, **changes: Any) -> Any:
-    """As vLLM leaves it of a step that has nothing but requests."""
+    """The metadata that vLLM builds for a step that contains only requests."""
     names = FIELDS[version].split()
     unset = {name: 0 if name in NUMBERS else None for name in names}
     if "use_cascade" in names:
@@ -63,7 +63,7 @@ COMMON: Any = SimpleNamespace(num_reqs=TOKENS, query_start_loc_cpu=STARTS, query
 
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of four rows."""
+    """Split steps into blocks of four rows."""
     blocks = row_parallel.AttentionBlocks(None, lambda rows: (4, 4))  # type: ignore[arg-type]
     monkeypatch.setattr(row_parallel, "_attention_blocks", blocks)
 
@@ -75,7 +75,7 @@ def builder(monkeypatch: pytest.MonkeyPatch, made: Any) -> BlockedMetadataBuilde
 
 @pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize("version", FIELDS)
-def test_plain_steps_are_cut(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_steps_are_split(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = torch.arange(100, 100 + TOKENS, dtype=torch.int32)
     made = metadata_of(version, lengths)
     found = builder(monkeypatch, made).build(0, COMMON)
@@ -89,8 +89,8 @@ def test_plain_steps_are_cut(version: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize(("version", "name"), [(version, name) for version in FIELDS for name in others(version)])
-def test_steps_with_more_than_requests_stay_whole(version: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What describes requests or tokens would be that of the whole step in each block."""
+def test_steps_with_additional_metadata_are_not_split(version: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each block, such fields would describe the requests or tokens of the whole step."""
     value: Any = 1 if name in NUMBERS else torch.zeros(TOKENS, dtype=torch.int32)
     made = metadata_of(version, STARTS[1:], **{name: True if name == "use_cascade" else value})
     assert not hasattr(builder(monkeypatch, made).build(0, COMMON), "row_blocks")
@@ -98,8 +98,8 @@ def test_steps_with_more_than_requests_stay_whole(version: str, name: str, monke
 
 @pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize("causal", [False, torch.ones(TOKENS, dtype=torch.int32)], ids=["not", "per request"])
-def test_steps_that_are_not_causal_as_a_whole_stay_whole(causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention computes either as vLLM asks it to."""
+def test_steps_that_are_not_entirely_causal_are_not_split(causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention computes both as vLLM requests them."""
     made = metadata_of("0.33.0", STARTS[1:], causal=causal)
     assert not hasattr(builder(monkeypatch, made).build(0, COMMON), "row_blocks")
 
@@ -107,7 +107,7 @@ def test_steps_that_are_not_causal_as_a_whole_stay_whole(causal: Any, monkeypatc
 @pytest.mark.usefixtures("tiled")
 @pytest.mark.parametrize("version", FIELDS)
 def test_a_captured_graph_reads_what_a_later_step_writes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks have lengths of their own, which would stay those of the capture."""
+    """Blocks have separate lengths, which would stay those of the capture."""
     lengths = torch.ones(TOKENS, dtype=torch.int32)
     captured = builder(monkeypatch, metadata_of(version, lengths)).build_for_cudagraph_capture(COMMON)
     lengths.copy_(torch.tensor([300, 17, 599, 40, 5, 6, 7, 8]))
@@ -119,8 +119,7 @@ def test_a_captured_graph_reads_what_a_later_step_writes(version: str, monkeypat
 
 
 def test_the_installed_versions_fields_are_known() -> None:
-    """A new one describes requests or tokens, or it does not: then it belongs to ``ALIKE``. Either way it is recorded
-    here."""
+    """A new field must be recorded here. If it does not describe requests or tokens, it also belongs in ``ALIKE``."""
     installed = {field.name for field in dataclasses.fields(FlashAttentionMetadata)}
-    assert installed in [set(fields.split()) for fields in FIELDS.values()], "FIELDS does not know this version"
+    assert installed in [set(fields.split()) for fields in FIELDS.values()], "FIELDS must contain this version"
     assert {*CUT, *ALIKE} <= installed

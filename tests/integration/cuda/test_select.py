@@ -1,4 +1,4 @@
-"""Which backend it is on which NVIDIA GPU."""
+"""The choice of backend by NVIDIA GPU and option."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOLTA, FLASH = "FastAttentionVoltaBackend", "FastAttentionFlashBackend"
 def test_the_gpu_and_the_option_choose(
     capability: tuple[int, int], asked: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a config, vLLM asks outside of an engine: the GPU alone decides."""
+    """Without a config, vLLM asks outside of an engine, and the GPU alone decides."""
     config = SimpleNamespace(additional_config={"fastattention": {"volta_kernels": asked}})
     monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: None if asked is None else config)
     monkeypatch.setattr(current_platform, "get_device_capability", lambda *_: DeviceCapability(*capability))
@@ -38,6 +38,6 @@ def test_the_gpu_and_the_option_choose(
     assert found.__name__ == expected
 
 
-def test_nothing_else_is_in_the_module() -> None:
+def test_the_module_has_no_other_attribute() -> None:
     with pytest.raises(AttributeError, match="other"):
         backend_cuda.other  # noqa: B018

@@ -1,4 +1,4 @@
-"""The backend of old GPUs between vLLM's metadata and the simulated V100: no GPU, but vLLM's own classes."""
+"""The backend for old GPUs, with vLLM's own metadata classes and the simulated V100 instead of a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kernels.volta.attention import TOLERANCE
 
 HEADS, KV_HEADS, SIZE, PAGE = 8, 2, 64, 16
 WIDTH = 40
-"""Of vLLM's block table, whatever the step's requests."""
+"""Columns of vLLM's block table, independent of the step's requests."""
 CPU = torch.device("cpu")
 
 
@@ -62,7 +62,7 @@ def case(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **changes: Any) -> A
 
 
 def slots(problem: AttentionProblem) -> torch.Tensor:
-    """Where the new tokens' keys and values belong."""
+    """The slots for the new tokens' keys and values."""
     assert problem.block_table is not None
     found = []
     for seq, kv_len in enumerate(problem.seq_lens.tolist()):
@@ -91,11 +91,11 @@ def common(problem: AttentionProblem) -> CommonAttentionMetadata:
 
 
 LAYER = SimpleNamespace(_k_scale_float=0.5, _v_scale_float=2.0)
-"""What vLLM leaves at a layer whose cache is fp8."""
+"""The attributes that vLLM sets on a layer with an fp8 cache."""
 
 
 def attend(problem: AttentionProblem, metadata: Any, impl: Any) -> torch.Tensor:
-    """Through the layer: the new keys and values are not in the cache yet."""
+    """Run the layer. The new keys and values are not in the cache yet."""
     cache = problem.key._base
     assert cache is not None
     cache = cache.clone()
@@ -103,7 +103,7 @@ def attend(problem: AttentionProblem, metadata: Any, impl: Any) -> torch.Tensor:
     pages, rows = where // PAGE, where % PAGE
     new = [part[pages, rows].clone() for part in (problem.key, problem.value)]
     cache[pages, :, rows] = torch.full((), float("nan")).to(cache.dtype)
-    if cache.dtype != torch.float16:  # new keys and values come in fp16, and vLLM says of caches that they are bytes
+    if cache.dtype != torch.float16:  # new keys and values come in fp16, and vLLM declares such caches as bytes
         scales = (problem.key_scale, problem.value_scale)
         new = [(part.float() * scale).half() for part, scale in zip(new, scales, strict=True)]
         cache = cache.view(torch.uint8)
@@ -122,11 +122,11 @@ def check(problem: AttentionProblem, found: torch.Tensor) -> None:
     real = int(problem.query_start_loc[-1])
     expected, _ = oracle.attention(problem)
     assert float((found[:real].double() - expected[:real]).abs().max()) < TOLERANCE
-    assert (found[real:] == 7).all(), "padding was touched"
+    assert (found[real:] == 7).all(), "padding must not be touched"
 
 
 def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of up to 2 tokens, with 4 query heads per KV head, decode; the others are in a launch of their own."""
+    """With 4 query heads per KV head, requests of up to 2 tokens use the decode kernel; others get another launch."""
     grids = simulated_gpu.use(monkeypatch)
     problem = case((1, 2, 1, 20, 5), (200, 33, 1, 20, 70), padding=3)
     metadata = builder().build(0, common(problem))
@@ -140,7 +140,7 @@ def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_of_a_server_that_speculates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of up to 4 tokens decode, those without proposals too; they see no later token of their own step."""
+    """Requests of up to 4 tokens decode, also without proposals. No token sees later tokens of its own step."""
     grids = simulated_gpu.use(monkeypatch)
     problem = case((4, 1, 3, 20, 5), (200, 33, 70, 20, 70), padding=3)
     metadata = builder(**SPECULATION).build(0, common(problem))
@@ -153,7 +153,7 @@ def test_a_step_of_a_server_that_speculates(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_answer_does_not_depend_on_what_others_have_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: one kernel decodes all requests of a server that speculates, whatever is in the step."""
+    """Equal bit for bit: one kernel decodes all requests of a server that speculates, whatever is in the step."""
     simulated_gpu.use(monkeypatch)
     mixed, speculating = case((1, 4), (300, 70)), builder(**SPECULATION)
     assert mixed.block_table is not None
@@ -181,7 +181,7 @@ def test_a_captured_graph_of_a_server_that_speculates(monkeypatch: pytest.Monkey
 
 
 def test_more_short_prompts_than_the_workspace_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is measured for decoding requests; prompts with as few rows as the wide kernel takes run in prefill then."""
+    """The workspace is sized for decoding requests. Prompts with as few rows then run in the prefill kernel."""
     grids = simulated_gpu.use(monkeypatch)
     problem = case((6, 8), (300, 50))
     found = builder()
@@ -195,14 +195,14 @@ def test_more_short_prompts_than_the_workspace_has_room_for(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
 def test_fp8_caches(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the layer's scales."""
+    """Scaled by the layer's scales."""
     simulated_gpu.use(monkeypatch)
     problem = case((1, 9), (100, 50), kv_dtype=dtype, key_scale=0.5, value_scale=2.0)
     check(problem, attend(problem, builder().build(0, common(problem)), layer(kv_cache_dtype=name)))
 
 
-def test_caches_that_the_kernels_do_not_read() -> None:
-    """The rest are those that the backend does not list, which vLLM refuses: int8_per_token_head for one."""
+def test_unsupported_caches_are_refused() -> None:
+    """vLLM itself refuses the dtypes that the backend does not list, such as int8_per_token_head."""
     cache = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["3"], calculate_kv_scales=False)
     with pytest.raises(Refusal, match=r"--kv-cache-dtype-skip-layers 3\) is not supported: .* or fp8_e5m2\."):
         backend_volta.VoltaMetadataBuilder(None, ["layer"], config(cache_config=cache), CPU)
@@ -211,8 +211,8 @@ def test_caches_that_the_kernels_do_not_read() -> None:
     assert not any(map(accepted, ("bfloat16", "int8_per_token_head", "fp8_per_token_head", "nvfp4")))
 
 
-def test_a_chunk_behind_a_long_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few CTAs: the keys are cut into parts, whose sums are in the builder's workspace."""
+def test_keys_of_a_chunk_after_a_long_context_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are few CTAs, so the keys are split into parts, whose sums are in the builder's workspace."""
     grids = simulated_gpu.use(monkeypatch)
     problem = case((10,), (590,))
     metadata = builder().build(0, common(problem))
@@ -221,7 +221,7 @@ def test_a_chunk_behind_a_long_context_is_cut(monkeypatch: pytest.MonkeyPatch) -
     assert grids[1:] == [("fa_volta_prefill", (4 * KV_HEADS, 1, 1)), ("fa_volta_combine", (40, KV_HEADS, 1))]
 
 
-def test_more_new_tokens_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_new_tokens_than_the_grid_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     grids = simulated_gpu.use(monkeypatch)
     problem = case((20,), (200,))
     out = torch.empty(20, HEADS, SIZE, dtype=torch.float16)
@@ -248,8 +248,8 @@ def test_a_layers_own_features(changes: dict[str, Any], asked: dict[str, Any], m
     check(problem, attend(problem, builder().build(0, common(problem)), layer(**changes)))
 
 
-def test_blocks_of_rows_for_the_layer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full form of tiling-AllReduce: each block is all there, and told of, before the next one begins."""
+def test_blocks_of_rows_for_the_following_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full form of tiling-AllReduce: each block is complete, and announced, before the next one begins."""
     grids = simulated_gpu.use(monkeypatch)
     problem = case((1, 2, 30, 9), (200, 33, 30, 70), padding=3)
     told: list[tuple[Any, ...]] = []
@@ -272,7 +272,7 @@ def test_blocks_of_rows_for_the_layer_behind(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("tokens", "causal"), [((1, 2), True), ((20, 30), False)])
-def test_steps_that_are_not_cut(tokens: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_not_split(tokens: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     following = SimpleNamespace(of=lambda rows: (rows,) if rows < 16 else (rows - 8, 8))
     monkeypatch.setattr(backend_volta.row_parallel, "attention_blocks", lambda: following)
     step = common(case(tokens, (40, 40)))
@@ -280,8 +280,8 @@ def test_steps_that_are_not_cut(tokens: tuple[int, ...], causal: bool, monkeypat
     assert not builder().build(0, step).blocks
 
 
-def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata of the capture, and of a later step's build() only its buffers: the replay reads the later step."""
+def test_the_buffers_of_a_captured_graph_are_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the metadata of the capture, and only the buffers of a later build(): the replay reads the later step."""
     grids = simulated_gpu.use(monkeypatch)
     capturing = builder()
     captured = capturing.build_for_cudagraph_capture(common(case((1, 1, 1), (1, 1, 1))))
@@ -292,8 +292,8 @@ def test_what_a_captured_graph_reads_is_refreshed(monkeypatch: pytest.MonkeyPatc
     assert ("fa_volta_decode", (KV_HEADS, 3, 5)) in grids
 
 
-def test_builders_get_what_a_layer_has_reserved() -> None:
-    """So that it counts in vLLM's profile, and layers of several builders have one; a larger head size wants more."""
+def test_builders_share_the_workspace_that_a_layer_reserved() -> None:
+    """The layer reserves it, so that vLLM's profile counts it. Builders share it; a larger head size needs more."""
     reserved = backend_volta.workspace(config(), SIZE, CPU)
     assert builder().workspace is builder().workspace is reserved
     assert reserved.numel() == volta.partial_floats(SIZE, HEADS // KV_HEADS, KV_HEADS, 6, 600)
@@ -302,14 +302,14 @@ def test_builders_get_what_a_layer_has_reserved() -> None:
     assert volta.partial_floats(SIZE, HEADS // KV_HEADS, KV_HEADS, 6, 600, speculated=3) >= decoding
 
 
-def test_the_profiling_run_attends_to_nothing() -> None:
+def test_the_profiling_run_returns_zeros() -> None:
     out = torch.full((3, HEADS, SIZE), 7.0)
     empty = torch.empty(0)
     assert (layer().forward(None, empty, empty, empty, empty, None, out) == 0).all()
 
 
 def test_the_fast_prefill_of_layers_that_share_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--kv-sharing-fast-prefill: vLLM's own class around ours, of each request the last token alone."""
+    """--kv-sharing-fast-prefill: vLLM's own class wraps ours and computes only the last token of each request."""
     simulated_gpu.use(monkeypatch)
     problem = case((1, 20, 9), (100, 20, 70))
     last = problem.query_start_loc[1:] - 1
@@ -332,7 +332,7 @@ def test_chunks_of_attention_are_refused() -> None:
 
 
 class OnGpu:
-    """Sinks that say they lie on a GPU; numbers on the host are to be had by copying them alone."""
+    """Sinks that claim to be on a GPU; their values can only be copied to the host."""
 
     device = torch.device("cuda", 0)
     dtype = torch.float32
@@ -349,8 +349,8 @@ class OnGpu:
         return self if torch.device(device).type == "cuda" else self.numbers
 
 
-def test_a_host_layers_sinks_reach_the_cpu() -> None:
-    """GPT-OSS: weights lie on the GPU, the CPU computes its part of the layer."""
+def test_a_host_layers_sinks_are_copied_to_the_cpu() -> None:
+    """GPT-OSS: the weights are on the GPU, and the CPU computes its part of the layer."""
     sinks = torch.linspace(-1, 1, HEADS)
     expected = replace(case((1, 9), (100, 50)), sinks=sinks)
     impl = layer(sinks=OnGpu(sinks))
@@ -360,7 +360,7 @@ def test_a_host_layers_sinks_reach_the_cpu() -> None:
     out, _ = cpu.run(problem)
     assert float((out.double() - oracle.attention(expected)[0]).abs().max()) < TOLERANCE
     query = SimpleNamespace(device=OnGpu.device)
-    assert impl.problem(LAYER, **dict.fromkeys(names[1:]), query=query).sinks is impl.sinks, "the GPU's part"
+    assert impl.problem(LAYER, **dict.fromkeys(names[1:]), query=query).sinks is impl.sinks, "must be the GPU's part"
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])

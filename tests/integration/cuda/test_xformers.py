@@ -1,7 +1,7 @@
-"""volta_fallback: between vLLM's metadata and xformers, without a GPU.
+"""volta_fallback between vLLM's metadata and xformers, without a GPU.
 
-xformers computes on GPUs only, so its documented equivalent in PyTorch computes here (documented_xformers.py). Masks
-are xformers' own where it is installed, and written after its documentation elsewhere.
+xformers computes only on GPUs, so this runs its documented equivalent in PyTorch (documented_xformers.py). Masks are
+xformers' own where it is installed, and written after its documentation elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def case(dtype: torch.dtype, size: int, q_lens: tuple[int, ...], kv_lens: tuple[
 
 
 def through_the_layer(problem: AttentionProblem, **changes: Any) -> torch.Tensor:
-    """The new keys and values are not in the cache yet, and one slot is padding."""
+    """Run the layer. The new keys and values are not in the cache yet, and one slot is padding."""
     size = problem.head_size
     metadata = backend_xformers.XformersMetadataBuilder(
         SimpleNamespace(block_size=PAGE), ["layer"], config(), CPU
@@ -76,7 +76,7 @@ def check(problem: AttentionProblem, found: torch.Tensor) -> None:
     expected, _ = oracle.attention(problem)
     relative, absolute = oracle.OUTPUT_TOLERANCE[problem.query.dtype]
     torch.testing.assert_close(found[:real].double(), expected[:real], rtol=relative, atol=absolute)
-    assert (found[real:] == 7).all(), "padding was touched"
+    assert (found[real:] == 7).all(), "padding must not be touched"
 
 
 @pytest.mark.usefixtures("installed")
@@ -89,7 +89,7 @@ def test_a_step_of_decoding_requests_and_prompts(dtype: torch.dtype, size: int, 
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_encoder_sees_this_step_s_tokens_in_both_directions() -> None:
+def test_an_encoder_attends_in_both_directions() -> None:
     problem = case(torch.float16, 320, (5, 20), (5, 20), causal=False)
     tokens = slots(problem)
     key, value = (part[tokens // PAGE, tokens % PAGE] for part in (problem.key, problem.value))
@@ -109,7 +109,7 @@ def test_a_window_needs_causal_sequences() -> None:
         xformers.bias([3], [3], causal=False, window=4)
 
 
-# --- who is chosen ---------------------------------------------------------------------------------------------------
+# --- choice of the backend -------------------------------------------------------------------------------------------
 
 
 def model(dtype: torch.dtype, head_size: int, **options: Any) -> Any:
@@ -131,14 +131,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch, vllm_config: Any, installed: str | N
     return str(backend_cuda.chosen().__name__)
 
 
-def test_our_kernels_run_whatever_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_kernels_are_preferred_to_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({}, {"volta_fallback": "xformers"}):
         assert chosen(monkeypatch, model(torch.float16, 128, **options), None) == "FastAttentionVoltaBackend"
     assert chosen(monkeypatch, None) == "FastAttentionVoltaBackend"
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 320), (torch.float32, 128)])
-def test_xformers_runs_only_if_it_is_asked_for(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xformers_runs_only_if_requested(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = model(dtype, size, volta_fallback="xformers")
     assert chosen(monkeypatch, asked) == "FastAttentionXformersBackend"
     with pytest.raises(Refusal, match=r"Volta kernels (need|support) .*install xformers and pass .*volta_fallback"):
@@ -149,7 +149,7 @@ def test_xformers_runs_only_if_it_is_asked_for(dtype: torch.dtype, size: int, mo
         chosen(monkeypatch, model(dtype, size, volta_fallback="xformers", host_kv_layers=4))
 
 
-def test_it_is_said_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_xformers_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(xformers, "version", lambda: "0.0.34")
     monkeypatch.setattr(
@@ -174,12 +174,12 @@ def test_it_is_said_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"sliding_window": 4, "attn_type": "encoder_only"}, "a window on both sides"),
     ],
 )
-def test_what_it_cannot_do_is_refused(feature: dict[str, Any], named: str) -> None:
+def test_features_that_xformers_does_not_support_are_refused(feature: dict[str, Any], named: str) -> None:
     with pytest.raises(Refusal, match=f"use {named}, which volta_fallback: xformers does not support"):
         backend_xformers.FastAttentionXformersImpl(HEADS, 64, 0.125, KV_HEADS, **feature)
 
 
-def test_what_the_backend_tells_vllm() -> None:
+def test_claims_of_the_xformers_backend() -> None:
     backend = backend_xformers.FastAttentionXformersBackend
     assert backend.supports_head_size(320)
     assert not backend.supports_head_size(260)

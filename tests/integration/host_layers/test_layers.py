@@ -1,6 +1,6 @@
-"""Real engines whose layers' KV cache lies partly in a pool of our own, against Hugging Face transformers.
+"""Real engines with the KV cache of some layers in our own pool, against Hugging Face transformers.
 
-The machine has no GPU: the pool lies in the same memory as vLLM's own cache, but everything else is as beside one.
+The machine has no GPU, so the pool is in the same memory as vLLM's own cache. Everything else is as with a GPU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.integration.test_models import core_first
 from tests.integration.test_speculation import NGRAM
 from tests.reference_models import Answer, hugging_face_answers, random_prompts, save_random
 
-# One token, around block, window and chunk borders; more requests than run at once.
+# One token, and lengths around block, window and chunk borders; more requests than run at once.
 LENGTHS = (1, 15, 17, 47, 48, 49, 64, 65, 130, 300)
 LAYERS = 4
 PAGE = 2 * 16 * 2 * 64 * 4
-"""Bytes of one block of one layer of :func:`llama`."""
+"""Bytes per block of one layer of :func:`llama`."""
 KV_BYTES = 12 << 20
 
 
@@ -74,14 +74,14 @@ def num_blocks(llm: LLM) -> int:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts come up in many parts; a share of any size is worth it."""
+    """Contexts are fetched in many parts, and streaming is worth it for any share."""
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 3 * PAGE)
     monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []  # not by a handler: vLLM configures logging anew as it starts
+    lines: list[str] = []  # not collected by a handler, because vLLM reconfigures logging when it starts
     monkeypatch.setattr(host_layers.logger, "info", lambda text, *values, **named: lines.append(text % values))
     return lines
 
@@ -106,9 +106,9 @@ def expected(model: Path, prompts: list[list[int]]) -> list[Answer]:
 def test_tokens_and_logprobs_equal_hugging_face(
     count: int, model: Path, prompts: list[list[int]], expected: list[Answer], log: list[str]
 ) -> None:
-    """And the same memory on the device has room for more: it holds the other layers only.
+    """The same device memory also holds more blocks, because it only holds the other layers.
 
-    Once more with the device at work on the first third of every context beside the CPU.
+    A second run streams the first third of every context to the device while the CPU computes the rest.
     """
     with small_blocks(model, kv_cache_memory_bytes=KV_BYTES, **host(count)) as llm:
         layers = host_layers_of(llm)
@@ -125,27 +125,27 @@ def test_tokens_and_logprobs_equal_hugging_face(
     assert table.split(" host ")[0].strip() == indices_text(layers.placement.host)
 
 
-def test_no_host_layers_are_the_default_and_may_be_asked_for(model: Path) -> None:
+def test_no_host_layers_by_default_and_on_request(model: Path) -> None:
     for changes in ({}, host(0), host([]), host("auto")):
         with small_blocks(model, kv_cache_memory_bytes=KV_BYTES, **changes) as llm:
             assert host_layers.find(llm.llm_engine.vllm_config) is None
             assert num_blocks(llm) == KV_BYTES // (LAYERS * PAGE)
 
 
-def test_graphs_are_not_those_of_other_host_layers(
+def test_graphs_of_other_host_layers_are_not_reused(
     model: Path,
     prompts: list[list[int]],
     expected: list[Answer],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A compiled graph leaves out the cache update of host layers; all starts look for it in one directory."""
+    """A compiled graph omits the cache update of host layers, and all engines share one graph cache directory."""
     monkeypatch.setattr("vllm.envs.VLLM_CACHE_ROOT", str(tmp_path), raising=False)
     for layers in ([1], [2, 3]):
         with small_blocks(model, enforce_eager=False, **host(layers)) as llm:
             assert host_layers_of(llm).placement.host == tuple(layers)
             check(generate(llm, prompts), expected)
-    assert any(path.is_file() for path in tmp_path.rglob("*")), "nothing was compiled to be mistaken for another"
+    assert any(path.is_file() for path in tmp_path.rglob("*")), "nothing was compiled that could be reused"
 
 
 MODELS: dict[str, tuple[Callable[[], PretrainedConfig], int | list[int]]] = {
@@ -163,7 +163,7 @@ MODELS: dict[str, tuple[Callable[[], PretrainedConfig], int | list[int]]] = {
 def test_every_kind_of_layer_equals_hugging_face(
     name: str, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows, soft caps, sinks, ALiBi, caches that layers share; contexts come up in parts of 4 blocks or fewer."""
+    """Windows, soft caps, sinks, ALiBi and shared caches; contexts are fetched in parts of up to 4 blocks."""
     make, wanted = MODELS[name]
     model = save_random(make(), tmp_path)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", 4 * PAGE)
@@ -178,8 +178,8 @@ def test_every_kind_of_layer_equals_hugging_face(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", core_first(["fp8_e4m3", "fp8_e5m2"], ["fp8_e4m3"]))
-def test_an_fp8_cache_holds_the_same_in_either_place(kv_cache_dtype: str, model: Path) -> None:
-    """To the last bit, whatever the scales: test_fp8_kv_cache compares the engine without host layers with torch."""
+def test_an_fp8_cache_gives_the_same_answers_in_both_places(kv_cache_dtype: str, model: Path) -> None:
+    """Equal to the last bit for any scales. test_fp8_kv_cache compares the engine without host layers with torch."""
     answers = {}
     for layers in (0, 3):
         for scales in ((0.25, 0.125), (1.0, 1.0))[: 1 if layers else 2]:
@@ -190,7 +190,7 @@ def test_an_fp8_cache_holds_the_same_in_either_place(kv_cache_dtype: str, model:
                     assert host_layers_of(llm).pool.caches  # type: ignore[union-attr]
                 answers[layers, scales] = answers_of(generate(llm, random_prompts(FP8_LENGTHS)))
     assert answers[3, (0.25, 0.125)] == answers[0, (0.25, 0.125)]
-    assert answers[0, (0.25, 0.125)] != answers[0, (1.0, 1.0)], "the scales must show"
+    assert answers[0, (0.25, 0.125)] != answers[0, (1.0, 1.0)], "the scales must change the answers"
 
 
 def answers_of(outputs: Sequence[Any]) -> list[Answer]:
@@ -203,8 +203,8 @@ def answers_of(outputs: Sequence[Any]) -> list[Answer]:
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("block_size", [8, 24, 128])
-def test_prefixes_are_served_from_either_cache(block_size: int, model: Path) -> None:
-    """From earlier requests, and from one that computes them in the very same step; by the CPU alone or by both."""
+def test_prefixes_are_served_from_both_caches(block_size: int, model: Path) -> None:
+    """Prefixes come from earlier requests or from one in the same step, with the CPU alone or with both."""
     shared = random_prompts([256], seed=7)[0]
     prompts = [shared + tail for tail in random_prompts([3, 40, 90, 1], seed=8)]
     answers = hugging_face_answers(model, prompts, MAX_TOKENS)
@@ -223,7 +223,7 @@ def test_prefixes_are_served_from_either_cache(block_size: int, model: Path) -> 
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_prefix_that_another_request_computes_in_the_same_step(model: Path) -> None:
-    """One computes many tokens and one a few, or the other way about: the device and the CPU wait for each other."""
+    """One computes many tokens and one a few, in either order, so the device and the CPU wait for each other."""
     long, short = random_prompts([256, 8], seed=12)
     steps = [[[*long, 5], [*long, 6]], [short, short + random_prompts([60], seed=13)[0]]]
     arguments = {"enable_prefix_caching": True, "block_size": 8, "max_num_batched_tokens": 1024}
@@ -252,7 +252,7 @@ def test_preemption_recomputes_to_the_same_answers(model: Path) -> None:
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("name", core_first(["llama", "gemma2"], ["llama"]))
 def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
-    """Several new tokens of a request at once, some of which are taken back."""
+    """Several new tokens of a request at once, some of which are rejected."""
     model = save_random({"llama": reference.llama(4, 2, 64), "gemma2": reference.gemma2()}[name], tmp_path)
     prompts = [part * 4 for part in random_prompts([5, 17, 33])]
     answers = hugging_face_answers(model, prompts, 40)
@@ -262,7 +262,7 @@ def test_ngram_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
         check(generate(llm, prompts, max_tokens=40), answers)
         drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
-    assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: nothing was tested"
+    assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: both are needed"
 
 
 def test_the_host_budget_limits_the_blocks_and_the_log_says_so(
@@ -290,8 +290,8 @@ def test_a_budget_too_small_for_one_request_is_refused_with_the_length_that_fits
         pass
 
 
-def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list[str]) -> None:
-    """From the rates at which their KV will be read, by the CPU alone or by both; nothing where none were measured."""
+def test_the_log_predicts_the_time_that_host_layers_add_per_token(model: Path, log: list[str]) -> None:
+    """It uses the measured rates of reading KV, by the CPU alone or by both; without rates it predicts nothing."""
     with small_blocks(model, **host(3)) as llm:
         layers = host_layers_of(llm)
         assert not [line for line in log if "Prediction" in line]
@@ -305,7 +305,7 @@ def test_the_log_predicts_what_host_layers_add_to_a_token(model: Path, log: list
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_an_automatic_length_fits_the_host_budget(asked: bool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked for, or half of what is free, of which there is less once the engine has started."""
+    """The budget is the configured one, or half of the free memory, which shrinks once the engine has started."""
     pool = int(30.5 * 2 * PAGE)
     free = iter([1 << 30, KV_BYTES + 2 * pool])
     if not asked:
@@ -319,7 +319,7 @@ def test_an_automatic_length_fits_the_host_budget(asked: bool, model: Path, monk
         check(generate(llm, prompts), hugging_face_answers(model, prompts, MAX_TOKENS))
 
 
-def test_a_budget_too_small_for_any_length_is_one_sentence(model: Path) -> None:
+def test_a_budget_too_small_for_any_length_is_refused_in_one_sentence(model: Path) -> None:
     gib = 1.5 * 2 * PAGE / (1 << 30)
     with pytest.raises(ValueError, match=r"the 2 host layers cannot hold one block of 16 tokens; raise") as caught:
         with small_blocks(model, max_model_len=-1, **host(2, host_kv_gib=gib)):
@@ -327,7 +327,7 @@ def test_a_budget_too_small_for_any_length_is_one_sentence(model: Path) -> None:
     assert is_one_sentence(caught.value)
 
 
-def test_a_pool_that_the_machine_has_no_memory_for_is_one_sentence(
+def test_a_pool_too_large_for_the_machine_is_refused_in_one_sentence(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
@@ -344,7 +344,7 @@ def is_one_sentence(error: BaseException) -> bool:
 
 
 def test_an_abandoned_prompt_leaves_nothing_behind(model: Path) -> None:
-    """Its blocks go to the next request while its context was just on its way."""
+    """Its blocks go to the next request while its context is still being copied."""
     first, second = random_prompts([700, 300], seed=11)
     answers = hugging_face_answers(model, [second], MAX_TOKENS)
     arguments = {"num_gpu_blocks_override": 65, "enable_prefix_caching": True}
@@ -358,10 +358,10 @@ def test_an_abandoned_prompt_leaves_nothing_behind(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_prompts_abandoned_half_way_leave_the_other_requests_as_they_were(model: Path) -> None:
-    """Two prompts are abandoned, in different steps, while others decode, are computed, or are still to come.
+def test_prompts_abandoned_half_way_do_not_affect_other_requests(model: Path) -> None:
+    """Two prompts are abandoned, in different steps, while others are decoded, computed or still waiting.
 
-    Their blocks go to those at once, and in the end all of them to one request.
+    Their blocks are reused at once, and in the end all of them go to one request.
     """
     decoding, coming = random_prompts([40, 130], seed=14), random_prompts([300], seed=15)
     abandoned, whole = random_prompts([700, 600], seed=16), random_prompts([1024 - MAX_TOKENS], seed=17)
@@ -378,7 +378,7 @@ def test_prompts_abandoned_half_way_leave_the_other_requests_as_they_were(model:
         outputs |= steps(llm, 3)
         llm.llm_engine.abort_request(["later"])
         outputs |= steps(llm, 40)
-        assert not llm.llm_engine.has_unfinished_requests(), "someone waits for what will not come"
+        assert not llm.llm_engine.has_unfinished_requests(), "a request waits for something that never arrives"
         check([outputs[name] for name in ("first", "second", "coming")], answers[:3])
         add(llm, {"whole": whole[0]})
         check([steps(llm, 1024 // 24 + MAX_TOKENS + 5)["whole"]], answers[3:])
@@ -391,7 +391,7 @@ def add(llm: LLM, requests: dict[str, list[int]]) -> None:
 
 
 def steps(llm: LLM, most: int) -> dict[str, Any]:
-    """Up to so many; what has finished in them, by name."""
+    """Run up to this many steps; returns what finished in them, by name."""
     finished = {}
     while most and llm.llm_engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
@@ -405,7 +405,7 @@ def scheduler(llm: LLM) -> Any:
 
 
 class TestRefusals:
-    """As vLLM's configuration is made, before any process is started for it."""
+    """Refusals while vLLM's configuration is created, before any process is started for it."""
 
     def config(self, model: Path, layers: Any, **arguments: Any) -> Any:
         settings = {
@@ -445,7 +445,7 @@ class TestRefusals:
             self.config(tmp_path, 1, runner="pooling")
         assert is_one_sentence(caught.value)
 
-    def test_a_layer_whose_cache_others_share(self, tmp_path: Path) -> None:
+    def test_a_layer_whose_cache_is_shared_is_refused(self, tmp_path: Path) -> None:
         config = reference.gemma3n()
         config.architectures = ["Gemma3nForCausalLM"]
         config.save_pretrained(tmp_path)
@@ -453,8 +453,8 @@ class TestRefusals:
             self.config(tmp_path, [2])
         assert is_one_sentence(caught.value)
 
-    def test_the_decision_stands_in_the_configuration(self, model: Path) -> None:
-        """Graphs are looked up by it."""
+    def test_the_decision_is_part_of_the_configuration(self, model: Path) -> None:
+        """Compiled graphs are looked up by it."""
         decided = [self.config(model, layers) for layers in (2, [2, 0], "auto", 0)]
         sections = [config.additional_config["fastattention"]["host_kv_layers"] for config in decided]
         assert sections == [[1, 3], [0, 2], [], []]
@@ -463,7 +463,7 @@ class TestRefusals:
         assert third == fourth
 
     def test_an_automatic_length_is_fitted_to_the_host_budget(self, model: Path) -> None:
-        """Before the engine starts: up to 0.29 vLLM's own fit forgets a block."""
+        """This happens before the engine starts, because vLLM's own fit is off by a block up to 0.29."""
         budget = host(2, host_kv_gib=30.5 * 2 * PAGE / (1 << 30))
         config = self.config(model, 2, max_model_len=-1, block_size=16, dtype="float32", **budget)
         assert config.model_config.max_model_len == 29 * 16
@@ -477,10 +477,10 @@ class TestRefusals:
             ({"kv_offloading_size": 1.0}, "a KV connector"),
         ],
     )
-    def test_what_loses_the_host_layers(
+    def test_features_that_conflict_with_host_layers_are_refused(
         self, arguments: dict[str, Any], words: str, layers: int, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each is looked for on its own: without a GPU, some are refused with or without host layers."""
+        """Each check is tested separately: without a GPU, some options are refused with or without host layers."""
         monkeypatch.setattr("fastattention_vllm.integration.cpu.platform.check_supported", lambda config: None)
         if not layers:
             self.config(model, layers, **arguments)
@@ -491,8 +491,8 @@ class TestRefusals:
             self.config(model, layers, **arguments)
         assert is_one_sentence(caught.value)
 
-    def test_sleep_mode(self) -> None:
-        """vLLM itself knows that a CPU does not sleep."""
+    def test_sleep_mode_is_refused(self) -> None:
+        """vLLM itself refuses sleep mode on CPUs, so the check is called directly."""
         config: Any = SimpleNamespace(
             cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
             parallel_config=SimpleNamespace(
@@ -509,10 +509,10 @@ class TestRefusals:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_the_device_reads_the_part_that_is_asked_for(
+def test_the_device_streams_the_configured_fraction(
     model: Path, prompts: list[list[int]], expected: list[Answer]
 ) -> None:
-    """Of every host layer; none by default, where the device is the host itself."""
+    """The fraction applies to every host layer. The default is none, because the device is the host itself."""
     with small_blocks(model, **host(2)) as llm:
         assert host_layers_of(llm).group.stream_split == StreamSplit(0.0)
     with small_blocks(model, **host(2, stream_fraction=0.25)) as llm:
@@ -529,7 +529,7 @@ def test_two_ranks_equal_hugging_face(model: Path, prompts: list[list[int]], exp
 
 @pytest.mark.usefixtures("small_parts")
 def test_the_needle_is_found_over_host_layers(tmp_path: Path) -> None:
-    """Every head of every layer is needed for the answer; one wrong page and it is another one."""
+    """The answer needs every head of every layer; a single wrong page changes it."""
     spec = DemoModelSpec(num_heads=4, num_kv_heads=2, dtype="bfloat16")
     path = build_demo_model(tmp_path / "demo", spec)
     prompts = [list(make_haystack(3000, {"alpha": "7319"}, depths=[d], ask="alpha").token_ids) for d in (0.1, 0.6)]
@@ -538,6 +538,6 @@ def test_the_needle_is_found_over_host_layers(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         for share in (0.0, 0.5):
             host_layers_of(llm).set_stream_split(StreamSplit(share))
-            # The last chunk of a prompt may be a few tokens only: then the CPU attends.
+            # The last chunk of a prompt may have only a few tokens, which the CPU computes.
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             assert [output.outputs[0].token_ids[0] for output in outputs] == [token_id("7319")] * 2

@@ -1,8 +1,12 @@
-"""Which layers become host layers, what is taken before vLLM sizes its cache, and what is refused. No engine runs."""
+"""Which layers become host layers, what is allocated before vLLM sizes its cache, and what is refused.
+
+No engine runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +50,7 @@ def layer(
     kv_cache_dtype: str = "auto",
     window: int | None = None,
 ) -> Any:
-    """One of vLLM's, as far as host layers look at it."""
+    """The parts of a vLLM layer that host layers read."""
     impl = FastAttentionFlashImpl.__new__(FastAttentionFlashImpl)
     impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = HEADS, kv_heads, HEAD_SIZE, 0.125
     impl.sliding_window = (-1 if window is None else window - 1, -1)
@@ -80,7 +84,7 @@ def why_not(layers: list[Any], config: Any = None) -> str:
     return attention_layers(model_of(layers), HostLayerFlashBackend, config or config_of())[2]
 
 
-def test_plain_layers_are_taken() -> None:
+def test_plain_layers_are_accepted() -> None:
     plain = [layer(), layer(window=100), layer()]
     names, kinds, why = attention_layers(model_of(plain), HostLayerFlashBackend, config_of())
     assert (kinds.full, kinds.windowed, why) == ((0, 2), (1,), "")
@@ -96,8 +100,8 @@ def test_plain_layers_are_taken() -> None:
     ],
     ids=["its class", "what is wrapped around its backend", "a class below Attention"],
 )
-def test_a_layer_that_does_more_than_attention_is_named(special: Callable[[], Any], why: str) -> None:
-    """What it does besides lies in its class or its builder, which a host layer does not have."""
+def test_a_layer_that_computes_more_than_attention_is_named(special: Callable[[], Any], why: str) -> None:
+    """The additional computation is in its class or its builder, which a host layer does not have."""
     found = why_not([layer(), special()])
     assert found.startswith(f"layer {name(1)} ")
     assert why in found
@@ -106,11 +110,11 @@ def test_a_layer_that_does_more_than_attention_is_named(special: Callable[[], An
 @pytest.mark.parametrize(
     "other", [lambda: layer(kv_heads=4), lambda: layer(kv_cache_dtype="fp8")], ids=["KV heads", "KV cache dtype"]
 )
-def test_layers_with_other_pages_are_no_host_layers(other: Callable[[], Any]) -> None:
+def test_layers_with_different_pages_are_refused(other: Callable[[], Any]) -> None:
     assert "have different numbers of KV heads, head sizes or KV cache dtypes" in why_not([layer(), other()])
 
 
-def test_two_layers_in_one_decoder_layer_are_no_host_layers() -> None:
+def test_two_layers_in_one_decoder_layer_are_refused() -> None:
     context = {"model.layers.0.first.attn": layer(), "model.layers.0.second.attn": layer()}
     assert "in one decoder layer" in attention_layers(context, HostLayerFlashBackend, config_of())[2]
 
@@ -118,13 +122,13 @@ def test_two_layers_in_one_decoder_layer_are_no_host_layers() -> None:
 @pytest.mark.parametrize(
     ("model", "why"), [({"is_mm_prefix_lm": True}, "both directions"), ({"rswa_window": 128}, "R-SWA")]
 )
-def test_a_model_whose_steps_say_more_than_lengths_has_no_host_layers(model: dict[str, Any], why: str) -> None:
-    """Its layers look like any others; who attends to whom comes with the metadata."""
+def test_a_model_whose_metadata_changes_the_mask_is_refused(model: dict[str, Any], why: str) -> None:
+    """Its layers look like any others; the metadata defines which tokens attend to which."""
     assert why in why_not([layer(), layer()], config_of(**model))
 
 
 @pytest.mark.parametrize("asked", NOT_COMPUTED)
-def test_a_batch_that_says_more_than_lengths_is_refused(asked: str) -> None:
+def test_a_batch_whose_metadata_changes_the_mask_is_refused(asked: str) -> None:
     builder = HostMetadataBuilder.__new__(HostMetadataBuilder)
     builder.stream, builder.kv_cache_spec = None, SimpleNamespace(block_size=BLOCK)
     common: Any = SimpleNamespace(
@@ -136,15 +140,15 @@ def test_a_batch_that_says_more_than_lengths_is_refused(asked: str) -> None:
         block_table_tensor=torch.zeros(1, 4, dtype=torch.int32),
         slot_mapping=torch.arange(3),
     )
-    common.mm_req_doc_ranges = {0: []}  # a text: such a model has no images in this batch
+    common.mm_req_doc_ranges = {0: []}  # a batch of text: such a model has no images here
     assert builder.build(0, common).batch is not None
     setattr(common, asked, {0: [(0, 2)]} if asked == "mm_req_doc_ranges" else torch.tensor([2]))
     with pytest.raises(Refusal, match=f"{asked}.*set host_kv_layers to 0"):
         builder.build(0, common)
 
 
-def test_a_page_has_its_own_layers_heads() -> None:
-    """And as many tokens as the page of the layer whose blocks it goes by."""
+def test_a_page_has_the_heads_of_its_layer() -> None:
+    """It has as many tokens as a page of the layer whose block table it uses."""
     target = SimpleNamespace(
         kv_cache=torch.zeros(10, 4, 32, 2 * HEAD_SIZE), impl=SimpleNamespace(num_kv_heads=4, head_size=HEAD_SIZE)
     )
@@ -154,16 +158,23 @@ def test_a_page_has_its_own_layers_heads() -> None:
     assert (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size) == (10, 32, 8, HEAD_SIZE)
 
 
+class Backend(Enum):
+    FASTATTENTION = "ours"
+    OTHER = "another"
+
+
 def refused_with_host_layers(**changes: Any) -> Any:
-    """A configuration that asks for nothing, but for ``changes`` (by part and name)."""
+    """A configuration without special options, except for ``changes`` (by part and name)."""
     parts: dict[str, dict[str, Any]] = {
         "cache_config": {"kv_sharing_fast_prefill": False},
         "parallel_config": {
             "data_parallel_size": 1,
+            "pipeline_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
         },
         "model_config": {"enable_sleep_mode": False},
+        "attention_config": {"backend_per_kind": {"sliding_window": Backend.FASTATTENTION}},
         "speculative_config": {},
     }
     for part, values in changes.items():
@@ -175,13 +186,15 @@ def refused_with_host_layers(**changes: Any) -> Any:
     ("changes", "named"),
     [
         ({"parallel_config": {"data_parallel_size": 2}}, "data parallelism"),
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
+        ({"attention_config": {"backend_per_kind": {"full_attention": Backend.OTHER}}}, "backend_per_kind"),
         ({"parallel_config": {"enable_dbo": True}}, "--enable-dbo"),
         ({"parallel_config": {"ubatch_size": 2}}, "--enable-dbo"),
         ({"speculative_config": {"enable_adaptive_verification": True}}, "adaptive verification"),
         ({}, "VLLM_BATCH_INVARIANT"),
     ],
 )
-def test_what_host_layers_would_get_wrong_is_refused(
+def test_options_incompatible_with_host_layers_are_refused(
     changes: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", False, raising=False)
@@ -202,7 +215,7 @@ class CountingLink(LocalLink):
 
 
 class Device:
-    """The CPU's kernels, and the keys that they were asked to attend to."""
+    """The CPU kernels; records the number of keys of each call."""
 
     def __init__(self) -> None:
         self.keys: list[int] = []
@@ -216,7 +229,7 @@ class Device:
 
 
 class Runtime:
-    """A device with memory of its own, of which there is little."""
+    """A device with separate, small memory."""
 
     host_backend = HostLayerFlashBackend
     pin = SimpleNamespace()
@@ -272,7 +285,7 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
             enforce_eager=True,
             additional_config={"fastattention": {"host_kv_layers": asked}},
         ).create_engine_config()
-        config.additional_config["fastattention"]["host_kv_layers"] = asked  # without a GPU "auto" is none
+        config.additional_config["fastattention"]["host_kv_layers"] = asked  # without a GPU, "auto" means none
         config.compilation_config.static_forward_context = model_of(layers)
         runtime = Runtime()
         host_layers.set_up(config, runtime)
@@ -281,12 +294,12 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return placed
 
 
-def test_a_special_layer_ends_the_start_where_host_layers_were_asked_for(place: Place) -> None:
+def test_a_special_layer_stops_the_start_if_host_layers_were_requested(place: Place) -> None:
     with pytest.raises(Refusal, match=r"host_kv_layers 2 is not supported with this model: layer .* ChunkedLocal"):
         place([layer(), layer(), layer(), layer(ChunkedLocalAttention, WRAPPED)], 2)
 
 
-def test_a_special_layer_keeps_all_layers_on_the_device_where_the_memory_decides(place: Place) -> None:
+def test_a_special_layer_keeps_all_layers_on_the_device_by_default(place: Place) -> None:
     layers = [layer(), layer(), layer(), layer(ChunkedLocalAttention, WRAPPED)]
     config, runtime = place(layers, "auto")
     assert host_layers.find(config) is None
@@ -297,7 +310,7 @@ def test_a_special_layer_keeps_all_layers_on_the_device_where_the_memory_decides
 
 
 def test_host_layers_are_in_the_models_order(place: Place) -> None:
-    """Not kind by kind: a forward pass visits them so, and their KV is fetched ahead in that order."""
+    """They are not sorted by kind: a forward pass visits them in this order, and their KV is prefetched in it."""
     layers = [layer(window=100), layer(), layer(window=100), layer()]
     config, _ = place(layers, [0, 1])
     found = host_layers.find(config)
@@ -308,9 +321,12 @@ def test_host_layers_are_in_the_models_order(place: Place) -> None:
     assert [one.layer for one in found.group.layers] == [layers[0].impl, layers[1].impl]
 
 
-def test_device_memory_is_taken_before_vllm_measures_what_is_left(place: Place) -> None:
-    """Two buffers for all host layers together as they are chosen, and in the profiling run what the longest step
-    takes: it attends to the new tokens, and to a context that fills a buffer."""
+def test_device_memory_is_allocated_before_vllm_measures_the_rest(place: Place) -> None:
+    """Two buffers are allocated for all host layers together as they are chosen.
+
+    The profiling run allocates what the longest step needs: it attends to the new tokens, and to a context that fills a
+    buffer.
+    """
     layers = [layer() for _ in range(LAYERS)]
     config, runtime = place(layers, [1, 3])
     two = [STAGING_BLOCKS * BLOCK_BYTES] * prefetch.NUM_BUFFERS
@@ -325,15 +341,15 @@ def test_device_memory_is_taken_before_vllm_measures_what_is_left(place: Place) 
             out = host.impl.forward(host, *parts, torch.empty(0), None, torch.ones_like(parts[0]))
             assert not out.any()
     context = STAGING_BLOCKS * BLOCK
-    assert runtime.device.keys == [20, context, 30, context], "once for each length that is longer than all before"
+    assert runtime.device.keys == [20, context, 30, context], "one call for each length above all earlier ones"
     for host in layers[1::2]:
         host.impl.open(torch.zeros(9, KV_HEADS, BLOCK, 2 * HEAD_SIZE))
-    assert runtime.counting.taken == two, "and nothing afterwards"
-    assert [one.cache.shape[0] for one in found.group.layers] == [9, 9], "the rehearsal's layers are none"
+    assert runtime.counting.taken == two, "nothing may be allocated afterwards"
+    assert [one.cache.shape[0] for one in found.group.layers] == [9, 9], "without the profiling run's layers"
 
 
-def test_a_batch_without_a_pool_is_an_error_and_no_zeros(place: Place) -> None:
-    """A worker of another class makes none."""
+def test_a_batch_without_a_pool_is_an_error(place: Place) -> None:
+    """A worker of another class allocates no pool."""
     layers = [layer() for _ in range(LAYERS)]
     place(layers, [1])
     host = layers[1]

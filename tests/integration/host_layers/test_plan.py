@@ -1,4 +1,4 @@
-"""What a plan counts on, against vLLM's own grouping of the layers that are left on the device."""
+"""The plan's assumptions, against vLLM's own grouping of the layers that stay on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Grouping = Callable[[Layers, set[int]], list[list[int]]]
 
 @pytest.fixture(scope="module")
 def vllm_groups(tmp_path_factory: pytest.TempPathFactory) -> Grouping:
-    """The block tables that vLLM keeps for the layers on the device, each with its layers."""
+    """The block tables that vLLM keeps for the layers on the device, each as a list of layers."""
     config = reference.llama(4, 2, 64)
     config.architectures = ["LlamaForCausalLM"]
     path = tmp_path_factory.mktemp("llama")
@@ -40,7 +40,7 @@ def vllm_groups(tmp_path_factory: pytest.TempPathFactory) -> Grouping:
     arguments = {"attention_backend": "fastattention", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     vllm_config = EngineArgs(model=str(path), skip_tokenizer_init=True, **arguments).create_engine_config()
     if HAS_LAYOUTS:
-        vllm_config.cache_config.kv_cache_layout = "LBHNC"  # the engine would have it by now
+        vllm_config.cache_config.kv_cache_layout = "LBHNC"  # the engine would have set it by now
     windowed, full = SlidingWindowSpec(sliding_window=100, **SHAPE), FullAttentionSpec(**SHAPE)
 
     def groups(layers: Layers, device: set[int]) -> list[list[int]]:
@@ -59,7 +59,7 @@ def layers_and_size(kinds: list[bool]) -> tuple[Layers, KvSize]:
     return layers, size
 
 
-# As in llama, gemma3 (five windowed layers for a full one), gpt-oss (in turn), and any others.
+# As in llama, gemma3 (one full layer after five windowed ones), gpt-oss (alternating), and any other order.
 KINDS = st.one_of(
     st.builds(lambda count: [True] * count, st.integers(1, 40)),
     st.builds(lambda count: [index % 6 == 5 for index in range(count)], st.integers(1, 62)),
@@ -76,8 +76,8 @@ def subsets(draw: st.DrawFn, least: int) -> tuple[list[bool], set[int]]:
 
 @settings(max_examples=400)
 @given(subsets(least=1))
-def test_block_tables_are_as_many_as_vllm_keeps(vllm_groups: Grouping, case: tuple[list[bool], set[int]]) -> None:
-    """For any layers that may be left on the device."""
+def test_the_plan_counts_as_many_block_tables_as_vllm(vllm_groups: Grouping, case: tuple[list[bool], set[int]]) -> None:
+    """This holds for any set of layers that may stay on the device."""
     kinds, device = case
     layers, _ = layers_and_size(kinds)
     _, size = layers_and_size([kinds[index] for index in sorted(device)])
@@ -91,7 +91,7 @@ def test_block_tables_are_as_many_as_vllm_keeps(vllm_groups: Grouping, case: tup
 def test_the_pool_has_a_slab_for_every_layer(
     vllm_groups: Grouping, case: tuple[list[bool], set[int]], by_number: bool
 ) -> None:
-    """Layers of one block table, each with a slab of its own, and no more slabs than the plan has counted."""
+    """Layers of one block table have separate slabs, and the number of slabs is at most the plan's."""
     kinds, host = case
     layers, size = layers_and_size(kinds)
     try:
@@ -114,7 +114,7 @@ def test_the_pool_has_a_slab_for_every_layer(
         assert max(Counter(slabs[name] for name in table).values(), default=1) == 1
 
 
-def test_a_budget_is_what_was_asked_for_or_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_the_configured_one_or_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_plan, "available_bytes", lambda: 40 * GIB)
     assert host_plan.host_budget(1.5, local_ranks=4, spoken_for=GIB) == 3 * GIB // 2
     assert host_plan.host_budget(None, local_ranks=1, spoken_for=0) == 20 * GIB
@@ -123,7 +123,7 @@ def test_a_budget_is_what_was_asked_for_or_half_of_what_is_free(monkeypatch: pyt
 
 
 def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> None:
-    """So that vLLM's count of blocks is the plan's."""
+    """This way vLLM's number of blocks equals the plan's."""
     layers, size = layers_and_size([True] * 4)
     placement = plan(layers, size, 1, Limits(0, 0, 0))
     placed = host_layers.HostLayers(

@@ -1,4 +1,4 @@
-"""Whatever still waits when a server ends is told, also where the event loop is late."""
+"""Requests that are waiting when a server ends get an error, even if the event loop is late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """Stops as vLLM's client does: the task that reads from it is cancelled in the loop, and then passes that on."""
+    """Stops as vLLM's client does: its reading task is cancelled in the loop, and then passes the cancellation on."""
 
     def __init__(self) -> None:
         self.outputs: asyncio.Queue[BaseException] = asyncio.Queue()
@@ -45,7 +45,7 @@ class Engine:
 
 
 async def shut_down() -> list[BaseException]:
-    """What the requests in flight are told by vLLM's own ``shutdown`` in a loop that is late."""
+    """The errors that requests in flight get from vLLM's own ``shutdown`` in a late event loop."""
     told: list[BaseException] = []
     engine = Engine()
 
@@ -59,11 +59,11 @@ async def shut_down() -> list[BaseException]:
     await asyncio.sleep(0)
     await asyncio.to_thread(frontend.shutdown, timeout=0)
     await asyncio.sleep(0.1)
-    del frontend.engine_core, frontend.output_handler  # vLLM's __del__ shuts down again
+    del frontend.engine_core, frontend.output_handler  # otherwise vLLM's __del__ shuts down again
     return told
 
 
-def test_requests_are_told_by_a_late_loop() -> None:
+def test_requests_get_their_error_from_a_late_loop() -> None:
     told = asyncio.run(shut_down())
     assert told
     assert all(isinstance(error, async_llm.EngineDeadError) for error in told)
@@ -88,7 +88,7 @@ async def end_with_an_open_stream(app: Any) -> None:
 
 
 class App:
-    """Sends the beginning of an answer, and then nothing."""
+    """Sends the beginning of an answer and then nothing."""
 
     def __init__(self, **state: object) -> None:
         self.state = SimpleNamespace(**state)
@@ -99,12 +99,12 @@ class App:
         await asyncio.Event().wait()
 
 
-def test_vllms_server_does_not_wait_for_ever_for_open_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_server_does_not_wait_forever_for_open_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_end, "GRACE_S", 0.1)
     asyncio.run(end_with_an_open_stream(App(engine_client=None)))
 
 
-def test_other_servers_of_the_process_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_servers_of_the_process_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     async def shutdown(self: Any, sockets: Any = None) -> None:
@@ -134,5 +134,5 @@ assert "vllm.v1.engine.async_llm" not in sys.modules
 """
 
 
-def test_a_module_is_changed_once_it_is_imported() -> None:
+def test_a_module_is_patched_when_it_is_imported() -> None:
     subprocess.run([sys.executable, "-c", LATER], check=True)

@@ -1,4 +1,4 @@
-"""Blocks of a step: every token attends in its block to what it attends to in the whole step."""
+"""Blocks of a step: within its block, every token attends to the same keys as in the whole step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastattention_vllm.integration.tiling.attention_rows import row_blocks
 
 @dataclasses.dataclass
 class Metadata:
-    """As much of vLLM's as is cut."""
+    """The fields of vLLM's metadata that are split."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -26,7 +26,7 @@ class Metadata:
 
 
 def attended(metadata: Metadata) -> list[tuple[int, int]]:
-    """Of each token, its request (by its row of the block table) and how many tokens it attends to."""
+    """For each token, its request (by its row of the block table) and the number of tokens it attends to."""
     starts = metadata.query_start_loc.tolist()
     assert starts[0] == 0
     assert starts[-1] == metadata.num_actual_tokens
@@ -43,8 +43,8 @@ def attended(metadata: Metadata) -> list[tuple[int, int]]:
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 60)), min_size=1, max_size=8),
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
 )
-def test_tokens_attend_as_in_the_whole(requests: list[tuple[int, int]], sizes: list[int]) -> None:
-    """``requests``: new tokens and those before them. The last block takes what is left, and padding."""
+def test_tokens_attend_as_in_the_whole_step(requests: list[tuple[int, int]], sizes: list[int]) -> None:
+    """``requests`` lists new and earlier tokens. The last block takes the remaining tokens and padding."""
     starts = list(itertools.accumulate((new for new, _ in requests), initial=0))
     sizes = [*sizes, starts[-1]]
     whole = Metadata(
@@ -56,7 +56,7 @@ def test_tokens_attend_as_in_the_whole(requests: list[tuple[int, int]], sizes: l
     )
     lengths = whole.seq_lens.clone()
     blocks = row_blocks(sizes, starts, whole.query_start_loc, whole.seq_lens)
-    assert torch.equal(whole.seq_lens, lengths), "the step's own are left as they are"
+    assert torch.equal(whole.seq_lens, lengths), "the step's own lengths must not change"
     assert [block.begin for block in blocks[1:]] == [block.end for block in blocks[:-1]]
     assert (blocks[0].begin, blocks[-1].end) == (0, starts[-1])
     parts = [block.of(whole) for block in blocks]

@@ -1,4 +1,4 @@
-"""``tiling_all_reduce`` in an engine of two ranks: the answers stay, long steps are cut, and what cannot be is left."""
+"""``tiling_all_reduce`` in an engine of two ranks: answers do not change, long steps are split, other layers stay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.reference_models import hugging_face_answers, llama, opt, random_prom
 
 LENGTHS = (1, 17, 130, 300)
 MIN_TOKENS = 128
-"""Tokens: long prompts are cut, short ones and decoding are not."""
+"""Minimum number of tokens: long prompts are split, short ones and decode steps are not."""
 
 
 def section(blocks: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def section(blocks: Any) -> dict[str, Any]:
 
 
 def watch(worker: Any) -> None:
-    """In a worker: keep what the op asks and what it is told."""
+    """Runs in a worker: record the op's inputs and the blocks it gets."""
     from fastattention_vllm.parallel import tiled_linear
 
     (tiling,) = tiled_linear._tilings.values()
@@ -56,7 +56,7 @@ def seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
 def compare(
     config: Any, path: Path, capfd: pytest.CaptureFixture[str], layers: int, full: bool = False, **changes: Any
 ) -> None:
-    """With Hugging Face, and what was cut with what should be."""
+    """Compare the answers with Hugging Face, and the split steps with the expected ones."""
     model, prompts = save_with_biases(config, path), random_prompts(LENGTHS)
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
     additional = {"fastattention": section(3)["fastattention"] | {"tiling_full_form": full}}
@@ -70,13 +70,13 @@ def compare(
         f"Tiling-AllReduce: {layers} row-parallel layers in 3 blocks for steps of {MIN_TOKENS} or more tokens." in log
     )
     assert (f"Tiling-AllReduce: {layers // 2} MLPs are tiled as a whole." in log) == full
-    assert asked[0] == asked[1], "the ranks cut alike"
+    assert asked[0] == asked[1], "the ranks must split alike"
     for rows, blocks in asked[0]:
         assert sum(blocks) == rows
         assert (len(blocks) > 1) == (rows >= MIN_TOKENS)
     assert len(asked[0]) % layers == 0
     assert any(len(blocks) == 3 for _, blocks in asked[0])
-    assert any(rows == len(LENGTHS) for rows, _ in asked[0]), "decoding"
+    assert any(rows == len(LENGTHS) for rows, _ in asked[0]), "decode steps must not be split"
 
 
 @pytest.mark.more
@@ -94,7 +94,7 @@ def test_a_model_with_biases_answers_as_before(tmp_path: Path, capfd: pytest.Cap
 
 
 def save_with_biases(config: Any, path: Path) -> Path:
-    """Hugging Face begins with biases of zero, which may be forgotten or added twice without a trace."""
+    """Hugging Face starts with biases of zero, which could be forgotten or added twice unnoticed."""
     model = save_random(config, path)
     weights = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
@@ -124,13 +124,13 @@ def config(blocks: Any, ranks: int = 2) -> Any:
     )
 
 
-def test_nothing_is_replaced_unless_asked_for(registry: dict[str, Any]) -> None:
+def test_nothing_is_replaced_unless_requested(registry: dict[str, Any]) -> None:
     row_parallel.install(config("off"))
     row_parallel.install(config(2, ranks=1))
     assert NAME not in registry
 
 
-def test_what_is_registered_already_stays_in_charge_of_the_rest(registry: dict[str, Any]) -> None:
+def test_classes_registered_earlier_keep_the_other_layers(registry: dict[str, Any]) -> None:
     class Other(RowParallelLinear):  # type: ignore[misc]
         pass
 
@@ -140,7 +140,7 @@ def test_what_is_registered_already_stays_in_charge_of_the_rest(registry: dict[s
     assert ours.__mro__[1:3] == (TiledRowParallel, Other)
     assert ours.__name__ == NAME
     row_parallel.install(config(4))
-    assert registry[NAME] is ours, "once"
+    assert registry[NAME] is ours, "must be registered once"
 
 
 def layer(**changes: Any) -> Any:
@@ -156,7 +156,7 @@ def layer(**changes: Any) -> Any:
     return SimpleNamespace(**(fit | changes))
 
 
-def test_a_layer_that_is_fit_has_no_reason_against_it() -> None:
+def test_suitable_layers_are_tiled() -> None:
     assert why_not(layer(), "model.layers.0.mlp.down_proj") == ""
 
 
@@ -179,10 +179,10 @@ def test_layers_with_adapters_are_left_to_vllm() -> None:
 
 
 @pytest.mark.parametrize(("collective", "again"), [("gloo", False), ("", False), ("nccl", True)])
-def test_a_choice_for_what_is_not_open_is_measured_anew(
+def test_a_choice_with_an_unavailable_collective_is_measured_again(
     collective: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would go by another collective than was timed. And what another version has measured is not looked at."""
+    """Otherwise another collective than the timed one would be used. Measurements of other versions are ignored."""
     lanes: Any = {"gloo": SimpleNamespace(size=2, rank=0, totals=lambda numbers, device: [max(numbers)] * 2)}
     weight, fresh = torch.zeros(8, 4), Choice((Trial(256, "", (256,), 1.0, 1.0, 1.0),))
     key = calibration.key_of(weight, lanes, 1, 8, {})
@@ -196,7 +196,7 @@ def test_a_choice_for_what_is_not_open_is_measured_anew(
 
 
 def tiling_seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """In a worker: the cuts of all lengths for all layers' shapes, and which of them were timed."""
+    """Runs in a worker: the splits of all lengths for all layers' shapes, and which of them were timed."""
     from fastattention_vllm.integration.tiling.row_parallel import TiledRowParallel
     from fastattention_vllm.parallel import tiled_linear
 
@@ -224,13 +224,13 @@ def test_automatic_blocks_are_measured_once_and_the_same_on_all_ranks(
         assert all(len(blocks) == 1 for rows, blocks in first if rows < MIN_TOKENS)
         log = capfd.readouterr().out
         assert ("measuring a layer" in log) == (start == 0)
-        assert log.count("512 tokens") >= 2, "of both shapes"
+        assert log.count("512 tokens") >= 2, "must include both shapes"
     assert cuts[0] == cuts[1]
     assert len(list((tmp_path / "cache" / "fastattention").iterdir())) == 1
 
 
-def test_measured_cuts_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's ``info_once`` hashes what it is given, and choices are a dict."""
+def test_measured_splits_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's ``info_once`` hashes its arguments, and choices are a dict."""
     said: list[str] = []
     monkeypatch.setattr(row_parallel.logger, "info_once", functools.lru_cache(lambda text, *of: said.append(text % of)))
     log_layers(4, MeasuredCuts({}, "gloo", 128), {"no bias": 1})

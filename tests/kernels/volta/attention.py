@@ -1,5 +1,7 @@
-"""The attention kernels for problems of the CPU kernels' tests: as they are shipped, on the simulated V100, or their
-sources on the emulator."""
+"""The attention kernels on the problems of the CPU kernels' tests.
+
+The shipped kernels run on the simulated V100, their sources also on the emulator.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from tests.attention import oracle
 
 SOURCES = Path(__file__).parents[3] / "kernels" / "volta" / "src"
 TOLERANCE = 2e-3
-"""Of outputs around one: weights are rounded to fp16, and so are outputs."""
+"""Tolerance for outputs of about one: weights are rounded to fp16, and so are outputs."""
 LSE_TOLERANCE = 2e-5
 
 
 class Machine(Protocol):
-    """What runs a kernel: its memory, and block after block of a launch."""
+    """Runs a kernel: holds its memory, and executes a launch block by block."""
 
     def map(self, array: numpy.typing.NDArray[Any]) -> int: ...
     def launch(
@@ -39,7 +41,7 @@ class Machine(Protocol):
 
 
 Machines = Callable[[Variant], Any]
-"""Makes a :class:`Machine` for a variant."""
+"""Creates a :class:`Machine` for a variant."""
 
 
 def simulated(variant: Variant) -> Simulation:
@@ -69,7 +71,10 @@ def cubin(variant: Variant) -> Cubin:
 
 
 def address_of(tensor: torch.Tensor, machine: Machine, mapped: dict[int, int]) -> int:
-    """Where the simulated GPU sees ``tensor``. Views of one storage stay views: keys and values share their pages."""
+    """The address of ``tensor`` on the simulated GPU.
+
+    Views of one storage stay views, so keys and values share pages.
+    """
     storage = tensor.untyped_storage()
     if storage.data_ptr() not in mapped:
         mapped[storage.data_ptr()] = machine.map(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
@@ -77,7 +82,7 @@ def address_of(tensor: torch.Tensor, machine: Machine, mapped: dict[int, int]) -
 
 
 class Outputs:
-    """Of a problem, with a number that no kernel writes where it should not."""
+    """The outputs of a problem, filled with a number that shows where no kernel wrote."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         tokens, heads, head_size = problem.query.shape
@@ -86,7 +91,7 @@ class Outputs:
         self.lse = torch.full((tokens, heads), 7, dtype=torch.float32)
 
     def parameters(self, machine: Machine) -> AttentionParams:
-        """As they are launched on a GPU, with all tensors mapped into ``machine``."""
+        """The parameters of a launch on a GPU, with all tensors mapped into ``machine``."""
         mapped: dict[int, int] = {}
         return volta.parameters(self.problem, self.out, self.lse, lambda tensor: address_of(tensor, machine, mapped))
 
@@ -102,7 +107,7 @@ def variant_of(problem: AttentionProblem, architecture: int = VOLTA) -> Variant:
 
 
 class Parts:
-    """What kernels leave for the one that sums: NaN where they write nothing."""
+    """The parts that kernels pass to the combine kernel, with NaN where they write nothing."""
 
     def __init__(self, problem: AttentionProblem, count: int, least: int = 0) -> None:
         seqs, kv_heads, head_size = len(problem.seq_lens), problem.key.shape[-2], problem.query.shape[2]
@@ -139,7 +144,7 @@ def launch_prefill(
 def prefill(
     problem: AttentionProblem, on: Machines = simulated, count: int = 1, architecture: int = VOLTA
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``count``: of parts that the keys are cut into."""
+    """``count`` is the number of parts that the keys are split into."""
     outputs, parts = Outputs(problem), Parts(problem, count)
     execute_all(*launch_prefill(problem, outputs, parts, on, architecture))
     if count > 1:
@@ -215,7 +220,7 @@ def execute_all(machine: Machine, grid: tuple[int, int, int]) -> None:
 def check(problem: AttentionProblem, found: tuple[torch.Tensor, torch.Tensor]) -> None:
     real = int(problem.query_start_loc[-1])
     out, lse = oracle.attention(problem)
-    assert (found[0][real:] == 7).all(), "rows of padding were touched"
+    assert (found[0][real:] == 7).all(), "padding rows must not be touched"
     worst = float((found[0][:real].double() - out[:real]).abs().max())
     assert worst < TOLERANCE, f"outputs are off by {worst:.2e}"
     torch.testing.assert_close(found[1][:real].double(), lse[:real], rtol=0, atol=LSE_TOLERANCE)

@@ -1,4 +1,4 @@
-"""As in tests/attention/volta: the launcher reads a description of the kernels, and nothing is compiled for it."""
+"""As in tests/attention/volta, the launcher reads a description of the kernels, and nothing is compiled for it."""
 
 from __future__ import annotations
 

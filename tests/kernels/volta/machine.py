@@ -1,4 +1,4 @@
-"""Small kernels on the simulated V100: compiled by NVRTC as sm_70 machine code, run on numpy arrays."""
+"""Small kernels on the simulated V100: compiled by NVRTC to sm_70 machine code, run on numpy arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = numpy.typing.NDArray[Any]
 
 
 def more(*values: Any) -> Any:
-    """A case that `make test-more` runs: each kernel takes a quarter of a second, and a like one is in `make test`."""
+    """A case only for `make test-more`: each kernel takes a quarter of a second, and `make test` has a similar case."""
     return pytest.param(*values, marks=pytest.mark.more)
 
 
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def opcodes(self) -> set[str]:
-        """Of the instructions that were executed, with their modifiers."""
+        """Opcodes of the executed instructions, with their modifiers."""
         return {
             next(word for word in facts.text.split() if word[0] != "@")
             for i, facts in enumerate(self.simulation.instructions)
@@ -44,7 +44,7 @@ class Run:
         }
 
     def transactions(self, opcode: str) -> list[float]:
-        """Mean wavefronts or sectors per execution, of each executed instruction whose opcode begins so."""
+        """Mean wavefronts or sectors per execution, for each executed instruction with this opcode prefix."""
         trace = self.traces[0]
         return [
             float(trace.transactions[i] / trace.executions[i])
@@ -61,7 +61,7 @@ def run(
     shared: int = 0,
     kernel: str = "",
 ) -> Run:
-    """Run all CTAs of a kernel. Arrays are passed by their address and changed in place, numbers by value."""
+    """Run all CTAs of a kernel. Arrays are passed by address and changed in place, numbers are passed by value."""
     simulation = Simulation(cubin(source), kernel)
     values = [numpy.uint64(simulation.map(a)) if isinstance(a, numpy.ndarray) else a for a in arguments]
     threads = (block, 1, 1) if isinstance(block, int) else block
@@ -86,7 +86,7 @@ Case = tuple[str, Types]
 
 
 def elementwise_source(cases: Sequence[Case]) -> str:
-    """One kernel for all cases; it takes its pick by number."""
+    """One kernel for all cases; it selects the case by number."""
     bodies = []
     for number, (expression, types) in enumerate(cases):
         *inputs, output = (KINDS[kind] for kind in types)
@@ -102,11 +102,11 @@ def elementwise_source(cases: Sequence[Case]) -> str:
 
 
 _compiled_together: dict[Case, tuple[str, int]] = {}
-"""The source that a case is in, and its number there."""
+"""The source that contains a case, and the number of the case in it."""
 
 
 def compile_together(cases: Iterable[Case]) -> None:
-    """Say that :func:`elementwise` will be asked for all of these: each kernel takes nvdisasm a fifth of a second."""
+    """Announce cases for :func:`elementwise`, to compile them together: nvdisasm takes 0.2 s for each kernel."""
     together = list(dict.fromkeys(cases))
     source = elementwise_source(together)
     _compiled_together.update({case: (source, number) for number, case in enumerate(together)})
@@ -117,9 +117,10 @@ def types_of(inputs: Iterable[Array], output: Any) -> Types:
 
 
 def elementwise(expression: str, *inputs: Array, output: Any) -> tuple[Array, Run]:
-    """What ``expression`` of a, b, c (an element of each input) is, for all elements; one thread each.
+    """The value of ``expression`` in a, b and c (an element of each input), for all elements; one thread each.
 
-    ``expression`` may also be statements that set ``d``. numpy's types say which the kernel uses; fp16 passes as bits.
+    ``expression`` may also be statements that set ``d``. The kernel's types follow the numpy types; fp16 passes as
+    bits.
     """
     case = expression, types_of(inputs, output)
     source, number = _compiled_together.get(case) or (elementwise_source([case]), 0)
@@ -130,7 +131,7 @@ def elementwise(expression: str, *inputs: Array, output: Any) -> tuple[Array, Ru
 
 
 class Listing:
-    """A program written by hand. An instruction is its text, or its text and control bits."""
+    """A hand-written program. An instruction is its text, or its text and control bits."""
 
     def __init__(self, *instructions: str | tuple[str, int]) -> None:
         self.handle = library().fa_sim_create()
@@ -144,14 +145,14 @@ class Listing:
             raise SimulationError(library().fa_sim_error(self.handle).decode())
 
     def run(self, threads: int = 32) -> int:
-        """The number of the trace."""
+        """Run the program; returns the number of the trace."""
         three, trace = ctypes.c_uint32 * 3, ctypes.c_int32()
         self.check(library().fa_sim_set_launch(self.handle, three(1, 1, 1), three(threads, 1, 1), 1024, 64))
         self.check(library().fa_sim_run(self.handle, 0, 0, 0, trace))
         return trace.value
 
     def cycles(self, threads: int = 32, ctas: int = 1, **changes: float) -> int:
-        """Of so many CTAs one after the other."""
+        """Cycles of ``ctas`` CTAs, one after the other."""
         traces, fields = (ctypes.c_int32 * ctas)(*[self.run(threads)] * ctas), SmTimeFields()
         timing = default_timing(**changes)
         self.check(library().fa_sim_time_sm(self.handle, traces, ctas, 1, timing, fields, None))
@@ -159,5 +160,5 @@ class Listing:
 
 
 def control(stall: int = 1, writes: int = 7, reads: int = 7, waits: int = 0) -> int:
-    """The control bits of an instruction; 7: no scoreboard, ``waits``: a bit for each."""
+    """The control bits of an instruction. 7 means no scoreboard; ``waits`` has one bit per scoreboard."""
     return stall | 1 << 4 | writes << 5 | reads << 8 | waits << 11

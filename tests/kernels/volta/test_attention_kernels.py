@@ -1,4 +1,4 @@
-"""The V100's attention kernels against float64, every head size and feature, run as machine code on the simulator."""
+"""The V100's attention kernels against float64, for every head size and feature, as machine code on the simulator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SOON = {
     "decode": ("causal", "all of it", "no pages"),
     "decode_wide": ("causal", "all of it", "no pages"),
 }
-"""Features that `make test` tries, at head size 64; `make test-more` tries the others: each head size is compiled."""
+"""Features that `make test` checks, at head size 64. `make test-more` checks the others; each head size is compiled."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -52,7 +52,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def cases(kind: str) -> list[Any]:
-    """All features at one head size, a few at every one."""
+    """All features at one head size, a few at every other one."""
     found = []
     for head_size in HEAD_SIZES:
         for name, changes in FEATURES.items():
@@ -64,7 +64,10 @@ def cases(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize(("head_size", "changes"), cases("prefill"))
 def test_prefill(head_size: int, changes: dict[str, Any]) -> None:
-    """A prompt, a chunk behind a context, a few tokens, one; fewer keys than queries see nothing at first."""
+    """A prompt, a chunk after a context, a few tokens, and one token.
+
+    With fewer keys than queries, some rows see no key.
+    """
     shape = {"num_heads": 6, "num_kv_heads": 2, "padding": 2}
     problem = Case((70, 40, 3, 1), (70, 200, 33, 1), head_size=head_size, dtype=FP16, **(shape | changes)).build()
     attention.check(problem, attention.prefill(problem))
@@ -98,7 +101,7 @@ IN_PARTS = ("causal", "window", "sinks")
 
 @pytest.mark.parametrize("feature", [name if name in IN_PARTS else more(name) for name in FEATURES])
 def test_prefill_in_parts(feature: str) -> None:
-    """Of 3 parts some are empty, or end within what only some rows see."""
+    """Some of the 3 parts are empty, or end within the keys that only some rows see."""
     shape = {"num_heads": 6, "num_kv_heads": 2, "padding": 2}
     problem = Case((70, 3, 30), (270, 200, 30), head_size=64, dtype=FP16, **(shape | FEATURES[feature])).build()
     attention.check(problem, attention.prefill(problem, count=3))
@@ -112,7 +115,7 @@ def test_prefill_in_parts_of_every_head_size(head_size: int) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_rows_that_see_nothing(parts: int) -> None:
-    """More queries than keys: the first rows are zero, their log-sum-exp is -inf."""
+    """With more queries than keys, the first rows are zero and their log-sum-exp is -inf."""
     problem = Case((40,), (25,), head_size=64, dtype=FP16).build()
     attention.check(problem, attention.prefill(problem, count=parts))
 
@@ -120,7 +123,7 @@ def test_rows_that_see_nothing(parts: int) -> None:
 @pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 @pytest.mark.parametrize("head_size", [size if size == 64 else more(size) for size in HEAD_SIZES])
 def test_tiles_are_read_and_written_without_bank_conflicts(kind: str, head_size: int) -> None:
-    """Tiles of queries, keys and values. Sums on their way out are not looked at: they pass once, 4 bytes at a time."""
+    """Checks tiles of queries, keys and values. Outputs are not checked: they pass once, 4 bytes at a time."""
     launch = attention.launch_prefill if kind == "prefill" else attention.launch_decode
     heads = 12 if kind == "decode_wide" else 4
     simulation = launch(Case((2,), (300,), heads, 1, head_size, dtype=FP16).build())[0]
@@ -133,12 +136,12 @@ def test_tiles_are_read_and_written_without_bank_conflicts(kind: str, head_size:
 
 @pytest.mark.parametrize("head_size", [64, more(80), more(256)])
 def test_new_keys_and_values_go_to_their_slots(head_size: int) -> None:
-    """Both layouts of vLLM; negative slots are left out, and nothing else is touched."""
+    """Both layouts of vLLM. Negative slots are skipped, and nothing else is touched."""
     random = torch.Generator().manual_seed(0)
     slots = torch.tensor([37, 0, -1, 63, 16], dtype=torch.int64)
     for layout in ("HND", "NHD"):
         wide = torch.randn(6, 9, head_size, generator=random).half()
-        key, value = wide[:, 2:5], wide[:, 5:8].clone()  # compiled models bring them with strides of their own
+        key, value = wide[:, 2:5], wide[:, 5:8].clone()  # compiled models pass values with different strides
         if layout == "HND":
             cache = torch.full((4, 3, 16, 2 * head_size), 7.0, dtype=FP16)
             key_cache, value_cache = cache.transpose(1, 2).split(head_size, dim=-1)
@@ -172,9 +175,9 @@ LAUNCHES = st.tuples(
 
 
 @given(LAUNCHES)
-@example((128, 3840, 4, 1, 1 << 18))  # once and a half exactly: two parts would take three waves of half the time
-def test_prompts_are_cut_where_ctas_are_few(launch: tuple[int, int, int, int, int]) -> None:
-    """Never where they fill the GPU one and a half times; never into more than there is room and work for."""
+@example((128, 3840, 4, 1, 1 << 18))  # exactly one and a half: two parts would take three waves of half the time
+def test_prompts_are_split_if_there_are_few_ctas(launch: tuple[int, int, int, int, int]) -> None:
+    """Never if they fill the GPU one and a half times, and never into more parts than workspace and work allow."""
     head_size, tokens, group, seqs, longest = launch
     variant = prefill(head_size)
     grid = prefill_grid(variant, tokens * group, 2, seqs)
@@ -190,18 +193,27 @@ def test_prompts_are_cut_where_ctas_are_few(launch: tuple[int, int, int, int, in
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.integers(1, 128))
-def test_no_sequence_has_more_parts_than_there_is_room_for(length: int, longest: int, kv_heads: int) -> None:
+def test_no_sequence_has_more_parts_than_the_workspace_holds(length: int, longest: int, kv_heads: int) -> None:
     least = min_parts(kv_heads)
     for kv_len in (min(length, longest), min(8192, longest), longest):
         parts = -(-kv_len // part_length(kv_len, least))
         assert parts <= decode_parts(longest, least) <= 64
-        assert parts >= min(15 * least / 16, 32, -(-kv_len // 192)), "twice as many would be too many for the sums"
+        assert parts >= min(15 * least / 16, 32, -(-kv_len // 192)), "the workspace must not hold twice as many parts"
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "keys", "length"),
-    [(4, 2688, 128), (4, 2689, 192), (4, 3000, 192), (4, 3840, 192), (4, 3841, 128), (4, 4096, 256), (8, 4096, 512), (8, 3000, 384)],
+    [
+        (4, 2688, 128),
+        (4, 2689, 192),
+        (4, 3000, 192),
+        (4, 3840, 192),
+        (4, 3841, 128),
+        (4, 4096, 256),
+        (8, 4096, 512),
+        (8, 3000, 384),
+    ],
 )
 def test_parts_half_as_long_again(kv_heads: int, keys: int, length: int) -> None:
-    """Where a sequence has 60 to 80 CTAs then."""
+    """If a sequence then has 60 to 80 CTAs."""
     assert part_length(keys, min_parts(kv_heads)) == length

@@ -1,4 +1,4 @@
-"""kernels/volta/build.py: what its compiler's reports must not say."""
+"""kernels/volta/build.py: compiler reports that must fail the build."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = replace(COMBINE, ctas_per_sm=32)
         (SMALL, 65, 0, "65 registers, more than the 64 that 32 CTAs per SM leave"),
     ],
 )
-def test_a_kernel_that_takes_too_much_fails_the_build(
+def test_a_kernel_that_needs_too_many_resources_fails_the_build(
     variant: Variant,
     registers: int,
     spilled: int,
@@ -47,7 +47,7 @@ def test_a_kernel_that_takes_too_much_fails_the_build(
     fine = "0 bytes spill stores\nUsed 32 registers"
 
     def compiled(one: Variant, folder: Path) -> str:
-        assert not (folder / MANIFEST).exists(), "images change under an earlier manifest"
+        assert not (folder / MANIFEST).exists(), "images must not change under an earlier manifest"
         for suffix in ("cubin", "ptx"):
             (folder / one.image(suffix)).write_text(one.image(suffix))
         return log if one is variant else fine
@@ -60,7 +60,7 @@ def test_a_kernel_that_takes_too_much_fails_the_build(
     assert len(lines) == 2
     assert ("more than" in lines[1]) == (said is not None)
     assert (said or f"{registers} registers") in lines[1]
-    assert (tmp_path / MANIFEST).exists() == (said is None), "without one the launcher takes no image"
+    assert (tmp_path / MANIFEST).exists() == (said is None), "without a manifest the launcher loads no image"
 
 
 ALONE = """
@@ -81,7 +81,7 @@ sys.exit(build.main())
 
 
 def test_kernels_are_compiled_with_nvrtc_alone(tmp_path: Path) -> None:
-    """Neither torch nor vLLM nor the package above is imported; what comes out is what the launcher reads."""
+    """The build imports neither torch nor vLLM nor the package, and its output is what the launcher reads."""
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -92,6 +92,6 @@ def test_kernels_are_compiled_with_nvrtc_alone(tmp_path: Path) -> None:
     assert images.read(tmp_path, variant, "cubin")[:4] == b"\x7fELF"
 
 
-def test_no_more_ctas_are_wanted_than_an_sm_has_threads() -> None:
+def test_the_wanted_ctas_fit_the_threads_of_an_sm() -> None:
     for variant in variants.VARIANTS:
         assert build.max_registers(variant) >= 32, variant.name

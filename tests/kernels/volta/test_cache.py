@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits in the V100's kernels: what is written, what is read, and attention over them."""
+"""8-bit keys and values in the V100's kernels: writing, reading, and attention over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kernels.volta.machine import more
 FP16, E5M2, E4M3 = torch.float16, torch.float8_e5m2, torch.float8_e4m3fn
 DTYPES = [E5M2, E4M3, torch.int8]
 SCALES = {E5M2: (0.5, 2.0), E4M3: (0.3, 0.7), torch.int8: (1 / 40, 1 / 30)}
-"""Of keys and values that are about 1 in size, so that integers are not all 0."""
+"""Scales for keys and values of about 1, so that integers are not all 0."""
 
 
 def name(value: object) -> str:
@@ -29,7 +29,7 @@ def name(value: object) -> str:
 
 
 def cast(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Torch's own rounding, with the largest number as the bound; integers have no NaN."""
+    """Torch's own rounding, limited to the largest number; integers have no NaN."""
     divided = rows.float() / scale
     if dtype == torch.int8:
         return divided.nan_to_num(0.0, 1e9, -1e9).round().clamp(-128, 127).to(dtype)
@@ -38,7 +38,7 @@ def cast(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit; NaN is NaN."""
+    """Equal bit for bit; all NaN are equal."""
     nan = torch.isnan(expected.float())
     assert (torch.isnan(found.float()) == nan).all()
     bits = torch.int16 if expected.itemsize == 2 else torch.uint8
@@ -47,8 +47,8 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("on", "step"), [(emulated, 1), (simulated, 7), more(simulated, 1)], ids=name)
-def test_every_number_is_cast_as_torch_does(on: attention.Machines, step: int, dtype: torch.dtype) -> None:
-    """All numbers of fp16, or each seventh, divided by two scales: infinity and NaN, subnormal numbers, ties."""
+def test_every_fp16_number_is_cast_as_torch_does(on: attention.Machines, step: int, dtype: torch.dtype) -> None:
+    """All numbers of fp16, or every seventh, divided by two scales: infinity and NaN, subnormal numbers, ties."""
     numbers = torch.arange(1 << 16, dtype=torch.int32)[::step]
     numbers = numbers[: len(numbers) // 512 * 512].to(torch.int16).view(FP16).view(-1, 8, 64)
     key_cache, value_cache = torch.zeros(2, 1, len(numbers), 8, 64).to(dtype)
@@ -61,11 +61,11 @@ def test_every_number_is_cast_as_torch_does(on: attention.Machines, step: int, d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("on", [emulated, more(simulated)], ids=name)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_every_number_is_read_exactly(kind: str, on: attention.Machines, dtype: torch.dtype) -> None:
-    """One key for each row, so its weight is 1: what comes out are the values.
+def test_every_8_bit_number_is_read_exactly(kind: str, on: attention.Machines, dtype: torch.dtype) -> None:
+    """There is one key for each row, so its weight is 1 and the output is the value.
 
-    Prefill fills its last tile with the last key again, with a weight of 0: an infinite value becomes NaN there, as it
-    does in any kernel for whoever shares a tile with it and does not see it.
+    Prefill repeats the last key in its last tile, with a weight of 0. An infinite value therefore becomes NaN, as in
+    any kernel for rows that share a tile with it but do not see it.
     """
     every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).view(1, 4, 64)
     problem = Case((1,), (1,), 8, 4, 64, 0, FP16, dtype).build()
@@ -95,7 +95,7 @@ EVERYTHING = {"window": (90, -1), "softcap": 3.0, "alibi": "shared", "sinks": 1.
 @pytest.mark.parametrize("head_size", [size if size == 64 else more(size) for size in HEAD_SIZES])
 @pytest.mark.parametrize(("kind", "changes"), [("prefill", {}), ("decode", {}), more("prefill", EVERYTHING)])
 def test_attention(kind: str, changes: dict[str, Any], head_size: int, dtype: torch.dtype) -> None:
-    """As it is shipped; a prompt's keys in two parts."""
+    """The shipped kernels; a prompt's keys are split into two parts."""
     problem = case(dtype, kind, head_size, **changes).build()
     attention.check(problem, attention.prefill(problem, count=2) if kind == "prefill" else attention.decode(problem))
 
@@ -103,8 +103,8 @@ def test_attention(kind: str, changes: dict[str, Any], head_size: int, dtype: to
 @pytest.mark.more
 @pytest.mark.parametrize("head_size", [112, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_prefill_spills_is_not_touched_by_its_loops(dtype: torch.dtype, head_size: int) -> None:
-    """These variants alone may spill (kernels/volta/build.py): as often for twice the keys."""
+def test_the_loops_of_prefill_do_not_access_spilled_registers(dtype: torch.dtype, head_size: int) -> None:
+    """Only these variants may spill (kernels/volta/build.py). They must not spill more often for twice the keys."""
 
     def spilled(keys: int) -> int:
         problem = replace(case(dtype, "prefill", head_size), q_lens=(64,), kv_lens=(keys,)).build()
@@ -133,7 +133,7 @@ def test_drawn_problems(kind: str, architecture: int, dtype: torch.dtype, data: 
 @pytest.mark.parametrize(("dtype", "scale"), [(FP16, 1.0), (E5M2, 0.125), (E4M3, 100.0)], ids=str)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_parts_of_large_values(kind: str, dtype: torch.dtype, scale: float) -> None:
-    """Means of parts are stored in fp16, without the scale of values: they are as large as what is stored."""
+    """Means of parts are stored in fp16 without the scale of values, so they are as large as the stored values."""
     tokens = 20 if kind == "prefill" else 2
     problem = Case((tokens,), (300,), 4, 1, 64, 16, FP16, dtype, value_scale=scale).build()
     largest = min(60000.0, torch.finfo(dtype).max)

@@ -1,4 +1,4 @@
-"""The emulator itself, and the attention kernels' sources on it: drawn problems against float64."""
+"""The emulator itself, and the attention kernels' sources on it: random problems against float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FP16 = torch.float16
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of torch: the oracle's operations are small, threads would wait for each other."""
+    """Use one torch thread: the oracle's operations are small, and several threads would wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -82,8 +82,8 @@ MULTIPLY = """  float d[8];
 
 
 @pytest.mark.parametrize("kind", ["columns", "rows"])
-def test_products_are_those_of_the_simulated_machine(kind: str, tmp_path: Path) -> None:
-    """Whatever the lanes hold: m8n8k4 of four quadpairs, as the simulator executes the compiled instruction."""
+def test_products_equal_those_of_the_simulated_machine(kind: str, tmp_path: Path) -> None:
+    """m8n8k4 of four quadpairs with random lanes equals the compiled instruction on the simulator."""
     rng = numpy.random.default_rng(0)
     words = rng.standard_normal((32, 8)).astype(numpy.float16).view(numpy.uint32)
     floats = rng.standard_normal((32, 8)).astype(numpy.float32)
@@ -114,7 +114,7 @@ TURING_PRODUCT = """  Half* const halves = reinterpret_cast<Half*>(shared);  // 
 
 
 def test_turings_products(tmp_path: Path) -> None:
-    """ldmatrix, ldmatrix.trans, movmatrix and m16n8k8 together: c + a b, as numpy has it."""
+    """ldmatrix, ldmatrix.trans, movmatrix and m16n8k8 together give c + a b as numpy computes it."""
     rng = numpy.random.default_rng(0)
     a, b = (rng.standard_normal((rows, 8)).astype(numpy.float16) for rows in (16, 8))
     c = rng.standard_normal((16, 8)).astype(numpy.float32)
@@ -136,7 +136,7 @@ def test_shuffles(tmp_path: Path) -> None:
 
 
 def test_functions(tmp_path: Path) -> None:
-    """exp2 without subnormal numbers, conversion to fp16 to the nearest, soft caps, division by a multiplier."""
+    """exp2 without subnormal numbers, rounding to the nearest fp16, soft caps, division by a multiplier."""
     words = numpy.zeros(8, numpy.uint32)
     floats = numpy.zeros(8, numpy.float32)
     body = """  if (lane != 0) return;
@@ -151,42 +151,42 @@ def test_functions(tmp_path: Path) -> None:
 
 
 THREADS = {"a shuffle in half a warp": 80}
-"""Of the cases that have other than 64."""
+"""Number of threads for the cases that do not have 64."""
 FAILURES = {
     "a shuffle of some lanes": (
         "if (lane < 16) a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
-        r"thread 16 of block \(0, 0, 0\) is at its end, thread 0 of its warp at a shuffle\.",
+        r"thread 16 of block \(0, 0, 0\) is at its end, but thread 0 of its warp is at a shuffle\.",
     ),
     "two barriers": (
         "if (lane < 16) __syncwarp(); else __syncthreads();",
-        r"thread 16 .* is at a barrier of the block, thread 0 of its warp at a barrier of the warp\.",
+        r"thread 16 .* is at a barrier of the block, but thread 0 of its warp is at a barrier of the warp\.",
     ),
     "two products": (
         "float d[8] = {}; if (lane & 1) multiply_by_rows(d, 0, 0, 0, 0); else multiply_by_columns(d, 0, 0, 0, 0);",
-        r"thread 1 .* is at a matrix product, thread 0 of its warp at a matrix product",
+        r"thread 1 .* is at a matrix product, but thread 0 of its warp is at a matrix product",
     ),
     "a barrier that a warp misses": (
         "if (lane < 32) __syncthreads();",
-        r"thread 0 .* is at a barrier of the block, thread 32 has ended\.",
+        r"thread 0 .* is at a barrier of the block, but thread 32 has ended\.",
     ),
     "a shuffle in half a warp": (
         "a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
-        "thread 64 .* is at a shuffle, its warp has 16 threads only",
+        "thread 64 .* is at a shuffle, but its warp has only 16 threads",
     ),
     "rows of matrices behind shared memory": (
         "u32 x[4]; load_matrices(x, shared + 64, lane & 31, 0);",
-        r"thread \d+ .* reads 16 bytes at 1\d\d\d of shared memory, which has 1024",
+        r"thread \d+ .* reads 16 bytes at 1\d\d\d of shared memory, which has only 1024 bytes",
     ),
-    "a mask": ("__syncwarp(3);", "names some lanes of its warp"),
+    "a mask": ("__syncwarp(3);", "uses a mask of some lanes, but the emulator supports"),
     "behind shared memory": (
         "numbers[256 - 31 + lane] = 0.0f;",
-        r"thread \d+ .* writes 4 bytes at 10\d\d of shared memory, which has 1024\.",
+        r"thread \d+ .* writes 4 bytes at 10\d\d of shared memory, which has only 1024 bytes\.",
     ),
     "a vector across chunks": (
         "numbers[lane] = 0; __syncthreads(); uint4 x = *reinterpret_cast<uint4*>(numbers + 1); a.floats[lane] = x.y;",
-        "reads 16 bytes at an address that is no multiple of 16",
+        "reads 16 bytes at an address that is not a multiple of 16",
     ),
-    "nothing was written": ("a.floats[lane] = numbers[lane];", "at .* of shared memory, which nobody has written"),
+    "nothing was written": ("a.floats[lane] = numbers[lane];", "at .* of shared memory, which has not been written"),
     "another lane's number, at once": (
         "numbers[lane] = 0; __syncthreads(); numbers[lane] = lane; a.floats[lane] = numbers[lane ^ 1];",
         r"thread \d+ .* 4 bytes at \d+ of shared memory with no barrier since thread \d+ (wrote|read) there\.",
@@ -199,32 +199,32 @@ FAILURES = {
         "if (lane == 0) numbers[0] = 1; __syncthreads(); a.floats[lane] = numbers[0]; if (lane == 40) numbers[0] = 2;",
         r"(writes .* with no barrier since (several threads|thread \d+) read|reads .* since thread 40 wrote)",
     ),
-    "behind a tensor": ("a.floats[lane + 33] = 0;", r"thread \d+ .* writes 4 bytes where no tensor is"),
+    "behind a tensor": ("a.floats[lane + 33] = 0;", r"thread \d+ .* writes 4 bytes outside of all tensors"),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one source has all of them, that it is compiled once."""
+    """A folder for one source that contains all of them, so that it is compiled once."""
     return tmp_path_factory.mktemp("failures")
 
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_threads_may_not_do(name: str, seed: int, folder: Path) -> None:
+def test_errors_of_threads_are_reported(name: str, seed: int, folder: Path) -> None:
     bodies = "".join(f"  if (a.which == {i}) {{\n{body}\n  }}\n" for i, (body, _) in enumerate(FAILURES.values()))
     options = {"threads": THREADS.get(name, 64), "which": list(FAILURES).index(name), "seed": seed}
     with pytest.raises(EmulationError, match=FAILURES[name][1]):
         run(bodies, folder, numpy.zeros(64, numpy.float32), architecture="sm_75", **options)
 
 
-def test_launches_that_cannot_be(tmp_path: Path) -> None:
+def test_launches_beyond_the_limits_are_refused(tmp_path: Path) -> None:
     kernel = emulation("", tmp_path)
     with pytest.raises(EmulationError, match=r"call launch\(\) first"):
         kernel.execute(0)
     for block, shared, said in (
         ((1056, 1, 1), 0, "a block has 1056 threads, but can have 1 to 1024"),
-        ((32, 2, 1), 0, "a block is a row of threads"),
+        ((32, 2, 1), 0, "the emulator runs one-dimensional blocks only"),
         ((32, 1, 1), 98305, "at most 98304 bytes of shared memory, not 98305"),
     ):
         kernel.launch((1, 1, 1), block, bytes(24), shared)
@@ -242,7 +242,7 @@ def test_a_kernel_that_does_not_compile(tmp_path: Path) -> None:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 SOON = ((64, VOLTA), (80, VOLTA), (64, TURING), (256, TURING))
-"""What `make test` draws problems for: columns left over, and 16 rows for each warp, are among them."""
+"""Kernels for which `make test` draws problems. They include partial columns and 16 rows per warp."""
 
 
 def kinds() -> list[Any]:
@@ -252,7 +252,7 @@ def kinds() -> list[Any]:
 
 @st.composite
 def cases(draw: st.DrawFn, head_size: int, max_rows: int, max_keys: int) -> Case:
-    """``max_rows``: of any sequence, query tokens times query heads per KV head."""
+    """``max_rows`` limits query tokens times query heads per KV head of each sequence."""
     kv_heads = draw(st.sampled_from([1, 1, 2]))
     group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 6, 8, 12) if g <= max_rows]))
     lengths = draw(
@@ -282,7 +282,7 @@ def cases(draw: st.DrawFn, head_size: int, max_rows: int, max_keys: int) -> Case
 @settings(max_examples=10)
 @given(st.data())
 def test_prefill(head_size: int, architecture: int, data: st.DataObject) -> None:
-    """Fewer keys than queries are drawn too: then the first rows see nothing."""
+    """Cases include fewer keys than queries, where the first rows see no key."""
     problem = data.draw(cases(head_size, max_rows=150, max_keys=200)).build()
     count = data.draw(st.sampled_from([1, 1, 2, 5]))
     attention.check(problem, attention.prefill(problem, emulated, count, architecture))
@@ -308,15 +308,17 @@ def test_decode_of_many_rows(head_size: int, architecture: int, data: st.DataObj
 
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_alibi_lowers_keys_behind_a_token_too(kind: str, architecture: int) -> None:
+def test_alibi_also_lowers_keys_after_a_token(kind: str, architecture: int) -> None:
     problem = Case((2,) if kind == "decode" else (20,), (40,), 4, 2, dtype=FP16, causal=False, alibi="shared").build()
     compute: Any = attention.prefill if kind == "prefill" else attention.decode
     attention.check(problem, compute(problem, emulated, architecture=architecture))
 
 
 def slid_out(case: Case) -> AttentionProblem:
-    """``case`` once its windows have moved on: before what each sequence's first token sees lies what others have
-    written into the pages since, infinities among it."""
+    """``case`` after its windows have moved on.
+
+    The pages before each window hold data of other requests, including infinities.
+    """
     problem = case.build()
     tokens = torch.diff(problem.query_start_loc).tolist()
     for seq, (new, length) in enumerate(zip(tokens, problem.seq_lens.tolist(), strict=True)):
@@ -340,8 +342,8 @@ SLID_OUT = {
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("page_size", [0, 16, 784])
 @pytest.mark.parametrize("kind", SLID_OUT)
-def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int, architecture: int) -> None:
-    """Not by a weight of 0 either: infinity times 0 is no number."""
+def test_pages_that_left_the_window_are_ignored(kind: str, page_size: int, architecture: int) -> None:
+    """A weight of 0 would not suffice: infinity times 0 is NaN."""
     problem = slid_out(replace(SLID_OUT[kind], page_size=page_size))
     assert problem.value.isinf().any()
     compute: Any = attention.prefill if kind == "prefill" else attention.decode
@@ -350,23 +352,23 @@ def test_what_has_slid_out_of_a_window_does_not_matter(kind: str, page_size: int
 
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("heads", [1, 9])
-def test_a_tile_of_decoding_ends_with_its_part(heads: int, architecture: int) -> None:
-    """A window begins three keys before the end of the first part; the fourth key of its tile is the second part's."""
+def test_a_decode_tile_ends_with_its_part(heads: int, architecture: int) -> None:
+    """The window begins three keys before the first part ends; the fourth key of its tile belongs to the second."""
     length = volta_kernels.part_length(129, volta_kernels.min_parts(1))
     assert length == 128
     problem = Case((1,), (129,), heads, 1, dtype=FP16, causal=False, window=(3, -1)).build()
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
-def test_prefill_in_parts_of_what_a_window_leaves() -> None:
+def test_prefill_in_parts_after_windows_have_moved() -> None:
     problem = slid_out(SLID_OUT["prefill"])
     attention.check(problem, attention.prefill(problem, emulated, 3))
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
-def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: int) -> None:
-    """Fewer keys than queries: the first rows have a sum of nothing, even where a sink of -inf joins it."""
+def test_rows_that_see_no_key_with_sinks_of_minus_infinity(kind: str, count: int) -> None:
+    """With fewer keys than queries, the first rows sum over nothing, even with a sink of -inf."""
     lengths = {"decode": (2, 1), "decode_wide": (6, 1), "prefill": (20, 12)}[kind]
     problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
     of_prompts = kind == "prefill"
@@ -376,7 +378,7 @@ def test_rows_that_see_nothing_beside_sinks_that_add_nothing(kind: str, count: i
 
 
 LONG = Case((2,), (8300,), 2, 1, dtype=FP16)
-"""Parts of more keys than its warps take at a time."""
+"""A part has more keys than its warps take at a time."""
 
 
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
@@ -391,8 +393,8 @@ def test_decode_of_long_parts(heads: int, head_size: int, architecture: int) -> 
 
 
 @pytest.mark.parametrize("heads", [4, 18])
-def test_a_sequence_is_decoded_alike_in_any_batch(heads: int) -> None:
-    """Bit for bit: how it is cut into parts, and in which order they are summed, depends on nothing but itself."""
+def test_decode_of_a_sequence_does_not_depend_on_the_batch(heads: int) -> None:
+    """Equal bit for bit: the split into parts and the order of the sums depend only on the sequence itself."""
     problem = Case((1, 1, 2), (700, 2500, 40), heads, 2, dtype=FP16, page_size=16).build()
     assert problem.block_table is not None
     alone = replace(
@@ -410,8 +412,18 @@ def test_a_sequence_is_decoded_alike_in_any_batch(heads: int) -> None:
 @pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 @pytest.mark.parametrize("head_size", [64, more(192)])
 def test_the_simulated_machine_computes_the_same(kind: str, head_size: int) -> None:
-    """But for the order in which the tensor cores add up, which may move a weight of fp16 to its neighbour."""
-    case = Case((2, 1), (200, 37), 12 if kind == "decode_wide" else 4, 2, head_size, dtype=FP16, window=(150, -1), softcap=3.0, alibi="shared")
+    """Equal except for the order in which the tensor cores add, which may change an fp16 weight by one unit."""
+    case = Case(
+        (2, 1),
+        (200, 37),
+        12 if kind == "decode_wide" else 4,
+        2,
+        head_size,
+        dtype=FP16,
+        window=(150, -1),
+        softcap=3.0,
+        alibi="shared",
+    )
     problem, compute = case.build(), attention.prefill if kind == "prefill" else attention.decode
     (out, lse), (simulated_out, simulated_lse) = compute(problem, emulated), compute(problem, simulated)
     assert float((out.double() - simulated_out.double()).abs().max()) < 5e-4
@@ -425,8 +437,9 @@ BARRIERS = {
                   "sums are there"],
     "decode_wide.cu": ["keys are there", "values are there", "queries are read", "means are there"],
 }  # fmt: skip
-"""Of each source, in its order; those without a name are not needed: the first of prefill is there for the compiler,
-before the second a barrier of the block came."""
+"""The barriers of each source, in order. Those without a name are not needed for correctness: the first one of
+prefill is there for the compiler, and the second follows a barrier of the block.
+"""
 
 
 @pytest.mark.parametrize(
@@ -456,5 +469,5 @@ def test_every_barrier_is_needed(source: str, number: int, architecture: int, tm
         "decode_wide.cu": replace(LONG, num_heads=12, window=(290, -1)),  # parts without keys too
     }[source].build()
     compute: Any = attention.prefill if source == "prefill.cu" else attention.decode
-    with pytest.raises(EmulationError, match=r"with no barrier since|nobody has written"):
+    with pytest.raises(EmulationError, match=r"with no barrier since|has not been written"):
         compute(problem, without_it, architecture=architecture)

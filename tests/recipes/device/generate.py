@@ -1,4 +1,4 @@
-"""A vLLM engine on the dummy device, in a process of its own: model folder and prompts in, tokens out, as JSON."""
+"""A vLLM engine on the dummy device in a separate process. Takes model folder and prompts; prints tokens as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe "add a device", followed: the new files stand in fastattention_vllm/ beside this file, the rows below."""
+"""The recipe "add a device", followed: the new files are in fastattention_vllm/ beside this file, the rows below."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _dummy() -> kernels.Kernels:
     return loaded
 
 
-ROOMS: Sequence[ModuleType] = (fastattention_vllm.attention, fastattention_vllm.integration)
+PARENTS: Sequence[ModuleType] = (fastattention_vllm.attention, fastattention_vllm.integration)
 FAMILY = kernels.Family("dummy", "the dummy device's kernels", lambda device: device.kind == "cpu", _dummy)
-"""The row of ``FAMILIES``. The dummy device's tensors are the host's, so it stands before the CPU's row."""
+"""The row of ``FAMILIES``. It comes before the CPU's row, because the dummy device's tensors are on the host."""
 BACKEND = "fastattention_vllm.integration.dummy.backend.FastAttentionDummyBackend"
 """The row of ``BACKENDS``, for the platform "dummy"."""
 
 
 def add_files() -> None:
-    for room in ROOMS:
-        room.__path__ = [*room.__path__, str(FILES / room.__name__.rpartition(".")[2])]
+    for parent in PARENTS:
+        parent.__path__ = [*parent.__path__, str(FILES / parent.__name__.rpartition(".")[2])]
 
 
 def families() -> tuple[kernels.Family, ...]:

@@ -1,7 +1,7 @@
-"""What vLLM itself has for a device: here a platform for the dummy device, whose tensors are the host's.
+"""A stand-in for vLLM's own support of a device: a platform for the dummy device, whose tensors are on the host.
 
-It takes from our CPU platform what lets a vLLM without compiled kernels run, and chooses the attention backend as
-vLLM's own platforms do: by the class that the backend was registered with, after asking it what it supports.
+From our CPU platform it takes what lets a vLLM without compiled kernels run. It chooses the attention backend as vLLM's
+own platforms do: by the registered class, after checking what it supports.
 """
 
 from __future__ import annotations

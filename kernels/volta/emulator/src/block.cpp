@@ -21,7 +21,7 @@ const void* parameters;
 
 unsigned char* stacks() {
   static auto* const memory = [] {
-    const size_t bytes = kMostThreads * kStackBytes;
+    const size_t bytes = kMaxThreads * kStackBytes;
     void* const all = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) return static_cast<unsigned char*>(nullptr);
     return static_cast<unsigned char*>(all);
@@ -63,7 +63,7 @@ const char* name(Together what) {
   return "";
 }
 
-// All lanes run to what they do together next, and do it.
+// Runs all lanes to the next operation that they perform together, and performs it.
 void step(int number) {
   Warp& warp = block.warps[number];
   const bool backwards = random() >> 32 & 1;
@@ -77,8 +77,8 @@ void step(int number) {
   for (int lane = 1; lane < lanes; ++lane) {
     const Part& part = warp.lanes[lane].part;
     if (part.what != first.what || part.detail != first.detail) {
-      block.failure = thread_name(number * kLanes + lane) + " is " + name(part.what) + ", thread " +
-                      std::to_string(number * kLanes) + " of its warp " + name(first.what) +
+      block.failure = thread_name(number * kLanes + lane) + " is " + name(part.what) + ", but thread " +
+                      std::to_string(number * kLanes) + " of its warp is " + name(first.what) +
                       (part.what == first.what ? " of another kind." : ".");
       return;
     }
@@ -90,8 +90,8 @@ void step(int number) {
   } else if (first.what == Together::kWarp) {
     ++warp.barriers;
   } else if (lanes < kLanes) {
-    block.failure = thread_name(number * kLanes) + " is " + name(first.what) + ", its warp has " +
-                    std::to_string(lanes) + " threads only.";
+    block.failure = thread_name(number * kLanes) + " is " + name(first.what) + ", but its warp has only " +
+                    std::to_string(lanes) + " threads.";
   } else {
     execute(warp);
   }
@@ -111,7 +111,7 @@ void run() {
       if (waits == block.warps.end()) return;
       if (ended != block.warps.end()) {
         block.failure = thread_name(static_cast<int>(waits - block.warps.begin()) * kLanes) +
-                        " is at a barrier of the block, thread " +
+                        " is at a barrier of the block, but thread " +
                         std::to_string((ended - block.warps.begin()) * kLanes) + " has ended.";
         return;
       }
@@ -120,7 +120,7 @@ void run() {
       continue;
     }
     const int number = ready[(random() >> 32) % ready.size()];
-    // Some warps get far ahead of others, and some do not.
+    // Some warps get far ahead of the others, some do not.
     const int steps = 1 << ((random() >> 32) % 12);
     for (int i = 0; i < steps && block.warps[number].state == Warp::kReady && block.failure.empty(); ++i) step(number);
   }
@@ -153,8 +153,8 @@ bool is_on_own_stack(const void* address) {
 
 }  // namespace volta_emulator
 
-// Runs one block of a kernel that kernel.cpp exports. `ranges`: what its threads may touch. Returns null, or one
-// sentence that says what went wrong, valid until the next call.
+// Runs one block of a kernel that kernel.cpp exports. `ranges`: the memory that its threads may access. Returns null on
+// success, otherwise one sentence that describes the error, valid until the next call.
 extern "C" __attribute__((visibility("default"))) const char* fa_emulator_run(
     void (*kernel)(const void*), const void* parameters, const unsigned* grid, const unsigned* size,
     const unsigned* index, unsigned shared_bytes, const volta_emulator::Range* ranges, int num_ranges,
@@ -164,14 +164,14 @@ extern "C" __attribute__((visibility("default"))) const char* fa_emulator_run(
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const unsigned threads = size[0] * size[1] * size[2];
   block.failure.clear();
-  if (threads == 0 || threads > kMostThreads) {
+  if (threads == 0 || threads > kMaxThreads) {
     block.failure = "a block has " + std::to_string(threads) + " threads, but can have 1 to 1024.";
   } else if (size[1] != 1 || size[2] != 1) {
-    block.failure = "a block is a row of threads, the emulator knows no other.";
-  } else if (shared_bytes > kMostShared) {
+    block.failure = "the emulator runs one-dimensional blocks only.";
+  } else if (shared_bytes > kMaxShared) {
     block.failure = "a block has at most 98304 bytes of shared memory, not " + std::to_string(shared_bytes) + ".";
   } else if (stacks() == nullptr) {
-    block.failure = "there is no memory for the stacks of a block's threads.";
+    block.failure = "there is not enough memory for the stacks of a block's threads.";
   }
   if (!block.failure.empty()) return block.failure.c_str();
   volta_emulator::kernel = kernel;

@@ -1,5 +1,5 @@
-// A block of threads that runs on this machine: its warps in any order, the lanes of a warp from one instruction that
-// they execute together to the next.
+// Runs one thread block on this machine. Warps run in random order. The lanes of a warp run one after another, from one
+// operation that they perform together to the next.
 #ifndef VOLTA_EMULATOR_BLOCK_H
 #define VOLTA_EMULATOR_BLOCK_H
 
@@ -12,19 +12,19 @@
 namespace volta_emulator {
 
 constexpr int kLanes = 32;
-constexpr int kMostThreads = 1024;
+constexpr int kMaxThreads = 1024;
 
 struct Index {
   unsigned x, y, z;
 };
 
-// What the lanes of a warp do together.
+// Operations that the lanes of a warp perform together.
 enum class Together { kShuffle, kProductByColumns, kProductByRows, kProduct16, kLoad, kTranspose, kWarp, kBlock, kEnd };
 
-// One lane's part in it.
+// One lane's operands and results of such an operation.
 struct Part {
   Together what;
-  int detail;  // of kLoad: how many matrices, and 8 more where they are transposed
+  int detail;  // for kLoad: the number of matrices, plus 8 if they are transposed
   uint32_t in[4], out[4];
   float sums[8];
   const unsigned char* row;
@@ -38,15 +38,15 @@ struct Thread {
 struct Warp {
   std::vector<Thread> lanes;
   enum { kReady, kAtBarrier, kEnded } state;
-  uint32_t barriers;  // that the warp has passed
+  uint32_t barriers;  // barriers that the warp has passed
 };
 
 struct Block {
   Index grid, size, index;
   uint32_t shared_bytes;
   std::vector<Warp> warps;
-  uint32_t barriers;  // that all threads have passed
-  int running;        // thread
+  uint32_t barriers;  // barriers that all threads have passed
+  int running;        // number of the running thread
   std::string failure;
   uint64_t random;
 
@@ -55,15 +55,15 @@ struct Block {
 
 extern Block block;
 
-// The running thread gets here, and goes on when its warp is done.
+// Stops the running thread until its whole warp is here and the operation is done.
 void do_together(Together what);
 
-// The running thread did what is not allowed: ends the block with this sentence. Does not return.
+// Ends the block with this sentence, because the running thread did something that is not allowed. Does not return.
 [[noreturn]] void fail(const std::string& sentence);
 
 std::string thread_name(int thread);  // like "thread 5 of block (0, 1, 0)"
 
-// Of the running thread.
+// Whether the address is on the running thread's stack.
 bool is_on_own_stack(const void* address);
 
 }  // namespace volta_emulator

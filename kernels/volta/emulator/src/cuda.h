@@ -1,4 +1,4 @@
-// Stands in for what CUDA C++ has built in, for kernels that are compiled as ordinary C++.
+// Replaces the built-ins of CUDA C++, for kernels that are compiled as ordinary C++.
 #ifndef VOLTA_EMULATOR_CUDA_H
 #define VOLTA_EMULATOR_CUDA_H
 
@@ -14,8 +14,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-// Values of 16 bytes say themselves where they are copied from and to: the compiler may take copies apart, machine code
-// does not.
+// 16-byte values report their copies themselves, because this compiler may split a copy that machine code makes in one
+// access.
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 
@@ -93,13 +93,13 @@ inline int __float_as_int(float value) {
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {  // without the replication of signs
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {  // does not support sign replication
   const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
   unsigned chosen = 0;
   for (int i = 0; i < 4; ++i) chosen |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   return chosen;
 }
-inline float __fdividef(float a, float b) {  // CUDA Programming Guide, "Intrinsic Functions"
+inline float __fdividef(float a, float b) {  // as defined in the CUDA Programming Guide, "Intrinsic Functions"
   return std::fabs(b) > 0x1p126f && std::fabs(b) < INFINITY ? 0.0f * a : a / b;
 }
 inline float __expf(float x) { return std::exp(x); }

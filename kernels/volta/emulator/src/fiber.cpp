@@ -6,7 +6,8 @@ namespace volta_emulator {
 
 #ifdef __x86_64__
 
-// Saves what a function must preserve (System V ABI) and the stack pointer in *from, goes on where `to` was saved.
+// Saves the registers that a function must preserve (System V ABI) and the stack pointer in *from, then continues where
+// `to` was saved.
 extern "C" void fa_emulator_switch(void** from, void* to);
 asm(R"(
 .text
@@ -33,7 +34,8 @@ fa_emulator_switch:
 
 void Fiber::start(void* stack, size_t bytes, void (*body)()) {
   auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + bytes) & ~uintptr_t{15});
-  *--top = nullptr;  // where a caller's return address would be: functions begin 8 bytes off a multiple of 16
+  // The place of a return address: at a function's start the stack pointer is 8 bytes off a multiple of 16.
+  *--top = nullptr;
   *--top = reinterpret_cast<void*>(body);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   own_ = top;

@@ -1,4 +1,4 @@
-// One thread of a kernel: code with a stack of its own that stops where it says so and goes on there later.
+// One thread of a kernel: code with its own stack, which stops itself and is resumed later from where it stopped.
 #ifndef VOLTA_EMULATOR_FIBER_H
 #define VOLTA_EMULATOR_FIBER_H
 
@@ -12,14 +12,15 @@ namespace volta_emulator {
 
 class Fiber {
  public:
-  // `body` must not return; it ends by stopping and never being resumed.
+  // `body` must not return. It ends by stopping for good.
   void start(void* stack, size_t bytes, void (*body)());
-  void resume();  // called from outside of all fibers; returns when this one stops
-  void stop();    // called from this fiber
+  void resume();  // call from outside of all fibers; returns when this one stops
+  void stop();    // call from this fiber
 
  private:
-#ifdef __x86_64__  // swapcontext would ask the system for the signal mask, for each of millions of switches
-  void *own_ = nullptr, *outside_ = nullptr;  // stack pointers of whoever does not run
+#ifdef __x86_64__  // swapcontext would make a system call for the signal mask, in each of millions of switches
+  // Stack pointers of the fiber and of its caller, each saved while the other runs.
+  void *own_ = nullptr, *outside_ = nullptr;
 #else
   ucontext_t own_, outside_;
 #endif

@@ -22,7 +22,8 @@ void wait_for_block() { do_together(Together::kBlock); }
 void wait_for_warp() { do_together(Together::kWarp); }
 
 void check_mask(unsigned mask) {
-  if (mask != ~0u) fail(thread_name(block.running) + " names some lanes of its warp, the emulator knows all or none.");
+  if (mask != ~0u)
+    fail(thread_name(block.running) + " uses a mask of some lanes, but the emulator supports masks of all lanes only.");
 }
 
 unsigned shuffle(unsigned value, int lane) {
@@ -68,7 +69,7 @@ unsigned transpose(unsigned pair) {
   return part.out[0];
 }
 
-float power_of_2(float x) {  // ex2.approx.ftz: subnormal numbers count as zero
+float power_of_2(float x) {  // ex2.approx.ftz flushes subnormals to zero
   const float y = std::exp2(x);
   return std::fabs(y) < 0x1p-126f ? 0.0f : y;
 }
@@ -81,7 +82,7 @@ unsigned add_halves(unsigned a, unsigned b) {
   return pack_halves(static_cast<double>(low_half(a)) + low_half(b), static_cast<double>(high_half(a)) + high_half(b));
 }
 
-int round_to_int(float x) {  // what is too large becomes the largest
+int round_to_int(float x) {  // saturates
   if (std::isnan(x)) return 0;
   return static_cast<int>(std::nearbyint(std::fmin(std::fmax(x, -0x1p31), 0x1p31 - 1)));
 }

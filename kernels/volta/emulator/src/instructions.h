@@ -1,4 +1,4 @@
-// Stands in for the instructions of kernels/volta/src/instructions.cuh, which says what each does.
+// Replaces the instructions of kernels/volta/src/instructions.cuh, which explains each of them.
 #ifndef VOLTA_EMULATOR_INSTRUCTIONS_H
 #define VOLTA_EMULATOR_INSTRUCTIONS_H
 

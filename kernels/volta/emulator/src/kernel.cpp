@@ -1,4 +1,5 @@
-// One source of kernels as ordinary C++. KERNEL_SOURCE: its name in quotes. KERNELS: each kernel as EMULATED(name).
+// Compiles one kernel source as ordinary C++. KERNEL_SOURCE: its name in quotes. KERNELS: EMULATED(name) for each
+// kernel.
 #include "cuda.h"
 #include KERNEL_SOURCE
 

@@ -7,9 +7,9 @@
 
 #include "block.h"
 
-// The array that kernels declare as `extern __shared__ uint4 shared[]`, in functions of C linkage.
+// The array that kernels declare as `extern __shared__ uint4 shared[]` in functions with C linkage.
 extern "C" {
-alignas(16) unsigned char shared[volta_emulator::kMostShared];
+alignas(16) unsigned char shared[volta_emulator::kMaxShared];
 }
 
 namespace volta_emulator {
@@ -17,11 +17,11 @@ namespace {
 
 std::vector<Range> tensors;
 
-// Who touched two bytes of shared memory last, and since which barriers: accesses of two threads of which one writes
-// need a barrier of the block between them, or of the warp where both are in the same one.
+// The last accesses to two bytes of shared memory, and the barriers passed by then. If two threads access them and one
+// writes, a barrier must separate the accesses: of the warp for threads of one warp, otherwise of the block.
 constexpr int kNobody = -1, kMany = -2;
 struct Access {
-  int thread = kNobody;  // kMany: several of one warp
+  int thread = kNobody;  // kMany: several threads of one warp
   int warp = kNobody;    // kMany: several warps
   uint32_t block_barriers = 0, warp_barriers = 0;
 
@@ -46,7 +46,7 @@ struct Cell {
   Access write, read;
 };
 constexpr size_t kCell = 2;
-Cell cells[kMostShared / kCell];
+Cell cells[kMaxShared / kCell];
 
 std::string access_name(size_t bytes, bool writes) {
   return thread_name(block.running) + (writes ? " writes " : " reads ") + std::to_string(bytes) + " bytes ";
@@ -54,13 +54,13 @@ std::string access_name(size_t bytes, bool writes) {
 
 void touch_shared(size_t at, size_t bytes, bool writes) {
   if (at + bytes > block.shared_bytes) {
-    fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory, which has " +
-         std::to_string(block.shared_bytes) + ".");
+    fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory, which has only " +
+         std::to_string(block.shared_bytes) + " bytes.");
   }
   for (size_t i = at / kCell; i <= (at + bytes - 1) / kCell; ++i) {
     Cell& cell = cells[i];
     if (!writes && cell.write.warp == kNobody) {
-      fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory, which nobody has written.");
+      fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory, which has not been written.");
     }
     const bool after_write = cell.write.conflicts(block.running);
     if (after_write || (writes && cell.read.conflicts(block.running))) {
@@ -89,20 +89,20 @@ void touch(const void* address, size_t bytes, size_t alignment, bool writes) {
   if (is_on_own_stack(address)) return;
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (at % alignment != 0) {
-    fail(access_name(bytes, writes) + "at an address that is no multiple of " + std::to_string(alignment) + ".");
+    fail(access_name(bytes, writes) + "at an address that is not a multiple of " + std::to_string(alignment) + ".");
   }
   const auto begin = reinterpret_cast<uintptr_t>(::shared);
-  if (at >= begin && at < begin + kMostShared) return touch_shared(at - begin, bytes, writes);
+  if (at >= begin && at < begin + kMaxShared) return touch_shared(at - begin, bytes, writes);
   auto after = std::upper_bound(tensors.begin(), tensors.end(), at,
                                 [](uintptr_t value, const Range& range) { return value < range.begin; });
   if (after == tensors.begin() || at + bytes > (after - 1)->begin + (after - 1)->bytes) {
-    fail(access_name(bytes, writes) + "where no tensor is.");
+    fail(access_name(bytes, writes) + "outside of all tensors.");
   }
 }
 
 }  // namespace volta_emulator
 
-// What the compiler calls.
+// Functions that the compiler calls before each access.
 extern "C" {
 #define VOLTA_EMULATOR_ACCESS(size)                                                                      \
   void __tsan_read##size(void* address) { volta_emulator::touch(address, size, size, false); }           \

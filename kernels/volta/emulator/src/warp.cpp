@@ -1,5 +1,5 @@
-// Fragments lie as the PTX ISA says ("Warp Level Matrix Multiply-Accumulate Instructions"): written from its formulas,
-// not from the kernels' own.
+// Matrix fragments follow the formulas of the PTX ISA ("Warp Level Matrix Multiply-Accumulate Instructions"),
+// independently of the kernels' own.
 #include "warp.h"
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace volta_emulator {
 namespace {
 
-// Of all fp16 numbers.
+// The values of all fp16 numbers.
 const std::vector<float> values = [] {
   std::vector<float> all(65536);
   for (size_t i = 0; i < all.size(); ++i) all[i] = volta_sim::half_to_float(static_cast<uint16_t>(i));
@@ -30,7 +30,7 @@ template <int kRows, int kColumns, int kDepth>
 struct Product {
   float a[kRows][kDepth], b[kDepth][kColumns], c[kRows][kColumns];
 
-  void compute() {  // rounded once; the tensor cores differ in the last places
+  void compute() {  // rounds once; tensor cores differ in the last bits
     for (int i = 0; i < kRows; ++i) {
       double sums[kColumns];
       for (int j = 0; j < kColumns; ++j) sums[j] = static_cast<double>(c[i][j]);
@@ -42,7 +42,8 @@ struct Product {
   }
 };
 
-// mma.m8n8k4, one product for each quadpair (lanes 4 q to 4 q + 3 and 16 more): "row" of a, "row" or "col" of b.
+// mma.m8n8k4, one product per quadpair (lanes 4 q to 4 q + 3 and 4 q + 16 to 4 q + 19): "row" for a, "row" or "col" for
+// b.
 void multiply_quadpairs(Warp& warp, bool b_by_rows) {
   for (int quadpair = 0; quadpair < 4; ++quadpair) {
     Product<8, 8, 4> product;
@@ -71,7 +72,7 @@ void multiply_quadpairs(Warp& warp, bool b_by_rows) {
   }
 }
 
-// mma.m16n8k8 of fp16: one product for the warp.
+// mma.m16n8k8 of fp16, one product per warp.
 void multiply_16(Warp& warp) {
   Product<16, 8, 8> product;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -92,7 +93,7 @@ void multiply_16(Warp& warp) {
   }
 }
 
-// ldmatrix: matrices of 8 rows of 8 numbers; lane 8 m + r has the address of row r of matrix m.
+// ldmatrix: 8 x 8 matrices. Lane 8 m + r supplies the address of row r of matrix m.
 void load(Warp& warp) {
   const int count = warp.lanes[0].part.detail & 7;
   const bool transposed = warp.lanes[0].part.detail & 8;
@@ -111,7 +112,7 @@ void load(Warp& warp) {
   }
 }
 
-// movmatrix.trans of one matrix, of which lane 4 r + c has the numbers 2 c and 2 c + 1 of row r.
+// movmatrix.trans: one matrix, of which lane 4 r + c holds the numbers 2 c and 2 c + 1 of row r.
 void transpose(Warp& warp) {
   uint16_t matrix[8][8];
   for (int lane = 0; lane < kLanes; ++lane) {

@@ -1,4 +1,4 @@
-// What the lanes of a warp do together, once all of them are there.
+// Performs an operation that all lanes of a warp have arrived at.
 #ifndef VOLTA_EMULATOR_WARP_H
 #define VOLTA_EMULATOR_WARP_H
 

@@ -8,10 +8,10 @@ namespace {
 constexpr int kBanks = 32;
 constexpr uint32_t kSectorBytes = 32, kSectorsPerLine = 4;
 
-// The most distinct words that lanes [begin, end) want of one bank.
+// The maximum number of distinct words that lanes [begin, end) access in one bank.
 uint32_t passes(uint32_t lanes, const std::array<uint32_t, kLanes>& addresses, int words, int begin, int end) {
-  constexpr int kMostWords = kLanes * 4;
-  uint32_t wanted[kMostWords];
+  constexpr int kMaxWords = kLanes * 4;
+  uint32_t wanted[kMaxWords];
   int count = 0;
   for (int lane = begin; lane < end; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
@@ -39,7 +39,7 @@ Access shared_access(uint32_t lanes, const std::array<uint32_t, kLanes>& address
 }
 
 Access global_access(uint32_t lanes, const std::array<uint64_t, kLanes>& addresses, std::vector<uint64_t>& sectors) {
-  uint64_t touched[kLanes];  // an aligned access lies in one sector
+  uint64_t touched[kLanes];  // an aligned access is within one sector
   int count = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) != 0) touched[count++] = addresses[static_cast<size_t>(lane)] / kSectorBytes;

@@ -1,4 +1,4 @@
-// The C ABI: checks at the door, and no exception gets out.
+// The C interface: checks arguments and catches every exception.
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -80,7 +80,7 @@ void check_timing(const fa_sim_timing& timing) {
     if (value < 1) fail("queues, occupancies, sizes and rates of the timing must be at least 1, not %d.", value);
   }
   for (const int32_t value : latencies) {
-    if (value < 0) fail("latencies of the timing must not be negative, like %d.", value);
+    if (value < 0) fail("latencies of the timing must not be negative, but one is %d.", value);
   }
   if (!(timing.l2_bytes_per_cycle > 0)) fail("l2_bytes_per_cycle must be more than 0.");
 }
@@ -136,13 +136,13 @@ FA_EXPORT int32_t fa_sim_set_instruction_limit(fa_sim* sim, uint64_t limit) {
 FA_EXPORT int32_t fa_sim_set_launch(fa_sim* sim, const uint32_t grid[3], const uint32_t block[3], uint32_t shared_bytes,
                                     uint32_t local_bytes) {
   return guarded(sim, [&] {
-    constexpr uint64_t kMostThreads = 1024;
+    constexpr uint64_t kMaxThreads = 1024;
     const uint64_t threads = uint64_t{block[0]} * block[1] * block[2];
-    const bool too_long = block[0] > kMostThreads || block[1] > kMostThreads || block[2] > kMostThreads;
-    if (threads == 0 || too_long || threads > kMostThreads) {
-      fail("a block of %u x %u x %u threads is not one of 1 to 1024.", block[0], block[1], block[2]);
+    const bool too_long = block[0] > kMaxThreads || block[1] > kMaxThreads || block[2] > kMaxThreads;
+    if (threads == 0 || too_long || threads > kMaxThreads) {
+      fail("a block must have 1 to 1024 threads, not %u x %u x %u.", block[0], block[1], block[2]);
     }
-    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) fail("a grid must not be empty in any direction.");
+    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) fail("every dimension of a grid must be at least 1.");
     std::copy(grid, grid + 3, sim->machine.launch.grid);
     std::copy(block, block + 3, sim->machine.launch.block);
     sim->machine.launch.shared_bytes = shared_bytes;
@@ -214,12 +214,12 @@ FA_EXPORT int32_t fa_sim_time_sm(fa_sim* sim, const int32_t* traces, int32_t num
                                  const fa_sim_timing* timing, fa_sim_time* time, uint64_t* waits) {
   return guarded(sim, [&] {
     check_timing(*timing);
-    if (num_traces < 1) fail("there must be a trace to time.");
+    if (num_traces < 1) fail("there is no trace to time.");
     if (resident < 1 || resident > num_traces) fail("%d of %d CTAs cannot be resident.", resident, num_traces);
     std::vector<const volta_sim::Trace*> ctas;
     for (int32_t i = 0; i < num_traces; ++i) {
       ctas.push_back(&sim->trace(traces[i]));
-      if (ctas.back()->warps.size() != ctas.front()->warps.size()) fail("the CTAs differ in their number of warps.");
+      if (ctas.back()->warps.size() != ctas.front()->warps.size()) fail("all CTAs must have the same number of warps.");
     }
     *time = volta_sim::time_sm(sim->program, ctas, resident, *timing, waits);
   });

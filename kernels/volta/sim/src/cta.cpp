@@ -14,7 +14,7 @@ class WarpRunner {
   WarpRunner(const Program& program, Machine& machine, Cta& cta, Warp& warp, uint64_t limit, Trace* trace)
       : program_(program), machine_(machine), cta_(cta), warp_(warp), limit_(limit), trace_(trace) {}
 
-  // Until all lanes have exited or wait at a barrier of the CTA.
+  // Runs until all lanes have exited or wait at a barrier of the CTA.
   void run() {
     for (;;) {
       release_meetings();
@@ -24,13 +24,13 @@ class WarpRunner {
     }
     if (warp_.at_barrier.empty() && !warp_.meetings.empty()) {
       const Meeting& meeting = warp_.meetings.front();
-      fail("warp %d is deadlocked at 0x%04x: lanes 0x%08x wait for lanes 0x%08x, which never come.", warp_.number,
+      fail("warp %d is deadlocked at 0x%04x: lanes 0x%08x wait for lanes 0x%08x, which never arrive.", warp_.number,
            meeting.address, meeting.lanes, meeting.expected & warp_.alive & ~meeting.lanes);
     }
   }
 
  private:
-  // All lanes expected at a meeting are there: they go on together.
+  // Releases each meeting whose expected lanes have all arrived.
   void release_meetings() {
     for (size_t i = 0; i < warp_.meetings.size();) {
       const Meeting meeting = warp_.meetings[i];
@@ -56,7 +56,7 @@ class WarpRunner {
     }
   }
 
-  // The group that is farthest behind, together with all others that are at the same place.
+  // The group at the lowest address, joined with all others at the same address.
   Group next_group() {
     auto& groups = warp_.groups;
     uint32_t address = groups.front().address, lanes = 0;
@@ -95,7 +95,7 @@ class WarpRunner {
   bool execute(const Group& group) {
     const Instruction& instruction = at(group.address);
     if (++warp_.instructions > limit_) {
-      fail("warp %d has executed %" PRIu64 " instructions and is taken for one that never ends.", warp_.number, limit_);
+      fail("warp %d has executed %" PRIu64 " instructions, so it probably never ends.", warp_.number, limit_);
     }
     uint32_t guard = warp_.predicates[static_cast<size_t>(instruction.guard)];
     if (instruction.guard_negated) guard = ~guard;
@@ -126,7 +126,7 @@ class WarpRunner {
 };
 
 Cta make_cta(const Launch& launch, uint32_t x, uint32_t y, uint32_t z) {
-  constexpr uint8_t kNeverWritten = 0xa5;  // so that reading shared memory too early shows
+  constexpr uint8_t kNeverWritten = 0xa5;  // makes reads before the first write visible
   Cta cta;
   cta.x = x;
   cta.y = y;
@@ -148,7 +148,7 @@ Cta make_cta(const Launch& launch, uint32_t x, uint32_t y, uint32_t z) {
 
 bool waits_at(const Warp& warp, int barrier) { return !warp.at_barrier.empty() && warp.cta_barrier == barrier; }
 
-// Lets the warps go on that wait at barriers where enough threads have come. Returns whether there were any.
+// Releases the barriers at which enough threads have arrived. Returns whether there were any.
 bool release_barriers(Cta& cta) {
   int alive = 0;
   for (const Warp& warp : cta.warps) alive += warp.alive != 0 ? kLanes : 0;
@@ -181,7 +181,7 @@ bool release_barriers(Cta& cta) {
     waiting += (waiting.empty() ? "warp " : ", warp ") + std::to_string(warp.number) + " at barrier " +
                std::to_string(warp.cta_barrier);
   }
-  fail("the CTA is deadlocked: %.300s, and nobody else will come.", waiting.c_str());
+  fail("the CTA is deadlocked: %.300s, and no other warp will arrive.", waiting.c_str());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Runs one CTA: its warps in turn, each until it waits or ends.
+// Runs one CTA. Its warps take turns, each until it waits or ends.
 #ifndef VOLTA_SIM_CTA_H
 #define VOLTA_SIM_CTA_H
 
@@ -6,7 +6,7 @@
 
 namespace volta_sim {
 
-// trace: null if not wanted. limit: instructions of one warp, beyond which it is taken for endless.
+// trace: null, or receives the trace. limit: instructions of one warp after which it is considered endless.
 void run_cta(const Program& program, Machine& machine, uint32_t x, uint32_t y, uint32_t z, uint64_t limit,
              Trace* trace);
 

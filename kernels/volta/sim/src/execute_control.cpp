@@ -1,7 +1,8 @@
-// Branches, and where the lanes of a warp, or the warps of a CTA, wait for each other.
+// Branches, and synchronisation of the lanes of a warp and of the warps of a CTA.
 //
-// A group of lanes runs alone until it ends, waits, or comes to where another group is. BSSY puts the lanes that are
-// together into a convergence barrier; at BSYNC they wait until all of them are there or have left it (BREAK, EXIT).
+// A group of lanes runs alone until it ends, waits, or reaches the address of another group. BSSY enters the lanes of
+// the group into a convergence barrier. At BSYNC they wait until all of them have arrived or left the barrier (BREAK,
+// EXIT).
 #include "failure.h"
 #include "opcode.h"
 #include "step.h"
@@ -22,8 +23,8 @@ Lanes& convergence(Step& step, size_t number) {
 void nop(Step&) {}
 
 void bra(Step& step) {
-  // U, all lanes of the group decide alike, changes nothing. DIV: taken where lanes of the warp are elsewhere; CONV:
-  // where they are not.
+  // U means that all lanes of the group decide alike, which changes nothing here. DIV branches only if some lanes of
+  // the warp are elsewhere, CONV only if none are.
   const bool together = step.group == step.warp.alive;
   if (step.has(M::kDiv) && together) step.lanes = 0;
   if (step.has(M::kConv) && !together) step.lanes = 0;
@@ -35,13 +36,13 @@ void bra(Step& step) {
 }
 
 void call(Step& step) {
-  if (step.has(M::kAbs)) fail("calls to other functions are not implemented; assert and printf make some.");
+  if (step.has(M::kAbs)) fail("calls to other functions are not implemented; assert and printf make such calls.");
   step.warp.groups.push_back({step.instruction.target, step.lanes});
   step.continue_others();
   step.rescheduled = true;
 }
 
-// To a register plus an offset, which may differ from lane to lane.
+// Jumps to a register plus an offset; the register may differ from lane to lane.
 void jump(Step& step, uint32_t offset) {
   const Lanes to = step.raw(0);
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -54,7 +55,7 @@ void jump(Step& step, uint32_t offset) {
 
 void ret(Step& step) { jump(step, step.instruction.target); }
 
-// A switch. Unlike the other branches its offset is written as it is encoded: from the next instruction on.
+// BRX implements a switch. Its offset is relative to the next instruction, unlike that of other branches.
 void brx(Step& step) { jump(step, step.instruction.target + next_address(step)); }
 
 void exit_lanes(Step& step) {
@@ -92,7 +93,7 @@ void bsync(Step& step) {
 
 void warpsync(Step& step) { meet(step, step.uniform(0), -1); }
 
-// The lanes leave a convergence barrier without going there.
+// BREAK: the lanes leave a convergence barrier without waiting at it.
 void break_out(Step& step) {
   for (uint32_t& lanes : convergence(step, 0)) lanes &= ~step.lanes;
   for (Meeting& meeting : step.warp.meetings) {
@@ -100,7 +101,7 @@ void break_out(Step& step) {
   }
 }
 
-// Between a convergence barrier and a register.
+// BMOV copies between a convergence barrier and a register.
 void bmov(Step& step) {
   if (step.is(0, OperandKind::kRegister)) {
     Lanes& barrier = convergence(step, 1);
@@ -118,15 +119,16 @@ void bmov(Step& step) {
   }
 }
 
-// BAR.SYNC barrier, threads: waits until so many have come; BAR.ARV: comes and does not wait. Whole warps count.
+// BAR.SYNC barrier, threads: waits until that many threads have arrived. BAR.ARV arrives and does not wait. Only whole
+// warps are supported.
 void bar(Step& step) {
   const uint32_t barrier = step.num_operands() == 0 ? 0 : step.uniform(0);
   const bool counted = step.num_operands() > 1 && !step.is(1, OperandKind::kPredicate);
   const uint32_t threads = counted ? step.uniform(1) : 0;
   if (barrier >= kNumCtaBarriers) fail("there is no barrier %u.", barrier);
-  if (threads % kLanes != 0) fail("barrier %u waits for %u threads, no multiple of 32.", barrier, threads);
+  if (threads % kLanes != 0) fail("barrier %u waits for %u threads, which is not a multiple of 32.", barrier, threads);
   const bool waits = !step.has(M::kArv);
-  if (!waits && threads == 0) fail("an arrival at barrier %u must say for how many threads.", barrier);
+  if (!waits && threads == 0) fail("an arrival at barrier %u must give the number of threads.", barrier);
   if (step.trace != nullptr) {
     step.detail = static_cast<uint32_t>(step.trace->arrivals.size());
     step.trace->arrivals.push_back({static_cast<int>(barrier), static_cast<int>(threads), waits});
@@ -136,7 +138,7 @@ void bar(Step& step) {
     return;
   }
   if (!step.warp.at_barrier.empty() && step.warp.cta_barrier != static_cast<int>(barrier)) {
-    fail("lanes of one warp wait at barriers %d and %u at once.", step.warp.cta_barrier, barrier);
+    fail("lanes of one warp wait at barriers %d and %u at the same time.", step.warp.cta_barrier, barrier);
   }
   step.warp.cta_barrier = static_cast<int>(barrier);
   step.warp.barrier_threads = static_cast<int>(threads);

@@ -41,12 +41,12 @@ Lanes all(float value) {
 
 void fadd(Step& step) { multiply_add(step, step.real(1), all(1.0f), step.real(2)); }
 
-// The addend -0 leaves the sign of a product that is 0 as it is, unlike +0.
+// The addend -0 keeps the sign of a zero product; +0 would not.
 void fmul(Step& step) { multiply_add(step, step.real(1), step.real(2), all(-0.0f)); }
 
 void ffma(Step& step) { multiply_add(step, step.real(1), step.real(2), step.real(3)); }
 
-// The number where one of two is NaN; -0 below +0.
+// If one operand is NaN, the other one. -0 is less than +0.
 float lesser(float a, float b) {
   if (std::isnan(a)) return b;
   if (std::isnan(b)) return a;
@@ -102,8 +102,8 @@ float special_function(M function, float x) {
   }
 }
 
-// Correctly rounded up to libm, where the hardware is off by an ulp or two. It knows no subnormal numbers: compilers
-// put code around it that scales them.
+// As exact as libm, whereas the hardware is off by an ulp or two. Subnormals are flushed, because compilers add code
+// that scales them.
 void mufu(Step& step) {
   const M none = M::kCount;
   const M function =
@@ -113,7 +113,7 @@ void mufu(Step& step) {
       0, map(step.real(1), [&](uint32_t x) { return as_bits(flush(special_function(function, flush(as_float(x))))); }));
 }
 
-// Whether a / b needs the slow path of division. True more often than on the hardware costs time, not accuracy.
+// Whether a / b needs the slow path of division. A superfluous "yes" costs time, not accuracy.
 void fchk(Step& step) {
   const uint32_t slow = select(step.real(1), step.real(2), [](uint32_t x, uint32_t y) {
     const int a = static_cast<int>(x >> 23 & 255), b = static_cast<int>(y >> 23 & 255);
@@ -137,7 +137,7 @@ void f2f(Step& step) {
   }
 }
 
-// From 32 bits, or from a pair of registers.
+// Converts from 32 bits, or from a pair of registers.
 void i2f(Step& step) {
   const Modifier rounding = rounding_of(step.instruction.modifiers);
   const bool from_64 = step.has(M::kU64) || step.has(M::kS64), is_unsigned = step.has(M::kU32) || step.has(M::kU64);
@@ -167,16 +167,16 @@ void frnd(Step& step) {
       0, map(flushed(step, step.real(1)), [&](uint32_t x) { return as_bits(round_to_integer(step, as_float(x))); }));
 }
 
-// Out of range: the nearest integer that there is.
+// Out-of-range numbers become the nearest integer of the type.
 template <typename Integer>
 Integer saturated(float x) {
   constexpr auto kLargest = std::numeric_limits<Integer>::max();
   constexpr auto kSmallest = std::numeric_limits<Integer>::min();
-  if (x >= static_cast<float>(kLargest)) return kLargest;  // as a float, the largest is one more
+  if (x >= static_cast<float>(kLargest)) return kLargest;  // as a float, kLargest is one larger
   return x <= static_cast<float>(kSmallest) ? kSmallest : static_cast<Integer>(x);
 }
 
-// NaN becomes 0, or with 64 bits their highest one (PTX ISA, cvt).
+// NaN becomes 0, or for 64 bits a number with only the highest bit set (PTX ISA, cvt).
 void f2i(Step& step) {
   const bool to_64 = step.has(M::kU64) || step.has(M::kS64), is_unsigned = step.has(M::kU32) || step.has(M::kU64);
   const Lanes from = flushed(step, step.real(1));

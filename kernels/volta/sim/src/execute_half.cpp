@@ -1,4 +1,4 @@
-// Pairs of fp16 numbers.
+// Arithmetic on pairs of fp16 numbers.
 #include "comparison.h"
 #include "half.h"
 #include "opcode.h"
@@ -9,7 +9,7 @@ namespace {
 
 using M = Modifier;
 
-// With F32 the sum of the lower halves, as an fp32 number.
+// With F32: the sum of the lower halves as an fp32 number.
 void hadd2(Step& step) {
   const bool to_float = step.has(M::kF32);
   step.write(0, map(step.halves(1), step.halves(2), [&](uint32_t a, uint32_t b) {

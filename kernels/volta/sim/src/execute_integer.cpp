@@ -18,7 +18,7 @@ uint32_t bit(uint32_t lanes, size_t lane) { return lanes >> lane & 1; }
 
 void mov(Step& step) { step.write(0, step.integer(1)); }
 
-// d = a * b + c; a 64-bit sum if WIDE, its upper half if HI, in which case c is 64 bits wide too.
+// d = a * b + c. With WIDE a 64-bit sum, with HI its upper half; in both cases c has 64 bits.
 void imad(Step& step) {
   const bool carries_out = step.is(1, OperandKind::kPredicate), is_unsigned = step.has(M::kU32);
   const bool is_wide = step.has(M::kWide) || step.has(M::kHi);
@@ -51,13 +51,13 @@ void imad(Step& step) {
   if (carries_out) step.write_predicate(1, overflow);
 }
 
-// An addend as the adder sees it: -x is ~x + 1, whose 1 can carry, so the sum needs more than 32 bits.
+// An addend as the adder sees it: -x is ~x + 1. The 1 can carry, so the sum needs more than 32 bits.
 uint64_t addend(const Operand& operand, uint32_t value) {
   if (operand.invert) value = ~value;
   return operand.negate ? static_cast<uint64_t>(~value) + 1 : value;
 }
 
-// Up to three addends, up to two carries out, and with X one or two carries in.
+// Up to three addends, up to two carries out and, with X, one or two carries in.
 void iadd3(Step& step) {
   size_t first = 1;
   while (step.is(first, OperandKind::kPredicate) && first < 3) ++first;
@@ -83,7 +83,8 @@ void iadd3(Step& step) {
   for (size_t number = 1; number < first; ++number) step.write_predicate(number, carries[number - 1]);
 }
 
-// d = (a << shift) + b. With HI the upper half of a 64-bit a, whose upper word is a further operand (SX32: a's sign).
+// d = (a << shift) + b. With HI: the upper half of a 64-bit a, whose upper word is another operand, or a's sign with
+// SX32.
 void lea(Step& step) {
   const bool carries_out = step.is(1, OperandKind::kPredicate), is_high = step.has(M::kHi);
   const bool has_high_word = is_high && !step.has(M::kSX32);
@@ -134,7 +135,7 @@ void plop3(Step& step) {
   step.write_predicate(1, lookup(second, a, b, c));
 }
 
-// Funnel shift: one word of the 64-bit (upper, lower) shifted by 0 to 32, or to 63 with a 64-bit type.
+// Funnel shift: one word of the 64-bit number (upper, lower), shifted by 0 to 32, or to 63 for a 64-bit type.
 void shf(Step& step) {
   const bool left = step.has(M::kL), wants_high = step.has(M::kHi), wraps = step.has(M::kW);
   const bool is_signed = step.has(M::kS32) || step.has(M::kS64);
@@ -163,7 +164,7 @@ void sel(Step& step) {
   step.write(0, result);
 }
 
-// Four bytes out of the eight of (c, a); bit 3 of a selector spreads the byte's sign instead.
+// Selects four of the eight bytes of (c, a). Bit 3 of a selector replicates the byte's sign instead.
 void prmt(Step& step) {
   step.write(0, map(step.integer(1), step.integer(2), step.integer(3), [](uint32_t a, uint32_t selectors, uint32_t c) {
                const uint64_t bytes = pair(a, c);
@@ -198,7 +199,7 @@ bool compare(M how, T a, T b) {
   }
 }
 
-// With EX the comparison of the lower words is a further operand, and this one is of the upper words.
+// With EX this compares the upper words, and the comparison of the lower words is another operand.
 void isetp(Step& step) {
   const M how = step.instruction.modifiers.first_of({M::kLT, M::kEQ, M::kLE, M::kGT, M::kNE, M::kGE, M::kT}, M::kF);
   const bool is_unsigned = step.has(M::kU32);
@@ -234,7 +235,8 @@ void popc(Step& step) {
   step.write(0, map(step.integer(1), [](uint32_t x) { return static_cast<uint32_t>(__builtin_popcount(x)); }));
 }
 
-// The highest bit that differs from the sign; -1 if none. SH: counted from the top.
+// The position of the highest bit that differs from the sign, or -1 if there is none. With SH it is counted from the
+// top.
 void flo(Step& step) {
   const bool is_unsigned = step.has(M::kU32), from_top = step.has(M::kSh);
   step.write(0, map(step.integer(1), [&](uint32_t x) {
@@ -255,7 +257,7 @@ void brev(Step& step) {
 
 int byte_shift(const Step& step) { return step.has(M::kB1) ? 8 : step.has(M::kB2) ? 16 : step.has(M::kB3) ? 24 : 0; }
 
-// Predicates into a byte of a register, and back; only those that the mask names.
+// Copies the predicates in the mask into a byte of a register, and back.
 void p2r(Step& step) {
   const int shift = byte_shift(step);
   const Lanes into = step.integer(2), mask = step.integer(3);

@@ -20,7 +20,7 @@ uint32_t extended(const Instruction& instruction, uint32_t value) {
 
 int num_words(const Instruction& instruction) { return std::max(1, instruction.width / 4); }
 
-// One lane's load into, or store from, as many registers as the width asks for.
+// Loads of all lanes, into as many registers as the width needs.
 struct LaneLoad {
   Lanes words[4] = {};
 
@@ -60,8 +60,7 @@ void for_each_lane(const Step& step, Function function) {
   }
 }
 
-// --- global
-// -----------------------------------------------------------------------------------------------------------
+// --- global ---------------------------------------------------------------------------------------------------------
 
 WideLanes global_addresses(const Step& step, size_t number) {
   const Operand& operand = address_operand(step, number);
@@ -105,8 +104,7 @@ void stg(Step& step) {
   record_global(step, addresses);
 }
 
-// --- shared
-// -----------------------------------------------------------------------------------------------------------
+// --- shared ---------------------------------------------------------------------------------------------------------
 
 Lanes shared_addresses(const Step& step, size_t number) {
   const Operand& operand = address_operand(step, number);
@@ -173,8 +171,7 @@ void atoms(Step& step) {
   record_shared(step, addresses);
 }
 
-// --- local and constant
-// -----------------------------------------------------------------------------------------------
+// --- local and constant ---------------------------------------------------------------------------------------------
 
 uint8_t* local(const Step& step, size_t operand_number, size_t lane) {
   const Operand& operand = address_operand(step, operand_number);
@@ -216,7 +213,7 @@ void ldc(Step& step) {
   load.write(step);
 }
 
-// One warp runs until it waits, so memory is always in the order that fences ask for.
+// Each warp runs until it waits, so memory accesses are always in the order that fences require.
 void fence(Step&) {}
 
 constexpr NumberFormat kInteger = NumberFormat::kInteger;
@@ -229,7 +226,7 @@ const std::vector<Opcode>& memory_opcodes() {
   static const auto* opcodes = new std::vector<Opcode>{
       {"LDG", Pipe::kMemory, Cost::kGlobalLoad, kInteger, kGlobalWords, ldg},
       {"STG", Pipe::kMemory, Cost::kGlobalStore, kInteger, kGlobalWords, stg},
-      // Generic addresses: those of shared and local memory are mapped nowhere, so they fault.
+      // Generic addresses. Those of shared and local memory are not mapped, so they cause an error.
       {"LD", Pipe::kMemory, Cost::kGlobalLoad, kInteger, kGlobalWords, ldg},
       {"ST", Pipe::kMemory, Cost::kGlobalStore, kInteger, kGlobalWords, stg},
       {"LDS", Pipe::kMemory, Cost::kSharedLoad, kInteger, kSharedWords, lds},

@@ -1,8 +1,8 @@
-// The tensor core: D = A B + C for matrices of 8x8x4 (rows of A, columns of B, inner size), one for each quadpair.
+// The tensor core: D = A B + C for matrices of shape 8x8x4 (rows of A, columns of B, inner size), one per quadpair.
 //
-// Lanes 4q..4q+3 and 16+4q..16+4q+3 are quadpair q. Where each lane's elements lie is PTX ISA's "Matrix fragments for
-// mma.m8n8k4 with .f16". An mma is 4 instructions with fp32 sums, STEP0 to STEP3, or 2 with fp16 sums; each makes two
-// registers of D.
+// Lanes 4q to 4q + 3 and 4q + 16 to 4q + 19 are quadpair q. The layout of the elements is PTX ISA's "Matrix fragments
+// for mma.m8n8k4 with .f16". An mma is 4 instructions with fp32 sums, STEP0 to STEP3, or 2 with fp16 sums. Each writes
+// two registers of D.
 #include "failure.h"
 #include "half.h"
 #include "opcode.h"
@@ -49,7 +49,8 @@ Inputs gather(const Step& step) {
   return inputs;
 }
 
-// In double, rounded once by the caller; the hardware's own order and truncation differ by an ulp or so of the sum.
+// Computed in double and rounded once by the caller. The hardware's order and truncation differ by about an ulp of the
+// sum.
 double dot(const Inputs& inputs, int lane, int row, int column, double sum) {
   const int q = quadpair(lane);
   for (int k = 0; k < kInner; ++k) sum += static_cast<double>(inputs.a[q][row][k]) * inputs.b[q][k][column];

@@ -1,4 +1,4 @@
-// Between the lanes of a warp, and what a thread can ask about itself.
+// Exchange between the lanes of a warp, and special registers.
 #include "failure.h"
 #include "opcode.h"
 #include "step.h"
@@ -53,7 +53,7 @@ Lanes special_registers(const Step& step) {
 
 void s2r(Step& step) { step.write(0, special_registers(step)); }
 
-// A pair of registers, unless 32 says otherwise. Compilers clear registers with it.
+// Writes a pair of registers, or one with modifier 32. Compilers clear registers with it.
 void cs2r(Step& step) {
   if (step.operand(1).special != SpecialRegister::kZero) fail("clocks and counters are not modelled.");
   step.write(0, special_registers(step));
@@ -74,7 +74,8 @@ void vote(Step& step) {
   step.write_predicate(to, holds ? kAllLanes : 0);
 }
 
-// As PTX defines shfl.sync: bits 12..8 of the last operand cut the warp into segments, its low bits bound the source.
+// As PTX defines shfl.sync: bits 12 to 8 of the last operand split the warp into segments, and its low bits bound the
+// source lane.
 void shfl(Step& step) {
   if (!step.is(2, OperandKind::kRegister)) fail("operand 2 of a shuffle is not a register.");
   const Lanes from = step.raw(2), by = step.integer(3), bounds = step.integer(4);

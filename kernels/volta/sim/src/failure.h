@@ -1,4 +1,4 @@
-// How anything that cannot go on says so.
+// The error of all parts of the simulator.
 #ifndef VOLTA_SIM_FAILURE_H
 #define VOLTA_SIM_FAILURE_H
 
@@ -6,7 +6,7 @@
 
 namespace volta_sim {
 
-// One sentence for the user.
+// Its text is one sentence for the user.
 struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -37,7 +37,7 @@ uint16_t double_to_half(double value) {
   std::frexp(magnitude, &exponent);
   exponent = exponent - 1 < kSmallestExponent ? kSmallestExponent : exponent - 1;
   if (exponent > kLargestExponent) return sign | 0x7c00;
-  // In units of the last place; nearbyint ties to even, and 2048 carries into the exponent by itself.
+  // In units of the last place. nearbyint rounds ties to even, and 2048 carries into the exponent.
   const double units = std::nearbyint(std::ldexp(magnitude, kFractionBits - exponent));
   const uint32_t steps = static_cast<uint32_t>(units) + (static_cast<uint32_t>(exponent - kSmallestExponent) << 10);
   return static_cast<uint16_t>(sign | (steps >= 0x7c00 ? 0x7c00 : steps));

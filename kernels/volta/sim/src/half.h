@@ -1,4 +1,4 @@
-// fp16 and fp32 as bits.
+// Conversions between fp16, fp32 and their bits.
 #ifndef VOLTA_SIM_HALF_H
 #define VOLTA_SIM_HALF_H
 
@@ -19,11 +19,11 @@ inline uint32_t as_bits(float value) {
   return bits;
 }
 
-// Exact. 65536 numbers, from a table.
+// Exact; looks the number up in a table.
 float half_to_float(uint16_t bits);
 
-// To the nearest, ties to even. From double, so that a fused multiply-add of fp16 numbers is rounded once: their
-// product and sum are exact there whenever they are close to a tie.
+// Rounds to nearest, ties to even. The argument is double so that a fused multiply-add of fp16 numbers rounds once: in
+// double, product and sum are exact whenever they are close to a tie.
 uint16_t double_to_half(double value);
 
 inline float low_half(uint32_t pair) { return half_to_float(static_cast<uint16_t>(pair)); }

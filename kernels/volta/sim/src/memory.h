@@ -1,4 +1,4 @@
-// Memory that outlives a CTA: mapped host arrays at device addresses, and constant banks.
+// Memory that outlives a CTA: host arrays mapped at device addresses, and constant banks.
 #ifndef VOLTA_SIM_MEMORY_H
 #define VOLTA_SIM_MEMORY_H
 
@@ -16,7 +16,7 @@ class GlobalMemory {
  public:
   void map(uint64_t address, uint64_t bytes, void* host, bool writable);
   void unmap_all() { ranges_.clear(); }
-  // Host memory behind [address, address + bytes), or null with `why` set.
+  // The host memory of [address, address + bytes), or null with the reason in `why`.
   uint8_t* find(uint64_t address, uint32_t bytes, bool writing, const char** why);
 
  private:
@@ -26,13 +26,13 @@ class GlobalMemory {
     bool writable;
   };
   std::vector<Range> ranges_;
-  size_t last_ = 0;  // where the previous access was
+  size_t last_ = 0;  // index of the range that was accessed last
 };
 
 class ConstantMemory {
  public:
   void set(int bank, const void* data, uint64_t bytes);
-  // 4 bytes; of fewer, the lowest.
+  // Loads up to 4 bytes into the lowest bytes of the result.
   uint32_t load(int bank, uint32_t offset, uint32_t bytes) const;
 
  private:

@@ -6,12 +6,12 @@ namespace volta_sim {
 namespace {
 
 constexpr int kSectorBytes = 32;
-// Cycles from issue to the path: they are part of the latencies.
+// Cycles from issue to the path, which are part of the latencies.
 constexpr int kToShared = 4, kToL1 = 6;
 
 int64_t data_cycles(const Access& access, int bytes_per_cycle) {
   const auto bytes = static_cast<int64_t>(access.num_sectors) * kSectorBytes;
-  // Each line of 128 bytes needs its own look at the tags.
+  // Each 128-byte line needs its own tag lookup.
   return std::max<int64_t>((bytes + bytes_per_cycle - 1) / bytes_per_cycle, access.num_lines);
 }
 
@@ -20,7 +20,7 @@ int64_t data_cycles(const Access& access, int bytes_per_cycle) {
 MemoryPath::MemoryPath(const fa_sim_timing& timing, fa_sim_time& time)
     : timing_(timing), time_(time), l1_(static_cast<size_t>(timing.l1_kib) * 1024 / kSectorBytes) {}
 
-// Takes the path for so many cycles, and returns the first of them.
+// Occupies the path for `cycles` cycles, not before `earliest`. Returns the first of them.
 int64_t MemoryPath::enter(int64_t earliest, int64_t cycles) {
   const int64_t begin = std::max(earliest, path_free_);
   path_free_ = begin + cycles;
@@ -30,7 +30,7 @@ int64_t MemoryPath::enter(int64_t earliest, int64_t cycles) {
 Completion MemoryPath::shared(const Instruction& instruction, const Access& access, int64_t now) {
   const Cost cost = instruction.opcode->cost;
   int64_t cycles = access.wavefronts;
-  // A wide load returns its registers one per cycle even where all lanes read the same.
+  // A wide load returns one register per cycle, even if all lanes read the same words.
   if (cost == Cost::kSharedLoad) cycles = std::max<int64_t>(cycles, instruction.width / 4);
   if (cost == Cost::kSharedAtomic) cycles *= 2;  // read and write
   const int64_t begin = enter(now + kToShared, cycles);
@@ -64,7 +64,7 @@ Completion MemoryPath::global_load(const Trace& trace, const Access& access, int
   return {result, begin + cycles, begin + 1};
 }
 
-// Stores write through to L2; nobody waits for that.
+// Stores write through to L2, and no instruction waits for that.
 Completion MemoryPath::global_store(const Access& access, int64_t now) {
   const int64_t cycles = data_cycles(access, timing_.store_bytes_per_cycle);
   const int64_t begin = enter(now + kToL1, cycles);
@@ -74,7 +74,7 @@ Completion MemoryPath::global_store(const Access& access, int64_t now) {
   return {begin + cycles, begin + cycles, begin + 1};
 }
 
-// Spilled registers, which are taken to be in L1 always.
+// Local memory holds spilled registers. It is assumed to be always in L1.
 Completion MemoryPath::local(const Instruction& instruction, int64_t now) {
   const int64_t cycles = std::max(1, instruction.width / 4) * 2;
   const int64_t begin = enter(now + kToL1, cycles);

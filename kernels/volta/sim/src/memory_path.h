@@ -1,4 +1,4 @@
-// When memory accesses finish: the one path of an SM to shared memory and L1, and its share of L2.
+// Computes when memory accesses finish, from the SM's single path to shared memory and L1, and its share of L2.
 #ifndef VOLTA_SIM_MEMORY_PATH_H
 #define VOLTA_SIM_MEMORY_PATH_H
 
@@ -11,11 +11,11 @@
 
 namespace volta_sim {
 
-// Cycles at which parts of an instruction are done.
+// The cycles at which parts of an instruction are complete.
 struct Completion {
-  int64_t result;    // can be used
-  int64_t operands;  // have been read
-  int64_t queue;     // its entry in the sub-core's memory queue is free again; 0: it had none
+  int64_t result;    // the result can be used
+  int64_t operands;  // the operands have been read
+  int64_t queue;     // its entry in the sub-core's memory queue is free again; 0: it had no entry
 };
 
 class MemoryPath {

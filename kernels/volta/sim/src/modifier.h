@@ -1,4 +1,4 @@
-// The words after the dots of an opcode: IMAD.WIDE.U32 has WIDE and U32.
+// Modifiers are the words after the dots of an opcode: IMAD.WIDE.U32 has WIDE and U32.
 #ifndef VOLTA_SIM_MODIFIER_H
 #define VOLTA_SIM_MODIFIER_H
 
@@ -19,7 +19,7 @@ enum class Modifier {
 
 std::optional<Modifier> find_modifier(const std::string& text);
 
-// The modifiers of one instruction, in the order they are written.
+// The modifiers of one instruction, in written order.
 class Modifiers {
  public:
   void add(Modifier modifier) {
@@ -27,7 +27,7 @@ class Modifiers {
     ordered_.push_back(modifier);
   }
   bool has(Modifier modifier) const { return present_.test(static_cast<size_t>(modifier)); }
-  // The first that is one of `choices`, or `otherwise`.
+  // The first modifier that is in `choices`, otherwise `otherwise`.
   Modifier first_of(std::initializer_list<Modifier> choices, Modifier otherwise) const {
     for (const Modifier modifier : ordered_) {
       for (const Modifier choice : choices) {
@@ -36,7 +36,7 @@ class Modifiers {
     }
     return otherwise;
   }
-  // How many of `choices` there are, repetitions counted.
+  // The number of modifiers that are in `choices`, including repetitions.
   int count_of(std::initializer_list<Modifier> choices) const {
     int count = 0;
     for (const Modifier modifier : ordered_) {

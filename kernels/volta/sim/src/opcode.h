@@ -1,4 +1,4 @@
-// All opcodes that can be executed; each family's table is at the end of its execute_*.cpp.
+// All opcodes that can be executed. Each family's table is at the end of its execute_*.cpp.
 #ifndef VOLTA_SIM_OPCODE_H
 #define VOLTA_SIM_OPCODE_H
 
@@ -17,10 +17,10 @@ const std::vector<Opcode>& memory_opcodes();
 const std::vector<Opcode>& tensor_opcodes();
 const std::vector<Opcode>& warp_opcodes();
 
-// Null for an opcode that is not known.
+// Null if the opcode is unknown.
 const Opcode* find_opcode(const std::string& name);
 
-// Whether the opcode's semantics include this modifier.
+// Whether the opcode supports this modifier.
 bool allows(const Opcode& opcode, const std::string& modifier);
 
 const char* pipe_name(int pipe);

@@ -14,7 +14,7 @@ std::string trimmed(const std::string& text) {
   return begin == std::string::npos ? "" : text.substr(begin, end - begin + 1);
 }
 
-// Cuts off and returns the first word.
+// Removes the first word from the text and returns it.
 std::string take_word(std::string& text) {
   const size_t end = text.find(' ');
   const std::string word = text.substr(0, end);
@@ -51,7 +51,7 @@ void parse_opcode(const std::string& word, Instruction& instruction) {
   }
 }
 
-// The two fp16 numbers of a pair are written as two operands.
+// Joins the two fp16 numbers of a pair, which are written as two operands.
 void join_halves(std::vector<Operand>& operands) {
   for (size_t i = 0; i + 1 < operands.size(); ++i) {
     if (operands[i].kind != OperandKind::kImmediate || operands[i + 1].kind != OperandKind::kImmediate) continue;
@@ -63,7 +63,7 @@ void join_halves(std::vector<Operand>& operands) {
 void parse_operands(const std::string& text, Instruction& instruction) {
   const NumberFormat format = instruction.opcode->format;
   for (const std::string& part : split(text, ',')) {
-    // RET's register and offset have no comma between them.
+    // RET has no comma between register and offset.
     for (const std::string& word : split(part, ' ')) instruction.operands.push_back(parse_operand(word, format));
   }
   if (format == NumberFormat::kHalf) join_halves(instruction.operands);
@@ -137,7 +137,7 @@ Program parse(const std::string& listing, const uint8_t* code, uint64_t code_byt
     read_control(code + address, program.back());
   }
   if (program.size() * kInstructionBytes != code_bytes) {
-    fail("the disassembly has %zu instructions, the code %llu.", program.size(),
+    fail("the disassembly has %zu instructions, but the code has %llu.", program.size(),
          static_cast<unsigned long long>(code_bytes / kInstructionBytes));
   }
   return program;

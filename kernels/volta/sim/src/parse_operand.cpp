@@ -12,7 +12,7 @@ namespace {
 bool starts_with(const std::string& text, const char* beginning) { return text.rfind(beginning, 0) == 0; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// Everything from the first `mark` on, which is cut off.
+// Removes everything from the first `mark` on and returns it.
 std::string cut(std::string& text, char mark) {
   const size_t at = text.find(mark);
   if (at == std::string::npos) return "";
@@ -47,7 +47,7 @@ uint32_t parse_number(const std::string& text, NumberFormat format) {
   return static_cast<uint32_t>(static_cast<int64_t>(value));
 }
 
-// The number after a letter or two: R12, P3, SB0. RZ and PT have names instead.
+// The number after one or two letters: R12, P3, SB0. RZ and PT have names instead of numbers.
 int parse_index(const std::string& text, size_t letters, int most) {
   char* end = nullptr;
   const long index = std::strtol(text.c_str() + letters, &end, 10);
@@ -59,7 +59,7 @@ int parse_index(const std::string& text, size_t letters, int most) {
 
 int parse_register(const std::string& text) { return text == "RZ" ? kZeroRegister : parse_index(text, 1, 254); }
 
-// "R2.X4+0x10", "R2+-0x8" or "0x160": what stands in square brackets.
+// Parses the content of square brackets: "R2.X4+0x10", "R2+-0x8" or "0x160".
 void parse_sum(std::string text, Operand& operand) {
   while (!text.empty()) {
     std::string rest = cut(text, '+');

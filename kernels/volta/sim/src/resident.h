@@ -1,4 +1,4 @@
-// What an SM holds at a time: warps of CTAs, and the sub-cores that they belong to. Plain data of the timing model.
+// The resident warps of an SM and its sub-cores: plain data of the timing model.
 #ifndef VOLTA_SIM_RESIDENT_H
 #define VOLTA_SIM_RESIDENT_H
 
@@ -17,29 +17,29 @@ constexpr int kSubCores = 4;
 
 using Cycles = int64_t;
 
-// A warp on its way through its part of a trace.
+// A warp and its position in its part of a trace.
 struct ResidentWarp {
   const Trace* trace = nullptr;
   const std::vector<Record>* records = nullptr;
   size_t position = 0;
-  Cycles ready = 0;  // when its next instruction may be issued
+  Cycles ready = 0;  // cycle from which its next instruction may be issued
   std::array<int, kNumScoreboards> scoreboards = {};
-  int slot = 0;             // of its CTA
-  int age = 0;              // CTAs launched before its own
-  uint64_t generation = 0;  // tells the warps apart that have this place one after the other
+  int slot = 0;             // slot of its CTA
+  int age = 0;              // number of CTAs launched before its own
+  uint64_t generation = 0;  // distinguishes warps that use this place one after another
   bool done = true;
   bool at_barrier = false;
-  Arrival arrival;  // at which, if so
+  Arrival arrival;  // the barrier at which it waits
 
   const Record& next() const { return (*records)[position]; }
 };
 
 struct Slot {
   int warps_left = 0;
-  std::array<int, kNumCtaBarriers> arrived = {};  // warps that did not wait
+  std::array<int, kNumCtaBarriers> arrived = {};  // warps that arrived without waiting
 };
 
-// A scoreboard that counts down.
+// The decrement of a scoreboard.
 struct Event {
   Cycles when;
   int warp;
@@ -53,9 +53,9 @@ using SoonestFirst = std::priority_queue<T, std::vector<T>, std::greater<T>>;
 
 struct SubCore {
   std::array<Cycles, kNumPipes> pipe_free = {};
-  SoonestFirst<Cycles> memory_queue;  // when its entries leave
+  SoonestFirst<Cycles> memory_queue;  // cycles at which its entries leave
   std::vector<int> warps;
-  int last = -1;  // the warp that it goes on with if it can
+  int last = -1;  // the warp that it prefers for the next instruction; -1: none
 };
 
 }  // namespace volta_sim

@@ -6,7 +6,7 @@
 namespace volta_sim {
 namespace {
 
-// The neighbour of the nearest number that the direction asks for. error: exact result - nearest.
+// Moves the nearest number to its neighbour if the rounding direction requires it. error: exact result - nearest.
 float adjust(float nearest, double error, Modifier rounding) {
   if (error == 0 || std::isnan(error) || std::isinf(error)) return nearest;
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -26,7 +26,7 @@ Modifier rounding_of(const Modifiers& modifiers) {
 float fused_multiply_add(float a, float b, float c, Modifier rounding) {
   const float nearest = std::fmaf(a, b, c);
   if (rounding == Modifier::kRN) return nearest;
-  // The product is exact in double; Knuth's two-sum gives what the sum loses.
+  // The product is exact in double, and Knuth's two-sum gives the rounding error of the sum.
   const double product = static_cast<double>(a) * b, addend = c, sum = product + addend;
   const double part = sum - product, lost = (product - (sum - part)) + (addend - part);
   return adjust(nearest, (sum - nearest) + lost, rounding);

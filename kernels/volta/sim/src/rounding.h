@@ -1,4 +1,4 @@
-// fp32 arithmetic with the roundings that instructions may ask for.
+// fp32 arithmetic with the rounding modes of instructions.
 #ifndef VOLTA_SIM_ROUNDING_H
 #define VOLTA_SIM_ROUNDING_H
 
@@ -6,16 +6,16 @@
 
 namespace volta_sim {
 
-// RN (the default), RZ, RP or RM among the modifiers.
+// The rounding mode in the modifiers: RZ, RP, RM or RN (the default).
 Modifier rounding_of(const Modifiers& modifiers);
 
 // a * b + c, rounded once.
 float fused_multiply_add(float a, float b, float c, Modifier rounding);
 
-// Of an integer of up to 64 bits, which long double holds exactly.
+// Rounds an integer of up to 64 bits, which long double holds exactly.
 float round_to_float(long double exact, Modifier rounding);
 
-// Subnormal numbers become zeros of their sign.
+// Replaces subnormals by zero with the same sign.
 float flush(float value);
 
 }  // namespace volta_sim

@@ -1,4 +1,4 @@
-// Which 32-byte sectors L1 holds: fully associative, the least recently used one leaves.
+// The 32-byte sectors that L1 holds: fully associative, with replacement of the least recently used sector.
 #ifndef VOLTA_SIM_SECTOR_CACHE_H
 #define VOLTA_SIM_SECTOR_CACHE_H
 
@@ -13,7 +13,7 @@ class SectorCache {
  public:
   explicit SectorCache(size_t sectors) : capacity_(sectors) {}
 
-  // Whether the sector was there; now it is, as the most recent one.
+  // Returns whether the sector was present, and makes it the most recently used one.
   bool touch(uint64_t sector) {
     const auto found = where_.find(sector);
     if (found != where_.end()) {
@@ -31,7 +31,7 @@ class SectorCache {
 
  private:
   size_t capacity_;
-  std::list<uint64_t> by_age_;  // the most recent first
+  std::list<uint64_t> by_age_;  // the most recently used first
   std::unordered_map<uint64_t, std::list<uint64_t>::iterator> where_;
 };
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLaunchCycles = 30;  // from the end of a CTA to the first instruction of the next
 constexpr int64_t kLongest = 2'000'000'000;
-constexpr uint32_t kNoDetail = ~0u;  // of a barrier that no lane came to
+constexpr uint32_t kNoDetail = ~0u;  // the detail of a barrier at which no lane arrived
 
 enum class Obstacle { kNone, kNotReady, kScoreboard, kPipe, kQueue };
 
@@ -93,7 +93,7 @@ class Sm {
     return pipe == Pipe::kMemory && is_full ? Obstacle::kQueue : Obstacle::kNone;
   }
 
-  // An instruction that no lane takes may be one that the simulator does not know.
+  // An instruction that no lane executes may be unknown to the simulator.
   static Pipe pipe_of(const Instruction& instruction) {
     return instruction.opcode != nullptr ? instruction.opcode->pipe : Pipe::kAlu;
   }
@@ -105,7 +105,8 @@ class Sm {
     if (obstacle == Obstacle::kQueue) time_.wait_queue += 1;
   }
 
-  // Issues from the warp that went last if it can go on and did not yield, else from the oldest. Returns whether any.
+  // Issues from the previous warp if it is ready and did not yield, otherwise from the oldest ready warp. Returns
+  // whether an instruction was issued.
   bool cycle(SubCore& core) {
     while (!core.memory_queue.empty() && core.memory_queue.top() <= now_) core.memory_queue.pop();
     int chosen = -1;
@@ -129,7 +130,7 @@ class Sm {
 
   bool goes_before(const SubCore& core, int a, int b) const {
     if (a == core.last || b == core.last) return a == core.last;
-    return warps_[static_cast<size_t>(a)].age < warps_[static_cast<size_t>(b)].age;  // a > b otherwise
+    return warps_[static_cast<size_t>(a)].age < warps_[static_cast<size_t>(b)].age;  // otherwise a > b
   }
 
   int occupancy(const Instruction& instruction, bool has_effect) const {
@@ -226,7 +227,7 @@ class Sm {
       ++finished_;
       launch(slot, now_ + 1);
     } else {
-      release_barriers(slot);  // one warp less that the others wait for
+      release_barriers(slot);  // the others wait for one warp fewer
     }
   }
 
@@ -265,7 +266,7 @@ class Sm {
     }
   }
 
-  // The first cycle from now on at which anything can change.
+  // The first cycle from now on in which anything can change.
   Cycles next_event() const {
     constexpr Cycles kNever = std::numeric_limits<Cycles>::max();
     Cycles soonest = events_.empty() ? kNever : events_.top().when;
@@ -276,7 +277,7 @@ class Sm {
       for (const Cycles free : core.pipe_free) soonest = free >= now_ ? std::min(soonest, free) : soonest;
       if (!core.memory_queue.empty()) soonest = std::min(soonest, core.memory_queue.top());
     }
-    if (soonest == kNever) fail("the warps of the SM wait for each other without end.");
+    if (soonest == kNever) fail("the warps of the SM wait for each other forever.");
     return soonest;
   }
 

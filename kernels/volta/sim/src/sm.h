@@ -1,4 +1,5 @@
-// The time of one SM: 4 sub-cores that each issue one warp instruction per cycle, in the order of each warp's trace.
+// Computes the time of one SM. Its 4 sub-cores each issue one warp instruction per cycle, in the order of each warp's
+// trace.
 #ifndef VOLTA_SIM_SM_H
 #define VOLTA_SIM_SM_H
 
@@ -10,7 +11,8 @@
 
 namespace volta_sim {
 
-// The SM holds `resident` CTAs at a time; when one ends, the next takes its place. waits: null, or one per instruction.
+// The SM holds `resident` CTAs at a time. When one ends, the next takes its place. waits: null, or one counter per
+// instruction.
 fa_sim_time time_sm(const Program& program, const std::vector<const Trace*>& ctas, int resident,
                     const fa_sim_timing& timing, uint64_t* waits);
 

@@ -1,4 +1,4 @@
-// One instruction of one warp as it is executed: where its operands come from and its results go.
+// The execution of one instruction of one warp: the sources of its operands and the destinations of its results.
 #ifndef VOLTA_SIM_STEP_H
 #define VOLTA_SIM_STEP_H
 
@@ -26,21 +26,21 @@ struct Step {
   Machine& machine;
   Cta& cta;
   Warp& warp;
-  Trace* trace;      // null: not wanted
+  Trace* trace;      // null: no trace is recorded
   uint32_t group;    // lanes that are at this instruction
-  uint32_t lanes;    // those whose guard holds; not 0
-  uint32_t detail;   // for the record, see trace.h
-  bool rescheduled;  // the group has been taken apart and put into the warp's lists
+  uint32_t lanes;    // lanes of the group whose guard holds
+  uint32_t detail;   // detail of the record, see trace.h
+  bool rescheduled;  // the group has been split and its lanes are in the warp's lists
 
-  // The operand as integers, fp32 numbers or pairs of fp16, with its sign, absolute value and inversion applied.
+  // The operand as integers, fp32 numbers or pairs of fp16 numbers, after absolute value, negation and inversion.
   Lanes integer(size_t operand) const;
   Lanes real(size_t operand) const;
   Lanes halves(size_t operand) const;
-  // As it is stored; 64 bits come from two registers or constants.
+  // The operand as it is stored. 64 bits come from two consecutive registers or constants.
   Lanes raw(size_t operand) const;
   WideLanes wide(size_t operand) const;
   uint32_t predicate(size_t operand) const;
-  // For operands that must be the same in all lanes.
+  // The value of an operand that must be the same in all lanes.
   uint32_t uniform(size_t operand) const;
 
   bool has(Modifier modifier) const { return instruction.modifiers.has(modifier); }
@@ -54,7 +54,7 @@ struct Step {
   void write_next(size_t operand, int registers_on, const Lanes& values);
   void write_predicate(size_t operand, uint32_t values);
 
-  // What is left of the group goes on after this instruction.
+  // The rest of the group continues after this instruction.
   void continue_others() {
     if ((group & ~lanes) != 0) warp.groups.push_back({instruction.address + kInstructionBytes, group & ~lanes});
   }
@@ -81,7 +81,7 @@ Lanes map(const Lanes& a, const Lanes& b, const Lanes& c, Function function) {
   return result;
 }
 
-// The lanes for which the function holds.
+// The lanes for which the function returns true.
 template <typename Function>
 uint32_t select(const Lanes& a, const Lanes& b, Function function) {
   uint32_t result = 0;
@@ -89,7 +89,7 @@ uint32_t select(const Lanes& a, const Lanes& b, Function function) {
   return result;
 }
 
-// AND, OR or XOR of a comparison with a further predicate.
+// Combines the result of a comparison with another predicate: AND, OR or XOR.
 inline uint32_t combine(const Modifiers& modifiers, uint32_t a, uint32_t b) {
   if (modifiers.has(Modifier::kOr)) return a | b;
   if (modifiers.has(Modifier::kXor)) return a ^ b;

@@ -1,4 +1,4 @@
-// What one CTA did, in the detail that the timing model needs.
+// The record of one CTA's execution, with the details that the timing model needs.
 #ifndef VOLTA_SIM_TRACE_H
 #define VOLTA_SIM_TRACE_H
 
@@ -7,23 +7,23 @@
 
 namespace volta_sim {
 
-// One access of a warp to shared or global memory.
+// An access of one warp to shared or global memory.
 struct Access {
-  uint32_t wavefronts = 0;                     // shared: passes that bank conflicts and width make of it
+  uint32_t wavefronts = 0;                     // shared: passes, given bank conflicts and width
   uint32_t first_sector = 0, num_sectors = 0;  // global: 32-byte pieces, Trace::sectors[first_sector...]
   uint32_t num_lines = 0;                      // global: 128-byte lines
 };
 
 struct Arrival {
   int barrier = 0;
-  int threads = 0;  // that the barrier waits for; 0: all of the CTA
+  int threads = 0;  // threads that the barrier waits for; 0: all threads of the CTA
   bool waits = true;
 };
 
 struct Record {
   uint32_t instruction;
-  uint32_t lanes;   // that it took effect for
-  uint32_t detail;  // index into Trace::accesses or Trace::arrivals, as the instruction has it
+  uint32_t lanes;   // lanes that executed it
+  uint32_t detail;  // index into Trace::accesses or Trace::arrivals, depending on the instruction
 };
 
 struct Trace {

@@ -1,4 +1,4 @@
-// The state of one warp, and of the CTA that it belongs to.
+// The state of one warp and of its CTA.
 #ifndef VOLTA_SIM_WARP_H
 #define VOLTA_SIM_WARP_H
 
@@ -16,23 +16,23 @@ constexpr int kNumRegisters = 256;  // the last one is RZ
 constexpr int kNumConvergenceBarriers = 16;
 constexpr int kNumCtaBarriers = 16;
 
-// One value per lane. Operations compute all 32, and only those whose guard holds are written.
+// One value per lane. Operations compute all 32 values, but only lanes whose guard holds are written.
 using Lanes = std::array<uint32_t, kLanes>;
 using WideLanes = std::array<uint64_t, kLanes>;
 
 inline bool has_lane(uint32_t lanes, int lane) { return (lanes >> lane & 1) != 0; }
 
-// Lanes that go on at the same address.
+// Lanes that continue at the same address.
 struct Group {
   uint32_t address;
   uint32_t lanes;
 };
 
-// Lanes that wait in the warp for others to come to the same instruction.
+// Lanes that wait for other lanes of their warp at an instruction.
 struct Meeting {
   uint32_t address;
   uint32_t lanes;
-  uint32_t expected;  // lanes that must be here, as far as they have not exited
+  uint32_t expected;  // lanes that must arrive, except those that have exited
   int barrier;        // convergence barrier, or -1 for WARPSYNC
 };
 
@@ -44,12 +44,12 @@ struct Warp {
   std::array<Lanes, kNumConvergenceBarriers> convergence = {};
   std::vector<uint8_t> local;  // local_bytes per lane
 
-  std::vector<Group> groups;      // that can run
-  std::vector<Meeting> meetings;  // that wait for lanes of this warp
-  std::vector<Group> at_barrier;  // that wait for other warps, at cta_barrier
+  std::vector<Group> groups;      // groups that can run
+  std::vector<Meeting> meetings;  // groups that wait for lanes of this warp
+  std::vector<Group> at_barrier;  // groups that wait for other warps, at cta_barrier
   int cta_barrier = 0;
-  int barrier_threads = 0;    // as the instruction says; 0: all
-  std::vector<int> arrivals;  // barriers this warp has arrived at without waiting, since last asked
+  int barrier_threads = 0;    // as given by the instruction; 0: all
+  std::vector<int> arrivals;  // barriers at which this warp has arrived without waiting, not yet counted by its CTA
   uint64_t instructions = 0;  // executed so far
 
   void write(int index, uint32_t lanes, const Lanes& values) {
@@ -68,7 +68,7 @@ struct Cta {
   uint32_t x = 0, y = 0, z = 0;
   std::vector<uint8_t> shared;
   std::vector<Warp> warps;
-  std::array<int, kNumCtaBarriers> arrived = {};  // threads, by BAR.ARV
+  std::array<int, kNumCtaBarriers> arrived = {};  // threads that arrived by BAR.ARV
 };
 
 }  // namespace volta_sim

@@ -1,4 +1,4 @@
-"""Packed linear layers compute what torch's own do, hold their weight once, and serve bf16 models only."""
+"""Packed linear layers equal torch's own, keep one copy of their weight, and are used for bf16 models only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_packing = pytest.mark.skipif(
 
 @pytest.fixture
 def dispatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The function that vLLM calls for each layer loaded."""
+    """The function that vLLM calls for each loaded layer."""
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
@@ -100,7 +100,7 @@ def test_a_weight_is_held_once_and_freed_with_its_layer(dispatch: Any) -> None:
     original = weakref.ref(layer.weight)
     dispatch(layer, remove_weight=True)
     assert original() is None
-    dispatch(layer, remove_weight=False)  # an empty weight: as it is, nothing is packed anew
+    dispatch(layer, remove_weight=False)  # the weight is empty, so the layer stays as it is and nothing is repacked
     assert len(cpu_linear.packed_weights()) == before + 1
     del layer
     gc.collect()
@@ -123,20 +123,21 @@ def test_other_layers_stay_as_they_are(
         monkeypatch.setattr(cpu_linear, "can_pack", lambda: False)
     layer = layer_of(64, 96, dtype)
     weight, x = layer.weight, torch.randn(3, 64, dtype=dtype)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # else vLLM's kernels for small weights
+    # otherwise vLLM's kernels for small weights are used
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     dispatch(layer, remove_weight)
     assert layer.weight is weight
     assert torch.equal(layer.cpu_linear(x, layer.weight, None), linear(x, weight))
 
 
 @pytest.mark.parametrize("reason", ["another CPU", "no such op", "wrong results"])
-def test_nothing_is_packed_where_it_would_not_work(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_packed_where_packing_is_not_supported(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason == "another CPU":
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
     else:
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
         monkeypatch.setattr(cpu_linear, "_laid_out", lambda weight: weight if reason == "no such op" else weight * 2)
-        monkeypatch.setattr(cpu_linear, "_define", lambda: pytest.fail("registered"))
+        monkeypatch.setattr(cpu_linear, "_define", lambda: pytest.fail("must not be registered"))
         if reason == "no such op":
             monkeypatch.setattr(cpu_linear, "_linear", lambda *_: torch.ops.mkldnn.no_such_op())
         else:
@@ -170,7 +171,7 @@ def test_an_engine_answers_the_same_with_packed_weights(
 
 @needs_packing
 @needs_huge_pages
-def test_packed_weights_lie_in_huge_pages(dispatch: Any) -> None:
+def test_packed_weights_are_in_huge_pages(dispatch: Any) -> None:
     layer = layer_of(1024, 4 * HUGE // 2048)
     dispatch(layer, remove_weight=True)
     packed = cpu_linear.packed_weights()[-1]

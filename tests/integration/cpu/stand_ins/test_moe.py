@@ -1,4 +1,4 @@
-"""The experts' stand-in kernel against one token and one expert at a time, in float64."""
+"""The stand-in kernel for experts, against float64 with one token and one expert at a time."""
 
 from __future__ import annotations
 

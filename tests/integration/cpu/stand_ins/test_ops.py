@@ -24,7 +24,7 @@ def test_rotary_embedding_equals_vllms_native_one(is_neox: bool, dtype: torch.dt
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    # vLLM computes in the dtype of the model, ours in fp32 rounded once: so the reference is fp32 on rounded input.
+    # vLLM computes in the model's dtype, ours in fp32 rounded once, so the reference is fp32 on rounded input.
     with set_current_vllm_config(VllmConfig()):
         rope = RotaryEmbedding(64, rotary_dim, 4096, 10000.0, is_neox, torch.float32)
     cache = rope.cos_sin_cache.to(dtype)
@@ -38,7 +38,7 @@ def test_rotary_embedding_equals_vllms_native_one(is_neox: bool, dtype: torch.dt
         torch.testing.assert_close(ours, theirs.to(dtype))
 
 
-def test_every_activation_that_models_name_can_be_built() -> None:
+def test_every_activation_function_can_be_built() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import activation
 
@@ -64,7 +64,7 @@ def test_gelu_variants_equal_vllms_native_ones(op: str, layer: str) -> None:
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_gated_activations_equal_vllms_native_ones(name: str) -> None:
-    """vLLM looks these ops up when it builds the layer, on some architectures calls them too."""
+    """vLLM looks these ops up when it builds the layer, and also calls them on some architectures."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import activation
 
@@ -76,8 +76,8 @@ def test_gated_activations_equal_vllms_native_ones(name: str) -> None:
         torch.testing.assert_close(out, activation.get_act_and_mul_fn(name).forward_native(x))
 
 
-def test_threads_are_bound_as_vllm_019_asks() -> None:
-    """In a process of its own: the binding lasts."""
+def test_threads_are_bound_as_in_vllm_019() -> None:
+    """Runs in a separate process, because the binding is permanent."""
     cpu = min(os.sched_getaffinity(0))
     code = (
         "import os, torch; from fastattention_vllm.integration.cpu.stand_ins import ops; ops.define_missing_ops(); "
@@ -91,7 +91,7 @@ def test_threads_are_bound_as_vllm_019_asks() -> None:
 
 
 def test_linear_layers_work_on_a_cpu_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would send small weights to a compiled kernel there, which a pure-Python vLLM does not have."""
+    """On such a CPU vLLM would use a compiled kernel for small weights, which a pure-Python vLLM does not have."""
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)

@@ -1,4 +1,4 @@
-"""The rejection sampler's stand-in kernels: what they accept, and that sampling keeps the target's distribution."""
+"""The stand-in kernels of the rejection sampler: which tokens they accept, and that they keep the distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ tokens = st.integers(0, 3)  # few, so that drafts are often right
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[tuple[list[int], list[int], int, bool]]:
-    """Per request: draft tokens, the target's choices, the bonus token, greedy or not."""
+    """Per request: draft tokens, the target's choices, the bonus token, and whether it is greedy."""
     batch = []
     for _ in range(draw(st.integers(1, 5))):
         count = draw(st.integers(0, MAX_DRAFT))
@@ -34,7 +34,7 @@ def greedy_by_hand(draft: list[int], target: list[int], bonus: int) -> list[int]
 
 
 @given(batches(), st.booleans())
-def test_greedy_keeps_drafts_up_to_the_first_wrong_one(
+def test_greedy_accepts_drafts_up_to_the_first_wrong_one(
     batch: list[tuple[list[int], list[int], int, bool]], all_greedy: bool
 ) -> None:
     output = torch.full((len(batch), MAX_DRAFT + 1), PLACEHOLDER, dtype=torch.int32)
@@ -53,7 +53,7 @@ def test_greedy_keeps_drafts_up_to_the_first_wrong_one(
 
 
 def sampled(target: list[float], draft: list[float] | None, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and second token of ``requests`` requests with one draft token each. Without ``draft``, it is token 1."""
+    """First and second token of ``requests`` requests with one draft token each, which is token 1 without ``draft``."""
     torch.manual_seed(0)
     vocab = len(target)
     target_probs = torch.tensor(target).expand(requests, vocab).contiguous()
@@ -86,9 +86,9 @@ def check_distribution(target: list[float], draft: list[float] | None) -> None:
     requests = 10_000
     first, second = sampled(target, draft, requests)
     frequencies = torch.bincount(first.long(), minlength=len(target)) / requests
-    # Four standard deviations of the largest of them.
+    # Four standard deviations of the largest share.
     torch.testing.assert_close(frequencies, torch.tensor(target), atol=4 * 0.5 / requests**0.5, rtol=0)
-    # The bonus token follows an accepted draft and nothing else.
+    # The bonus token only follows an accepted draft.
     assert set(second.tolist()) == {PLACEHOLDER, 3}
 
 
@@ -101,7 +101,7 @@ def test_sampling_after_a_drafted_distribution_keeps_the_targets() -> None:
 
 
 def test_padded_and_greedy_rows() -> None:
-    """Token -1 pads and is refused; a greedy request's row belongs to the other kernel."""
+    """Token -1 is padding and is rejected. Rows of greedy requests belong to the other kernel."""
     output = torch.full((2, 2), PLACEHOLDER, dtype=torch.int32)
     cpu_speculation.rejection_random_sample(
         output,

@@ -1,4 +1,4 @@
-"""A whole attention kernel, small enough to read: paged keys and values, causal mask, online softmax, tensor cores."""
+"""A small but complete attention kernel: paged keys and values, causal mask, online softmax, tensor cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.volta.machine import Array, run
 HEAD_SIZE, PAGE = 32, 16
 
 # One warp has 16 queries. The four quadpairs are 2 x 2: two blocks of 8 queries by two blocks of 8 keys. Scores go
-# through shared memory on their way from the layout of sums to that of factors.
+# through shared memory to change from the layout of sums to that of factors.
 SOURCE = """
 #define HEAD 32
 #define PAGE 16
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(32) attend(
 
 
 def reference(queries: Array, keys: Array, values: Array) -> tuple[Array, Array]:
-    """In float64; a query sees the keys up to its own, both counted from the end."""
+    """Attention in float64. A query sees the keys up to its own position; both are counted from the end."""
     q, k, v = (array.astype(numpy.float64) for array in (queries, keys, values))
     scores = q @ k.T / math.sqrt(HEAD_SIZE)
     unseen = numpy.arange(len(k)) > numpy.arange(len(q))[:, None] + len(k) - len(q)

@@ -23,7 +23,7 @@ def reals(seed: int) -> Array:
 
 
 def halves(seed: int) -> Array:
-    """Any bits: infinities, NaN and subnormal numbers come by themselves."""
+    """Random bits, which include infinities, NaN and subnormal numbers."""
     return numpy.random.default_rng(seed).integers(0, 2**16, COUNT, dtype=numpy.uint16).view(numpy.float16)
 
 
@@ -32,7 +32,7 @@ def pairs(first: Array, second: Array) -> Array:
 
 
 def assert_same(result: Array, expected: Array) -> None:
-    """Bit for bit, but any NaN is like any other."""
+    """Equal bit for bit, except that all NaN are equal."""
     assert result.dtype == expected.dtype
     numpy.testing.assert_array_equal(numpy.isnan(result), numpy.isnan(expected))
     seen = ~numpy.isnan(expected)
@@ -76,7 +76,7 @@ def test_an_expression(expression: str, inputs: tuple[Array, ...], expected: Arr
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_multiply_add_is_rounded_once() -> None:
     a, b = (numpy.random.default_rng(s).standard_normal(COUNT).astype(numpy.float32) for s in (8, 9))
-    c = -(a * b)  # so that what rounding once keeps is all that is left
+    c = -(a * b)  # so that only what single rounding keeps is left
     result, done = elementwise("__fmaf_rn(a, b, c)", a, b, c, output=numpy.float32)
     exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
     assert_same(result, numpy.array([float(value) for value in exact], numpy.float32))
@@ -125,7 +125,7 @@ def test_directed_rounding(mode: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_subnormal_numbers_are_flushed_where_the_instruction_says_so() -> None:
+def test_subnormal_numbers_are_flushed_if_the_instruction_flushes() -> None:
     tiny = numpy.finfo(numpy.float32).tiny
     a = numpy.linspace(-2 * tiny, 2 * tiny, COUNT, dtype=numpy.float32)
     b = numpy.full(COUNT, 0.75, numpy.float32)
@@ -171,7 +171,7 @@ def test_special_functions(instruction: str, function: numpy.ufunc) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_fp16_to_fp32_and_back_at_every_number() -> None:
-    """fp32 numbers around every tie between two fp16 numbers: below it, on it, above it."""
+    """fp32 numbers just below, on and just above every tie between two fp16 numbers."""
     every = numpy.arange(2**16, dtype=numpy.uint16)
     widened, _ = elementwise('asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));', every, output=numpy.float32)
     assert_same(widened, every.view(numpy.float16).astype(numpy.float32))
@@ -205,7 +205,7 @@ def test_pairs_of_fp16(instruction: str, expected: numpy.ufunc) -> None:
 
 
 def test_a_multiply_add_of_fp16_is_rounded_once() -> None:
-    """Sums that lie so near to a tie that rounding to fp32 first would put them on it."""
+    """Sums so close to a tie that rounding to fp32 first would put them on it."""
     rng = numpy.random.default_rng(12)
     a, b = (rng.uniform(1, 2, 4096).astype(numpy.float16) for _ in range(2))
     c = (rng.choice([-1, 1], 4096) * 2.0 ** rng.integers(-24, 15, 4096)).astype(numpy.float16)

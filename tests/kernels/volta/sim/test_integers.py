@@ -70,7 +70,7 @@ def test_an_expression(expression: str, inputs: tuple[Array, ...], expected: Arr
 )
 @pytest.mark.parametrize("kind", ["uint64", "int64"])
 def test_comparisons_of_64_bits(compared: str, operator: numpy.ufunc, kind: str) -> None:
-    """Two comparisons of 32 bits, where often only the upper or only the lower words differ."""
+    """Two comparisons of 32 bits; often only the upper or only the lower words differ."""
     a, b = LA.copy(), LB.copy()
     b[::3] = a[::3]
     b[1::3] = (a[1::3] & ~numpy.uint64(0xFFFFFFFF)) | (b[1::3] & numpy.uint64(0xFFFFFFFF))
@@ -88,7 +88,7 @@ compile_together((f"a {operator} b", (kind,) * 3) for kind in INTEGERS for opera
 
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_division(kind: str) -> None:
-    """By a number that the compiler does not know: reciprocals, conversions with directed rounding, corrections."""
+    """Division by a number unknown to the compiler: reciprocals, conversions with directed rounding, corrections."""
     a = (wide(6) if "64" in kind else words(6)).view(kind)
     b = (wide(7) if "64" in kind else words(7)).view(kind) >> numpy.array(numpy.arange(COUNT) % 28, kind)
     b[b == 0] = 3
@@ -127,7 +127,7 @@ def test_bytes_are_permuted(selector: int) -> None:
     expected = []
     for eight in both:
         picked = [eight[selector >> 4 * i & 7] for i in range(4)]
-        # __byte_perm has no sign-spreading mode: the instruction does for bit 3, the compiler clears it.
+        # __byte_perm has no sign-spreading mode. The instruction has one in bit 3, which the compiler clears.
         expected.append(int.from_bytes(bytes(picked), "little"))
     numpy.testing.assert_array_equal(result, numpy.array(expected, numpy.uint32))
     assert "PRMT" in done.opcodes

@@ -1,4 +1,4 @@
-"""Global, shared, local and constant memory: widths, what they cost, and accesses that must not happen."""
+"""Global, shared, local and constant memory: access widths, costs, and invalid accesses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shared_kernel(kind: str, index: str) -> str:
     ("kind", "index", "wavefronts"),
     [
         ("unsigned", "lane", 1),
-        more("unsigned", "7", 1),  # everyone gets the same word
+        more("unsigned", "7", 1),  # every thread reads the same word
         more("unsigned", "lane * 33", 1),
         more("unsigned", "lane * 2", 2),
         ("unsigned", "lane * 32", 32),
@@ -89,7 +89,7 @@ def test_bank_conflicts(kind: str, index: str, wavefronts: int) -> None:
     assert done.transactions("LDS") == [wavefronts]
 
 
-def test_stores_that_meet_in_a_bank() -> None:
+def test_bank_conflicts_of_stores() -> None:
     source = """extern "C" __global__ void scatter(unsigned* out, int stride) {
       extern __shared__ unsigned words[];
       words[threadIdx.x * stride] = threadIdx.x;
@@ -104,7 +104,7 @@ def test_stores_that_meet_in_a_bank() -> None:
 
 
 def test_local_memory() -> None:
-    """An array that is indexed by what the compiler cannot know lives in local memory."""
+    """An array with an index unknown to the compiler is in local memory."""
     source = """extern "C" __global__ void local(const int* order, int* out) {
       int own[40];
       for (int i = 0; i < 40; ++i) own[(i * 7 + threadIdx.x) % 40] = i * 100 + threadIdx.x;
@@ -160,7 +160,7 @@ TOUCH = """extern "C" __global__ void touch(int* data, long long index, int writ
         (0, 5, r"BPT\.TRAP.*: the kernel stopped itself with a trap"),
     ],
 )
-def test_an_access_that_must_not_happen(index: int, write: int, said: str) -> None:
+def test_invalid_accesses_are_errors(index: int, write: int, said: str) -> None:
     data = numpy.zeros(100, numpy.int32)
     with pytest.raises(SimulationError, match=said):
         run(TOUCH, data, numpy.int64(index), numpy.int32(write), shared=256)
@@ -185,7 +185,7 @@ def test_arrays_that_overlap_or_have_gaps() -> None:
     simulation.map(numpy.zeros(4, numpy.int32), 0x1008)
 
 
-def test_more_local_memory_than_there_is() -> None:
+def test_more_local_memory_than_available() -> None:
     source = """extern "C" __global__ void large(const int* order, int* out) {
       int own[4096];
       for (int i = 0; i < 4096; ++i) own[order[i & 7] + i] = i;
@@ -198,14 +198,14 @@ def test_more_local_memory_than_there_is() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"block": (33, 32, 1)}, "33 x 32 x 1 threads is not one of 1 to 1024"),
-        ({"block": (0, 1, 1)}, "0 x 1 x 1 threads is not"),
-        ({"grid": (1, 0, 1)}, "a grid must not be empty"),
+        ({"block": (33, 32, 1)}, "a block must have 1 to 1024 threads, not 33 x 32 x 1"),
+        ({"block": (0, 1, 1)}, "threads, not 0 x 1 x 1"),
+        ({"grid": (1, 0, 1)}, "every dimension of a grid must be at least 1"),
         ({"parameters": b""}, "touch takes 20 bytes of parameters, not 0"),
         ({"dynamic_shared_bytes": 98305}, "98304 bytes of shared memory, not 98305"),
     ],
 )
-def test_a_launch_that_cannot_be(change: dict[str, object], said: str) -> None:
+def test_invalid_launches_are_refused(change: dict[str, object], said: str) -> None:
     simulation = Simulation(cubin(TOUCH), "touch")
     parameters = pack_parameters(numpy.uint64(0), numpy.int64(0), numpy.int32(7))
     arguments = {"grid": (1, 1, 1), "block": (32, 1, 1), "parameters": parameters, **change}

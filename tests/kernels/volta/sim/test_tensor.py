@@ -1,4 +1,4 @@
-"""The tensor core: mma.m8n8k4 with its fragments where PTX says that they lie."""
+"""The tensor core: mma.m8n8k4 with its fragments laid out as PTX documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.kernels.volta.machine import Array, more, run
 
 QUADPAIRS = 4
 MEMBERS = [[4 * q + i for i in range(4)] + [16 + 4 * q + i for i in range(4)] for q in range(QUADPAIRS)]
-"""The lanes of each quadpair, in the order in which PTX deals rows or columns to them."""
+"""The lanes of each quadpair, in the order in which PTX assigns rows or columns to them."""
 
 
 def kernel(layout_a: str, layout_b: str, sums: str) -> str:
@@ -31,7 +31,7 @@ def kernel(layout_a: str, layout_b: str, sums: str) -> str:
 
 
 def fragments(matrices: Array, along_inner: bool) -> Array:
-    """Of matrices [quadpair, 8, 4], seen with the inner dimension last: what the lanes hold, [32, 4]."""
+    """Fragments of matrices [quadpair, 8, 4], inner dimension last: the values held by each lane, [32, 4]."""
     held = numpy.zeros((32, 4), numpy.float16)
     for q, lanes in enumerate(MEMBERS):
         for position, lane in enumerate(lanes):

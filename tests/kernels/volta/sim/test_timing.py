@@ -1,7 +1,7 @@
-"""The timing model: microbenchmarks against what others measured on a V100, and what times must obey.
+"""The timing model: microbenchmarks against published V100 measurements, and rules that times must obey.
 
-Measured by others: Jia et al., "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking", arXiv 1804.06826
-(latencies of instructions and memories); the CUDA C++ Programming Guide's throughputs of compute capability 7.0.
+Sources: Jia et al., "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking", arXiv 1804.06826 (latencies
+of instructions and memories); the CUDA C++ Programming Guide's throughputs for compute capability 7.0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def cycles(done: Run, copies: int = 1, **changes: float) -> int:
 def per_round(
     body: str, *, warps: int = 1, setup: str = "", finish: str = "x", data: Array | None = None, **changes: float
 ) -> float:
-    """Cycles that one more round of ``body`` takes one SM, in a loop that is unrolled 128 times.
+    """Cycles that one more round of ``body`` takes on one SM, in a loop that is unrolled 128 times.
 
-    The loop's own branch is in it: some 10 cycles in all 128 rounds.
+    The loop's own branch is included: about 10 cycles per 128 rounds.
 
-    ``words``: 16 KiB of shared memory that hold its own address, ``base``, in every word.
+    ``words``: 16 KiB of shared memory in which every word holds ``base``, its address.
     """
     content = numpy.zeros(1024, numpy.uint32) if data is None else data
     source = f"""extern "C" __global__ void bench(unsigned* data, unsigned* out, int rounds) {{
@@ -67,7 +67,7 @@ START = "unsigned long long p = *(unsigned long long*)data;"
 
 
 def ring(entries: int, distance: int) -> Array:
-    """Pointers that each lead to the next one, ``distance`` bytes on, as the first mapped array."""
+    """A ring of pointers, each to the next one ``distance`` bytes on, as the first mapped array."""
     pointers = numpy.zeros(entries * distance // 8, numpy.uint64)
     for i in range(entries):
         pointers[i * distance // 8] = FIRST_ADDRESS + (i + 1) % entries * distance
@@ -85,7 +85,7 @@ class TestLatencies:
         assert per_round(FMA, setup="float f = x;", finish="__float_as_uint(f)") == pytest.approx(4, abs=0.1)
 
     def test_shared_memory(self) -> None:
-        """19 cycles (Jia et al., table 3.1): each load's result is the next one's address."""
+        """19 cycles (Jia et al., table 3.1): the result of each load is the address of the next one."""
         body = 'asm volatile("ld.shared.u32 %0, [%0];" : "+r"(base));'
         assert per_round(body, finish="base") == pytest.approx(19, abs=2)
 
@@ -99,16 +99,16 @@ class TestLatencies:
         assert latency == pytest.approx(193, abs=12)
 
     def test_a_matrix_product_waits_for_the_one_before_it(self) -> None:
-        """8 cycles for each m8n8k4 of a chain: as many as it occupies the tensor core."""
+        """8 cycles for each m8n8k4 of a chain, which is how long it occupies the tensor core."""
         assert per_round(MMA, setup=MMA_SETUP, finish=MMA_SUM) == pytest.approx(8, abs=0.7)
 
 
 class TestThroughputs:
-    """Results per cycle and SM of compute capability 7.0, Programming Guide, "Arithmetic Instructions"."""
+    """Results per cycle and SM for compute capability 7.0, Programming Guide, "Arithmetic Instructions"."""
 
     def test_tensor_cores(self) -> None:
         """1024 FLOP per cycle and SM: 125 TFLOPS at 1530 MHz and 80 SMs."""
-        flops = 4 * 2 * 8 * 8 * 4 * 8  # quadpairs, a product of 8x8x4 each, 8 warps
+        flops = 4 * 2 * 8 * 8 * 4 * 8  # quadpairs, one 8x8x4 product each, 8 warps
         assert flops / per_round(MMA, warps=8, setup=MMA_SETUP, finish=MMA_SUM) == pytest.approx(1024, rel=0.02)
 
     def test_fp32(self) -> None:
@@ -128,7 +128,7 @@ class TestThroughputs:
 
     @pytest.mark.parametrize(("stride", "wavefronts"), [(1, 1), more(2, 2), more(4, 4), (8, 8), more(32, 32)])
     def test_shared_memory(self, stride: int, wavefronts: int) -> None:
-        """One wavefront of 128 bytes per cycle for the whole SM; bank conflicts multiply them."""
+        """One wavefront of 128 bytes per cycle for the whole SM; bank conflicts multiply the wavefronts."""
         load = "{.reg .u32 t; ld.volatile.shared.u32 t, [%1]; add.u32 %0, %0, t;}"
         body = f'asm volatile("{load}" : "+r"(x) : "r"(address));'
         setup = f"unsigned address = base + lane * {4 * stride};"
@@ -161,22 +161,22 @@ def stream() -> Run:
 
 class TestMemory:
     @pytest.mark.parametrize("rate", [4.0, 8.0, 19.5])
-    def test_a_stream_comes_as_fast_as_l2_gives_it(self, stream: Run, rate: float) -> None:
+    def test_a_stream_runs_at_the_speed_of_l2(self, stream: Run, rate: float) -> None:
         time = stream.simulation.time(stream.traces, timing=default_timing(l2_bytes_per_cycle=rate))
         assert time.l2_bytes == 4 * (65536 + 1024)
         assert time.l1_hits == 0
-        # Nobody waits for the stores at the end; the rest is waiting for the first data.
+        # Nothing waits for the stores at the end; the remaining time is spent waiting for the first data.
         assert 4 * 65536 / rate < time.cycles < time.l2_bytes / rate + 900
 
-    def test_what_is_read_again_comes_from_l1(self, stream: Run) -> None:
+    def test_repeated_reads_come_from_l1(self, stream: Run) -> None:
         small = default_timing(l1_kib=128)
         twice = stream.simulation.time([stream.traces[0]] * 2, resident=1, timing=small)
         assert twice.l1_hits == twice.l1_misses == 2048
 
-    def test_a_longer_way_to_memory_takes_longer(self, stream: Run) -> None:
+    def test_a_higher_memory_latency_takes_longer(self, stream: Run) -> None:
         one = [stream.traces[0]]
         near, far = (stream.simulation.time(one, timing=default_timing(l2_latency=n)).cycles for n in (192, 450))
-        assert far - near >= 2 * (450 - 192)  # 16 loads, no more than 8 at a time
+        assert far - near >= 2 * (450 - 192)  # 16 loads, at most 8 at a time
 
 
 class TestOneSm:
@@ -192,17 +192,17 @@ class TestOneSm:
         assert sum(spot.executions for spot in time.hot_spots) == time.issued
         assert [spot.waited for spot in time.hot_spots] == sorted((s.waited for s in time.hot_spots), reverse=True)
 
-    def test_the_same_every_time(self, stream: Run) -> None:
+    def test_timing_is_deterministic(self, stream: Run) -> None:
         first, second = (stream.simulation.time(stream.traces * 3, resident=2) for _ in range(2))
         assert first == second
 
-    def test_more_ctas_at_a_time_hide_more(self, stream: Run) -> None:
+    def test_more_resident_ctas_hide_more_latency(self, stream: Run) -> None:
         timing = default_timing(l2_bytes_per_cycle=1000)
         alone, together = (stream.simulation.time(stream.traces, resident=n, timing=timing).cycles for n in (1, 4))
         assert together < 0.7 * alone
 
-    def test_a_cta_after_another_costs_what_it_did_alone(self) -> None:
-        """What the one before it still waited for when it ended is not the new one's."""
+    def test_a_cta_costs_the_same_after_another_one(self) -> None:
+        """A new CTA does not wait for what the previous one still waited for when it ended."""
         load, use = ("LDC R0, c[0x3][R0]", control(writes=0)), ("NOP", control(waits=1))
         listing = Listing(load, use, load, use, ("LDC R2, c[0x3][RZ]", control(writes=0)), "EXIT")
         listing.check(library().fa_sim_set_constants(listing.handle, 3, bytes(16), 16))
@@ -210,7 +210,7 @@ class TestOneSm:
         assert times[0] > 2000
         assert numpy.diff(times) == pytest.approx(times[0], abs=40)
 
-    def test_a_barrier_makes_everyone_wait_for_the_last(self) -> None:
+    def test_a_barrier_waits_for_the_last_warp(self) -> None:
         source = """extern "C" __global__ void skewed(const volatile unsigned* data, unsigned* out, int barrier) {
           unsigned x = 0;
           if (threadIdx.x < 32) for (int i = 0; i < 32; ++i) x = data[x];
@@ -223,7 +223,7 @@ class TestOneSm:
         in_turn = cycles(run(source, data, out, numpy.int32(1), block=64))
         assert in_turn > 1.7 * together
 
-    def test_a_branch_elsewhere_costs_its_latency(self) -> None:
+    def test_a_taken_branch_costs_its_latency(self) -> None:
         straight, jumps = Listing("NOP", "NOP", "EXIT"), Listing("BRA 0x20", "NOP", "NOP", "EXIT")
         assert jumps.cycles(branch_latency=50) - straight.cycles(branch_latency=50) == 50
 
@@ -244,16 +244,16 @@ class TestOneSm:
         assert atomic.cycles(256) == pytest.approx(2 * load.cycles(256), rel=0.05)
 
     def test_a_wide_load_of_few_lanes(self) -> None:
-        """It returns one register per cycle, however few lanes ask."""
+        """It returns one register per cycle, however few lanes take part."""
         few = ["S2R R8, SR_LANEID", "ISETP.LT.U32.AND P0, PT, R8, 0x4, PT"]
         wide, narrow = (Listing(*few, *[f"@P0 LDS{size} R0, [RZ]"] * 64, "EXIT") for size in (".128", ""))
         assert wide.cycles(256) - narrow.cycles(256) == pytest.approx(3 * 64 * 8, rel=0.05)
 
-    def test_parameters_that_cannot_be(self, stream: Run) -> None:
+    def test_invalid_timing_parameters_are_refused(self, stream: Run) -> None:
         with pytest.raises(TypeError, match=r"l3_latency is not a parameter of the timing: .*l2_latency"):
             default_timing(l3_latency=5)
         for changes, said in (
-            ({"l2_latency": -1}, "must not be negative, like -1"),
+            ({"l2_latency": -1}, "must not be negative, but one is -1"),
             ({"memory_queue": 0}, "must be at least 1, not 0"),
             ({"l2_bytes_per_cycle": 0.0}, "l2_bytes_per_cycle must be more than 0"),
         ):
@@ -262,7 +262,7 @@ class TestOneSm:
         with pytest.raises(ValueError, match="no trace was recorded"):
             stream.simulation.time([])
 
-    def test_traces_that_are_gone(self) -> None:
+    def test_dropped_traces_are_refused(self) -> None:
         done = run(STREAM, numpy.zeros(64, numpy.uint32), numpy.zeros(16, numpy.uint32), numpy.int32(1), block=16)
         done.simulation.drop_traces()
         with pytest.raises(SimulationError, match="there is no trace 0"):
@@ -285,5 +285,5 @@ class TestGpu:
     def test_occupancy(self, threads: int, registers: int, shared: int, ctas: int) -> None:
         assert Occupancy.of(V100, threads=threads, registers=registers, shared_bytes=shared).ctas == ctas
 
-    def test_l1_is_what_shared_memory_leaves(self) -> None:
+    def test_l1_gets_the_space_that_shared_memory_leaves(self) -> None:
         assert [V100.l1_kib(kib * 1024) for kib in (0, 1, 8, 33, 64, 96)] == [128, 120, 120, 64, 64, 32]

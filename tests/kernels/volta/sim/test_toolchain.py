@@ -1,4 +1,4 @@
-"""The way to a program: compiler, cubin, disassembly, parser; and what each says when it cannot go on."""
+"""From source to program: compiler, cubin, disassembly, parser, and the error message of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ extern "C" __global__ void add_twice(int* x, int n) { x[threadIdx.x] += 2 * n; }
 # --- compiler ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_release_that_knows_the_v100() -> None:
+def test_the_compiler_release_supports_the_v100() -> None:
     assert nvrtc.version() == (12, 9)
 
 
@@ -41,7 +41,7 @@ def test_ptx_for_newer_gpus() -> None:
     assert compiled.log == ""
 
 
-def test_the_compilers_log_comes_with_the_error() -> None:
+def test_a_compiler_error_contains_the_log() -> None:
     said = r"(?s)twice\.cu does not compile for sm_70:.*twice\.cu\(2\): error.*undefined_thing"
     with pytest.raises(CompileError, match=said):
         compile_cuda("\n__global__ void f() { undefined_thing(); }", name="twice.cu")
@@ -79,14 +79,14 @@ def test_the_disassembler_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
 # --- cubins -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_a_cubin_for_the_v100() -> None:
+def test_files_that_are_not_cubins_for_the_v100_are_refused() -> None:
     with pytest.raises(SimulationError, match="not a cubin: it is not a 64-bit ELF file"):
         Cubin(b"PTX text")
     with pytest.raises(SimulationError, match="not a cubin for sm_70"):
         Cubin(compile_cuda(ADD, architecture="sm_80", defines={"FACTOR": 1}).binary)
 
 
-def test_a_kernel_that_is_not_there_or_not_the_only_one() -> None:
+def test_missing_and_ambiguous_kernels_are_refused() -> None:
     cubin = Cubin(compile_cuda(ADD, defines={"FACTOR": 1}).binary)
     assert cubin.kernel("add").name == "add"
     assert cubin.kernel("twice").name == "add_twice"
@@ -135,11 +135,11 @@ def test_global_variables_are_refused() -> None:
         ("HMMA.884.F32.F16.STEP0 R0, R2, R4, R6", "C and D of a matrix product must have the same type"),
         ("LDS.128 R253, [RZ]", "operand 0 reaches beyond the last register"),
         ("LDS.64 R0, [0x4]", "shared address 0x4 .* is not a multiple of the access's size"),
-        ("BAR.SYNC 0x1, 0x21", "waits for 33 threads, no multiple of 32"),
+        ("BAR.SYNC 0x1, 0x21", "waits for 33 threads, which is not a multiple of 32"),
     ],
 )
-def test_an_instruction_that_cannot_be_executed(text: str, said: str) -> None:
-    """The error has the instruction's text and says why; it comes when the instruction is reached, not before."""
+def test_unsupported_instructions_are_errors(text: str, said: str) -> None:
+    """The error has the instruction's text and a reason. It is raised when the instruction is reached, not earlier."""
     with pytest.raises(SimulationError, match=said):
         Listing(text).run()
     Listing(f"@!PT {text}", "EXIT").run()
@@ -151,8 +151,8 @@ def test_a_matrix_product_by_a_part_of_the_warp() -> None:
         Listing("S2R R1, SR_LANEID", "ISETP.GT.AND P0, PT, R1, 0x3, PT", product).run()
 
 
-def test_lanes_that_wait_for_lanes_that_never_come() -> None:
-    said = "warp 0 is deadlocked at 0x0030: lanes 0x0000000f wait for lanes 0xfffffff0, which never come"
+def test_lanes_that_wait_forever_are_an_error() -> None:
+    said = "warp 0 is deadlocked at 0x0030: lanes 0x0000000f wait for lanes 0xfffffff0, which never arrive"
     with pytest.raises(SimulationError, match=said):
         Listing(
             "S2R R1, SR_LANEID",

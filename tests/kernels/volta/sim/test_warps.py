@@ -1,4 +1,4 @@
-"""Between lanes and warps: shuffles, votes, branches that part, barriers, shared memory."""
+"""Interaction of lanes and warps: shuffles, votes, divergent branches, barriers, shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kernels.volta.machine import Array, Listing, cubin, more, run
 
 
 def lanes(expression: str, values: Array) -> Array:
-    """What ``expression`` of ``v`` is in each lane of one warp."""
+    """The value of ``expression`` in ``v`` in each lane of one warp."""
     out = numpy.zeros(32, numpy.uint32)
     source = f"""extern "C" __global__ void warp(const unsigned* values, unsigned* out) {{
       unsigned lane = threadIdx.x, v = values[lane], d;
@@ -77,8 +77,8 @@ def test_threads_and_ctas_know_where_they_are() -> None:
     numpy.testing.assert_array_equal(out, (x + 10 * y + 100 * z + 1000 * b + 20000).ravel())
 
 
-def test_lanes_that_part_meet_again() -> None:
-    """Different numbers of rounds per lane, a branch inside, and a shuffle of all lanes after it."""
+def test_diverged_lanes_reconverge() -> None:
+    """Different numbers of rounds per lane, a branch inside the loop, and a shuffle of all lanes after it."""
     code = """d = 0;
       for (unsigned i = 0; i < (lane & 7); ++i) {
         if ((v >> i) & 1) { d += i * v; } else { for (unsigned j = 0; j < (lane >> 3); ++j) d ^= v >> j; }
@@ -119,7 +119,7 @@ def test_lanes_that_leave_a_loop_or_the_kernel() -> None:
 
 
 def test_a_switch() -> None:
-    """A jump through a table of addresses, different ones in one warp."""
+    """A jump through a table of addresses, with different targets in one warp."""
     code = """switch (lane % 7) {
         case 0: d = v * 3; break;
         case 1: d = v ^ 77; break;
@@ -136,8 +136,8 @@ def test_a_switch() -> None:
     numpy.testing.assert_array_equal(lanes(code, V), alone + alone[LANE ^ 16])
 
 
-def test_lanes_that_wait_do_not_wait_for_those_that_break_out() -> None:
-    """Lanes 0 to 3 are at BSYNC when the others leave its barrier; all meet only after that."""
+def test_waiting_lanes_do_not_wait_for_lanes_that_break_out() -> None:
+    """Lanes 0 to 3 are at BSYNC when the others leave its barrier; all lanes reconverge only after that."""
     Listing(
         "S2R R0, SR_LANEID",
         "ISETP.GT.AND P0, PT, R0, 0x3, PT",
@@ -197,7 +197,7 @@ PRODUCER = """extern "C" __global__ void hand_over(unsigned* out) {
 }"""
 
 
-def test_a_producer_arrives_and_goes_on() -> None:
+def test_a_producer_arrives_at_a_barrier_without_waiting() -> None:
     out = numpy.zeros(32, numpy.uint32)
     done = run(PRODUCER, out, block=64)
     assert set(out) == {7}
@@ -224,7 +224,7 @@ def test_atomic_operations_on_shared_memory(operation: str, expected: int) -> No
 # --- deadlocks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_barrier_that_nobody_else_comes_to() -> None:
+def test_a_barrier_that_other_warps_never_reach() -> None:
     source = """extern "C" __global__ void stuck() {
       if (threadIdx.x < 32) asm volatile("bar.sync 1, 64;"); else asm volatile("bar.sync 2, 64;");
     }"""
@@ -232,11 +232,11 @@ def test_a_barrier_that_nobody_else_comes_to() -> None:
         run(source, block=64)
 
 
-def test_a_loop_without_end() -> None:
+def test_an_endless_loop_is_an_error() -> None:
     source = """extern "C" __global__ void forever(volatile unsigned* flag) { while (*flag == 0) {} }"""
     simulation = Simulation(cubin(source), "forever")
     flag = simulation.map(numpy.zeros(1, numpy.uint32))
     simulation.launch((1, 1, 1), (32, 1, 1), pack_parameters(numpy.uint64(flag)))
     simulation.set_instruction_limit(100_000)
-    with pytest.raises(SimulationError, match="warp 0 has executed 100000 instructions and is taken for one that"):
+    with pytest.raises(SimulationError, match="warp 0 has executed 100000 instructions, so it probably never ends"):
         simulation.execute(0)

@@ -1,6 +1,6 @@
 """Attention on the dummy device of tests/test_recipes.py: torch's own operator, one sequence at a time.
 
-Its tensors are the host's. No soft cap, ALiBi, sinks or fp8: what this family cannot do is refused, not ignored.
+Its tensors are on the host. Soft caps, ALiBi, sinks and fp8 are not supported, so they are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute ``problem``, as :class:`~fastattention_vllm.attention.kernels.Kernels` says."""
+    """Compute ``problem`` as :class:`~fastattention_vllm.attention.kernels.Kernels` specifies."""
     reason = can_run(problem)
     if reason is not None:
         raise ValueError(reason)
@@ -70,7 +70,7 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Store new rows in the pages; a negative slot leaves its token out."""
+    """Store new rows in the pages. Tokens with a negative slot are skipped."""
     assert key_scale == value_scale == 1.0
     stored = slot_mapping >= 0
     slots, page = slot_mapping[stored], key_cache.shape[1]
@@ -89,7 +89,7 @@ def _keys(problem: AttentionProblem, cache: torch.Tensor, sequence: int, length:
 
 
 def _visible(problem: AttentionProblem, new: int, length: int) -> torch.Tensor:
-    """``[new, length]``: which keys each query token sees."""
+    """Which keys each query token sees, ``[new, length]``."""
     own = torch.arange(length - new, length)[:, None]
     position = torch.arange(length)[None]
     left, right = problem.window

@@ -40,7 +40,7 @@ class FastAttentionDummyBackend(Backend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return True  # there is one kind of dummy
+        return True  # there is only one kind of dummy device
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -112,7 +112,7 @@ class FastAttentionDummyImpl(Layer):
         if attn_metadata is None:  # vLLM's profiling and warm-up runs
             return output.fill_(0)
         batch, where = attn_metadata, {"block_table": attn_metadata.block_table}
-        if self.is_encoder:  # has no cache: every request is whole in one step
+        if self.is_encoder:  # an encoder has no cache: every request is computed in a single step
             where = {"kv_start_loc": batch.query_start_loc[:-1]}
         else:
             key, value = self.split(kv_cache)
