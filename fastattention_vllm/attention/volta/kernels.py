@@ -1,7 +1,8 @@
 """Attention on NVIDIA V100 (sm_70) and Turing (sm_75) with this package's kernels, in fp16 with fp32 sums.
 
 Up to 8 packed rows per sequence (query tokens times query heads per KV head) go to the decode kernel, up to 32 to the
-wide decode kernel, more to the prefill kernel. On a newer GPU, the same kernels run from their PTX for tests: they are correct there, but slow.
+wide decode kernel, more to the prefill kernel. On a newer GPU, the same kernels run from their PTX for tests: they are
+correct there, but slow.
 """
 
 from __future__ import annotations
@@ -236,10 +237,9 @@ def attend(
 
     kind, minimum = volta_kernels.kind_of(max_rows), volta_kernels.min_parts(kv_heads)
     parts = volta_kernels.decode_parts(extent.longest, minimum)
-    if kind == "decode_wide" and workspace is not None:
-        # It has room for all decoding sequences, but perhaps not for as many prompts with so few new tokens.
-        if workspace.numel() < volta_kernels.floats_of_parts(head_size, rows_of(parts)):
-            kind = "prefill"
+    needed = volta_kernels.floats_of_parts(head_size, rows_of(parts))
+    if kind == "decode_wide" and workspace is not None and workspace.numel() < needed:
+        kind = "prefill"  # the workspace holds all decoding sequences, but perhaps not as many short prompts
     if kind == "prefill":
         minimum = 0
         adjusted = _is_adjusted(problem)
