@@ -1,4 +1,6 @@
-"""Are the answers right on an Ascend 910B, and how fast is it? Writes a JSON to send back. Not yet run on hardware.
+"""Are the answers right on an Ascend 910B, and how fast is it? Not yet run on hardware.
+
+Writes a hardware report (docs/hardware-reports.md) to send back.
 
     python benchmarks/ascend_910b.py --json ascend-910b.json
 
@@ -26,7 +28,8 @@ from ascend_910b_speed import fast_steps, speed
 from ascend_910b_steps import check, right_steps
 
 from fastattention_vllm.attention import ascend
-from fastattention_vllm.bench.report import report
+from fastattention_vllm.bench.hardware_report import SEND, Check, hardware_report
+from fastattention_vllm.bench.report import Row
 
 
 def main() -> int:
@@ -39,14 +42,22 @@ def main() -> int:
     device = torch.device(options.device)
     rows = [check(step, device) for step in right_steps()]
     rows += host_layer(device)
-    wrong = [row for row in rows if not row.right]
-    print(f"{len(rows) - len(wrong)} of {len(rows)} kinds of step are right", flush=True)
-    rows.append(host_rates(device))
+    numbers = [as_check(row) for row in rows]
+    wrong = [one for one in numbers if not one.right]
+    print(f"{len(numbers) - len(wrong)} of {len(numbers)} kinds of step are right", flush=True)
+    rows = [host_rates(device)]
     for step in fast_steps():
         rows += speed(step, device, options.repeats)
-    report(rows, hardware(device), versions()).write(options.json)
-    print(f"wrote {options.json}; please send it back with an issue.")
+    name = hardware(device)
+    hardware_report(name, {"npu": name}, versions(), numbers, rows).write(options.json)
+    print(f"wrote {options.json}. {SEND}")
     return 1 if wrong else 0
+
+
+def as_check(row: Row) -> Check:
+    error = row.ours if row.ours == row.ours else None
+    note = getattr(row, "failed", "" if error == row.ours else "the answer contains NaN.")
+    return Check(case=row.case, error=error, allowed=row.limit or 0.0, right=row.right, note=note)  # type: ignore[attr-defined]
 
 
 def hardware(device: torch.device) -> str:

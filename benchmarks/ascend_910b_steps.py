@@ -13,6 +13,7 @@ import torch
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.bench.hardware_report import reference
 from fastattention_vllm.bench.report import Row, compared
 
 PAGE = 128
@@ -108,27 +109,6 @@ def verdict(case: str, metric: str, error: float | None, allowed: float, found: 
     if not found["right"]:
         print(f"WRONG {case}: {found.get('failed', error)}", flush=True)
     return compared(case, metric, "of the answer's size", error, better="lower", limit=allowed, **found)
-
-
-def reference(problem: AttentionProblem) -> torch.Tensor:
-    """In float64 on the CPU."""
-    outs = []
-    assert problem.block_table is not None
-    group = problem.num_heads // problem.num_kv_heads
-    for sequence, length in enumerate(problem.seq_lens.tolist()):
-        begin, end = problem.query_start_loc[sequence : sequence + 2].tolist()
-        pages = problem.block_table[sequence].cpu()[: -(-length // PAGE)].long()
-        key, value = (
-            (cache.cpu()[pages].flatten(0, 1)[:length].double() * factor).repeat_interleave(group, 1)
-            for cache, factor in ((problem.key, problem.key_scale), (problem.value, problem.value_scale))
-        )
-        score = torch.einsum("qhd,khd->hqk", problem.query[begin:end].cpu().double(), key) * problem.scale
-        own, position = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)
-        hidden = position > own
-        if problem.window[0] >= 0:
-            hidden |= position < own - problem.window[0]
-        outs.append(torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1), value))
-    return torch.cat(outs)
 
 
 @contextlib.contextmanager

@@ -29,8 +29,9 @@ LEVELS = (
     {"refusal", "patches"},
     {"compat", "options", "claims", "binding"},
     {"support", "kv_size", "base"},
-    {"tiling", "serving"},
+    {"tiling"},
     {"host_layers"},
+    {"serving"},
     {"cpu", "cuda", "ascend"},
     {"plugin"},
 )

@@ -117,15 +117,20 @@ def volta(
     ] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved samples of each contender.")] = 9,
     json: Annotated[Path, typer.Option(help="Write the rows there.")] = Path("fastattention-bench-volta.json"),
+    report: Annotated[
+        Path | None,
+        typer.Option(help="First check the numbers of every kind of step. Write a hardware report there, not --json."),
+    ] = None,
 ) -> None:
     """Measure the V100, T4 and RTX 20 kernels on this GPU.
 
     The peers are torch SDPA, xformers and Hugging Face's eager attention.
 
-    Without options, it measures the cases of Figure 8 of the FastAttention paper, and decoding. Please attach the JSON
-    file of a V100, a T4 or an RTX 20 to an issue.
+    Without options, it measures the cases of Figure 8 of the FastAttention paper, and decoding. With --report, the
+    file is a hardware report: please attach that of a V100, a T4 or an RTX 20 to an issue.
     """
     from fastattention_vllm.bench import volta as measuring
+    from fastattention_vllm.bench import volta_numbers
     from fastattention_vllm.bench.volta_contenders import contenders as of_volta
 
     try:
@@ -136,12 +141,21 @@ def volta(
         reason = measuring.why_not(kernels)
         if reason is not None:
             raise ValueError(reason)
-        json.open("a").close()
+        written = report or json
+        written.open("a").close()
     except (ValueError, OSError) as error:
         reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
         typer.echo(f"fastattention bench: {reason}", err=True)
         raise typer.Exit(2) from None
-    raise typer.Exit(measuring.run(everything, everyone, rounds, json, new_console()))
+    checks = None
+    if report is not None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        checks = [volta_numbers.check(step, device) for step in volta_numbers.steps()]
+        for one in checks:
+            if not one.right:
+                typer.echo(f"WRONG {one.case}: {one.note or one.error}")
+        typer.echo(f"{sum(one.right for one in checks)} of {len(checks)} kinds of step are right")
+    raise typer.Exit(measuring.run(everything, everyone, rounds, written, new_console(), checks))
 
 
 def lengths(option: str, text: str) -> list[int]:

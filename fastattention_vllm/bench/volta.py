@@ -24,6 +24,7 @@ from fastattention_vllm.bench.cases import Case
 from fastattention_vllm.bench.contender import Bound, Call
 from fastattention_vllm.bench.correctness import attention
 from fastattention_vllm.bench.gpu import Gpu, Timed
+from fastattention_vllm.bench.hardware_report import SEND, Check, hardware_report
 from fastattention_vllm.bench.report import Report, Row, geometric_mean, today
 from fastattention_vllm.bench.volta_contenders import OURS, Layer, VoltaContender
 
@@ -256,9 +257,17 @@ def report(rows: list[VoltaRow]) -> VoltaReport:
 
 
 def run(
-    everything: Sequence[Case], everyone: Sequence[VoltaContender], rounds: int, json: Path, console: Console
+    everything: Sequence[Case],
+    everyone: Sequence[VoltaContender],
+    rounds: int,
+    json: Path,
+    console: Console,
+    checks: Sequence[Check] | None = None,
 ) -> int:
-    """Measure; ``json`` has the report so far after every case. Returns 1 if an answer of ours is wrong, else 0."""
+    """Measure; ``json`` has the report so far after every case. Returns 1 if an answer of ours is wrong, else 0.
+
+    ``checks``: what was checked before. The file is then a hardware report.
+    """
     gpu = gpus.CudaGpu()
     l2_bytes = int(torch.cuda.get_device_properties(gpu.device).L2_cache_size)
     rows: list[VoltaRow] = []
@@ -266,12 +275,21 @@ def run(
         found = measure(case, everyone, gpu, rounds, l2_bytes)
         gpu.free()
         rows += found
-        report(rows).write(json)
+        write(report(rows), json, checks)
         ours = next(row for row in found if row.contender == OURS)
         console.print(f"{case}: ours {_number(ours.value)} {ours.unit} {ours.note}", highlight=False)
     print_report(console, report(rows))
-    console.print(f"wrote {json}: please send it back", highlight=False)
-    return int(any(row.contender.startswith(OURS) and row.note.startswith("wrong") for row in rows))
+    console.print(f"wrote {json}. {SEND}", highlight=False)
+    wrong = any(not one.right for one in checks or ())
+    return int(wrong or any(row.contender.startswith(OURS) and row.note.startswith("wrong") for row in rows))
+
+
+def write(found: VoltaReport, path: Path, checks: Sequence[Check] | None) -> None:
+    if checks is None:
+        found.write(path)
+        return
+    hardware = {str(name): str(value) for name, value in dict(found.hardware).items()} | {"kernels": found.kernels}
+    hardware_report(hardware["gpu"], hardware, found.versions, checks, found.rows).write(path)
 
 
 def print_report(console: Console, found: VoltaReport) -> None:

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastattention_vllm.doctor import nvidia
+from fastattention_vllm.doctor import nvidia, pci
 from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.placement import cgroups, cpus
 from fastattention_vllm.placement.cgroups import read_text
 
 GIB = 1 << 30
-PCI = Path("/sys/bus/pci/devices")
 DEVICES = Path("/dev")
 CPUINFO = Path("/proc/cpuinfo")
-NVIDIA, HUAWEI = "0x10de", "0x19e5"
+HUAWEI = "0x19e5"
 DISPLAY, ACCELERATOR = "0x03", "0x1200"
 """PCI classes begin with these."""
 INSTRUCTION_SETS = {
@@ -50,10 +49,26 @@ class Hardware:
     """Huawei accelerators there."""
     npus: int
     """Ascend NPUs that the driver offers: /dev/davinci0 and so on."""
+    pci_volta: tuple[str, ...] = ()
+    """Names of the GPUs of compute capability 7.0 on the PCI bus, whether a driver runs them or not."""
+    pci_t4: tuple[str, ...] = ()
+    """The same for T4."""
 
     @property
     def gpus(self) -> tuple[nvidia.Gpu, ...]:
         return () if self.driver is None else self.driver.gpus
+
+    @property
+    def has_volta(self) -> bool:
+        """Whether the software should fit compute capability 7.0: such a GPU is visible, or its driver is wrong."""
+        visible = any(gpu.capability == (7, 0) for gpu in self.gpus)
+        return visible or (self.volta_is_unsupported and not self.gpus)
+
+    @property
+    def volta_is_unsupported(self) -> bool:
+        """Whether the driver's branch has dropped a GPU of this machine."""
+        branch = self.driver.branch if self.driver else None
+        return bool(self.pci_volta) and branch is not None and branch > nvidia.LAST_VOLTA_BRANCH
 
     @property
     def has_npu(self) -> bool:
@@ -71,14 +86,16 @@ def probe() -> Hardware:
         flags=frozenset((known.get("flags") or known.get("features") or "").split()),
         driver=nvidia.probe(),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        pci_gpus=_on_pci(NVIDIA, DISPLAY),
+        pci_gpus=_on_pci(pci.NVIDIA, DISPLAY),
         pci_npus=_on_pci(HUAWEI, ACCELERATOR),
         npus=sum(path.name.removeprefix("davinci").isdigit() for path in DEVICES.glob("davinci*")),
+        pci_volta=pci.named(pci.VOLTA),
+        pci_t4=pci.named(pci.T4),
     )
 
 
 def _on_pci(vendor: str, kind: str) -> int:
-    devices = PCI.glob("*") if PCI.is_dir() else iter(())
+    devices = pci.DEVICES.glob("*") if pci.DEVICES.is_dir() else iter(())
     return sum(
         read_text(path / "vendor", "") == vendor and read_text(path / "class", "").startswith(kind) for path in devices
     )
@@ -112,14 +129,26 @@ def _cpu(hardware: Hardware) -> Finding:
 
 def _gpus(hardware: Hardware) -> Iterator[Finding]:
     driver = hardware.driver
+    if driver is not None and hardware.volta_is_unsupported:
+        yield Finding(
+            "problem",
+            "NVIDIA driver",
+            f"a {hardware.pci_volta[0]} is in this machine, but driver {driver.version} does not support it",
+            f"Install a driver of branch {nvidia.LAST_VOLTA_BRANCH}, the last one for compute capability 7.0.",
+        )
+        if not driver.gpus:
+            return
     if driver is None or driver.error:
         if hardware.pci_gpus:
             why = "no NVIDIA driver is visible" if driver is None else driver.error
+            known = ", ".join(sorted({*hardware.pci_volta, *hardware.pci_t4}))
+            which = f" ({known})" if known else ""
+            branch = f" of branch {nvidia.LAST_VOLTA_BRANCH} or older" if hardware.pci_volta else ""
             yield Finding(
                 "problem" if driver else "warning",
                 "NVIDIA GPU",
-                f"{hardware.pci_gpus} on the PCI bus, but {why}",
-                "Install NVIDIA's driver; in a container, start it with `docker run --gpus all`."
+                f"{hardware.pci_gpus} on the PCI bus{which}, but {why}",
+                f"Install NVIDIA's driver{branch}; in a container, start it with `docker run --gpus all`."
                 if driver is None
                 else "Run `nvidia-smi`; after an update of the driver, restart the machine.",
             )

@@ -103,7 +103,7 @@ def _gpu(index: int, capability: tuple[int, int], kernels: Kernels, software: So
 
 def _unused_images(kernels: Kernels, hardware: Hardware) -> Iterator[Finding]:
     """Of kernels that no GPU here needs; a wheel that lacks them is worth a word all the same."""
-    if any(OLDEST_GPU <= gpu.capability < (8, 0) for gpu in hardware.gpus):
+    if hardware.has_volta or any(OLDEST_GPU <= gpu.capability < (8, 0) for gpu in hardware.gpus):
         return
     errors = set(kernels.image_errors.values())
     if errors:

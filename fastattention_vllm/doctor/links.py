@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from fastattention_vllm.doctor import pci
 from fastattention_vllm.doctor.findings import Finding
-from fastattention_vllm.doctor.hardware import PCI, Hardware
+from fastattention_vllm.doctor.hardware import Hardware
 from fastattention_vllm.placement.cgroups import read_text
 
 SIZE = 256 << 20
@@ -70,7 +71,7 @@ def probe(hardware: Hardware) -> Links:
             errors[index] = str(error).splitlines()[0]
             continue
         usable[index] = on_gpu
-        folder = PCI / hardware.gpus[index].pci
+        folder = pci.DEVICES / hardware.gpus[index].pci
         host.append(HostLink(index, *rates, _lanes(folder / "current_link_width"), _lanes(folder / "max_link_width")))
     peers = [
         PeerLink((one, other), torch.cuda.can_device_access_peer(one, other), _rate(usable[other], usable[one]))

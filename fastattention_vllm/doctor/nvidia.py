@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from ctypes import byref, c_char_p, c_int, c_size_t
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ MODULE = Path("/sys/module/nvidia/version")
 MAJOR, MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 NO_DEVICE = 100
+MAPS = Path("/proc/self/maps")
+LAST_VOLTA_BRANCH = 580
+"""The last driver branch for compute capability 7.0:
+https://docs.nvidia.com/datacenter/tesla/drivers/cuda-toolkit-driver-and-architecture-matrix.html"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,12 @@ class Driver:
     error: str = ""
     """Why it lists no GPU."""
 
+    @property
+    def branch(self) -> int | None:
+        """580 of 580.82.07."""
+        first = self.version.partition(".")[0]
+        return int(first) if first.isdigit() else None
+
 
 def probe() -> Driver | None:
     """None where there is no driver. Respects CUDA_VISIBLE_DEVICES."""
@@ -43,7 +54,7 @@ def probe() -> Driver | None:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:
         return None
-    version = read_text(MODULE, "")
+    version = read_text(MODULE, "") or _version_of_library()
     number = c_int()
     driver.cuDriverGetVersion(byref(number))
     cuda = (number.value // 1000, number.value % 1000 // 10)
@@ -55,6 +66,12 @@ def probe() -> Driver | None:
     count = c_int()
     driver.cuDeviceGetCount(byref(count))
     return Driver(version, cuda, tuple(_gpu(driver, index) for index in range(count.value)))
+
+
+def _version_of_library() -> str:
+    """By its file's name. A kernel module that finds no GPU it supports is not loaded, so it has no version to read."""
+    found = re.search(r"/libcuda\.so\.(\d+\.[\d.]+)", read_text(MAPS, ""))
+    return found[1] if found else ""
 
 
 def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:

@@ -16,6 +16,7 @@ import fastattention_vllm
 from fastattention_vllm.attention.kernels import OLDEST_GPU, vllm_has_flash
 from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.doctor.hardware import Hardware
+from fastattention_vllm.doctor.nvidia import LAST_VOLTA_BRANCH
 from fastattention_vllm.integration.compat import SUPPORTED_VLLM
 
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
@@ -114,7 +115,7 @@ def install_command(hardware: Hardware) -> str:
     """What installs vLLM and its torch for this machine."""
     if hardware.has_npu:
         return f"pip install vllm=={ASCEND_VLLM} vllm-ascend=={ASCEND_VLLM}"
-    if any(gpu.capability == (7, 0) for gpu in hardware.gpus):
+    if hardware.has_volta:
         return f"pip install torch=={V100_TORCH} vllm=={V100_VLLM}"
     if hardware.gpus:
         return f"pip install vllm=={GPU_VLLM}"
@@ -150,7 +151,8 @@ def _torch(software: Software, hardware: Hardware) -> Iterator[Finding]:
             "problem",
             "torch",
             f"{text}, has no code for compute capability {major}.{minor}; it has code for {has}",
-            f"Install torch {V100_TORCH}+cu128 and vLLM {V100_VLLM}, the last wheels on PyPI with code for the V100."
+            f"Install torch {V100_TORCH} (CUDA 12.8) and vLLM {V100_VLLM}, the last wheels on PyPI with code for the "
+            "V100."
             if (major, minor) == (7, 0)
             else "Install a torch with code for this GPU.",
             command,
@@ -164,7 +166,9 @@ def _torch(software: Software, hardware: Hardware) -> Iterator[Finding]:
             "problem",
             "NVIDIA driver",
             f"it supports CUDA {newest[0]}.{newest[1]}, torch needs {software.torch_cuda}",
-            f"Install a newer driver, or a torch for CUDA {newest[0]}.",
+            f"Install a driver of branch {LAST_VOLTA_BRANCH}, or a torch for CUDA {newest[0]}."
+            if hardware.has_volta
+            else f"Install a newer driver, or a torch for CUDA {newest[0]}.",
         )
 
 
@@ -185,8 +189,7 @@ def _vllm(software: Software, hardware: Hardware) -> Iterator[Finding]:
         text = f"{software.vllm} is {newer} than what this plugin supports ({SUPPORTED})"
         yield Finding("problem", "vLLM", text, "Install a supported version.", command)
         return
-    on_v100 = any(gpu.capability == (7, 0) for gpu in hardware.gpus)
-    if on_v100 and Version(found.base_version) > Version(V100_VLLM):
+    if hardware.has_volta and Version(found.base_version) > Version(V100_VLLM):
         yield Finding(
             "warning" if found.local else "problem",
             "vLLM",

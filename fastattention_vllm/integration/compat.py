@@ -164,6 +164,16 @@ def num_blocks_of(kv_cache: torch.Tensor) -> int:
     return kv_cache.shape[1] if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 else kv_cache.shape[0]
 
 
+def uses_this_backend(vllm_config: VllmConfig) -> bool:
+    """Whether the attention layers of a configured engine are this package's; without a choice, only on CPUs."""
+    from vllm.platforms import current_platform
+
+    backend = vllm_config.attention_config.backend
+    if backend is not None:
+        return bool(backend.name == BACKEND_NAME)
+    return type(current_platform).__name__ == "FastAttentionCpuPlatform" and not has_compiled_cpu_ops()
+
+
 def check_worker_class(vllm_config: VllmConfig, base: type[Any], instead: str = "remove --worker-cls") -> None:
     """Refuse a ``--worker-cls`` that does not do what ``base`` does for this package.
 
@@ -269,6 +279,13 @@ def without_fp8_cache(vllm_config: VllmConfig) -> Iterator[None]:
 def calculates_kv_scales(vllm_config: VllmConfig) -> bool:
     """<= 0.26: whether --calculate-kv-scales takes the scales of an fp8 cache from the first prompt. Removed later."""
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
+
+
+def refuses_float16(model_type: str) -> bool:
+    """Whether vLLM refuses float16 for this model type. 0.19 to 0.33: a table in vLLM's configuration of the model."""
+    from vllm.config import model
+
+    return model_type in getattr(model, "_FLOAT16_NOT_SUPPORTED_MODELS", {})
 
 
 def requested_kv_bytes(vllm_config: VllmConfig) -> int | None:

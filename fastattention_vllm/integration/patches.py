@@ -67,6 +67,17 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("vllm.config.model._check_valid_dtype", "the apply_config_platform_defaults of vLLM's CUDA platforms"),
+        why="On GPUs of compute capability 7.x, vLLM recommends bfloat16, which they lack, for models that do not run "
+        "in float16. Models that the kernels refuse are refused before any process is started. On the V100, "
+        "torch.compile is off by default. vLLM has no hook for any of these.",
+        remove_when="plugins can check a configuration and set defaults on built-in platforms",
+        sites=(
+            "cuda/start:refuse_float16:module._check_valid_dtype",
+            "cuda/start:check_and_set_defaults:platform.apply_config_platform_defaults",
+        ),
+    ),
+    Patch(
         names=("the impl, attn_backend and kv_sharing_target_layer_name of attention layers",),
         why="A host layer looks like a layer that shares the cache of a device layer, so that the scheduler, prefix "
         "caching and preemption still work with one set of block ids.",
@@ -108,13 +119,26 @@ PATCHES = (
         sites=("serving/server_end:limit_waiting:module.Server.shutdown",),
     ),
     Patch(
-        names=("the loaders of vllm.v1.engine.async_llm and uvicorn.server",),
-        why="The two functions above are replaced when their modules are imported. Importing them here would cost "
-        "every worker process 1.5 seconds.",
-        remove_when="both patches above are removed",
+        names=("uvicorn.server.Server.startup",),
+        why="The metrics and the status of this backend are part of vLLM's own server. Its endpoint plugins have to be "
+        "named in VLLM_PLUGINS.",
+        remove_when="vLLM loads endpoint plugins that are not named",
+        sites=("serving/server_start:attach_at_start:module.Server.startup",),
+    ),
+    Patch(
+        names=("a method fastattention_stats, added to vllm.v1.worker.worker_base.WorkerBase",),
+        why="collective_rpc calls methods of the worker, and a worker extension belongs to the user.",
+        remove_when="a plugin can register a method for collective_rpc",
+        sites=("serving/worker_stats:add_method:setattr",),
+    ),
+    Patch(
+        names=("the loaders of vllm.v1.engine.async_llm, vllm.v1.worker.worker_base and uvicorn.server",),
+        why="What is replaced in them is replaced when they are imported. Importing them here would cost every process "
+        "1.5 seconds.",
+        remove_when="the patches of these modules are removed",
         sites=(
-            "serving/server_end:once_imported:sys.meta_path.insert",
-            "serving/server_end:_Watch.find_spec:spec.loader.exec_module",
+            "serving/once_imported:once_imported:sys.meta_path.insert",
+            "serving/once_imported:_Watch.find_spec:spec.loader.exec_module",
         ),
     ),
     Patch(

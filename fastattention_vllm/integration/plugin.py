@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.ascend import platform as ascend
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
-from fastattention_vllm.integration.serving import server_end
+from fastattention_vllm.integration.serving import server_end, server_start
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
 PLATFORM_GROUP = "vllm.platform_plugins"
@@ -37,8 +37,13 @@ def register() -> None:
             "with its own CPU kernels and without fastattention."
         )
     compat.ensure_backend_member()
+    if compat.backend_path() == compat.BACKENDS["cuda"]:
+        from fastattention_vllm.integration.cuda import start
+
+        start.install()
     ascend.install()
     server_end.install()
+    server_start.install()
 
 
 def platform() -> str | None:

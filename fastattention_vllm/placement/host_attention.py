@@ -11,6 +11,7 @@ The same code runs if the "device" is the host itself (``LocalLink``); then noth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
@@ -70,6 +72,7 @@ class SplitKey:
     stream_split: StreamSplit
     merges: bool
     blocks_per_buffer: int
+    block_bytes: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,12 @@ class StepSplit:
     seq_lens: torch.Tensor | None
     block_table: torch.Tensor | None
     """The rest, which the CPU computes, in the form of ``CpuRequests``."""
+    cpu_bytes: int
+    """Bytes of keys and values that the CPU reads."""
+    fetched_bytes: int
+    """Bytes of the blocks of ``fetched``."""
+    streamed_bytes: int
+    """Bytes of the blocks of ``streamed``."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ class HostLayerGroup:
     layers: list[HostAttention] = field(default_factory=list)
     """In the model's order, across all block tables."""
     stream_split: StreamSplit = field(default_factory=lambda: StreamSplit(0.0))
+    counters: Counters = field(default_factory=Counters)
     prefetcher: Prefetcher = field(init=False)
     splits: WeakKeyDictionary[Step, dict[SplitKey, StepSplit]] = field(init=False, default_factory=WeakKeyDictionary)
     """The splits of every step that is still in use. The first layer with a key computes the split."""
@@ -175,6 +185,7 @@ class HostAttention:
                 self._store(step.cpu_requests, *link.arrive(link.start_to_host(key[rows], value[rows])))
             prefetcher.fetch_now([self.written])
         split = self._split_of(step)
+        self._count(split)
         for request, ranges in zip(step.device_requests, split.fetched, strict=True):
             staged = prefetcher.staged(self, step, ranges)
             self._attend_on_device(request, staged, query, key, value, output)
@@ -203,24 +214,41 @@ class HostAttention:
         return [kv_range for ranges in (*split.fetched, *split.streamed) for kv_range in ranges]
 
     def _split_of(self, step: Step) -> StepSplit:
-        blocks_per_buffer = self.group.prefetcher.blocks_per_buffer(self.cache)
-        key = SplitKey(self.window, self.group.stream_split, self.layer.merges(), blocks_per_buffer)
+        blocks_per_buffer, block_bytes = self.group.prefetcher.blocks_per_buffer(self.cache), self.cache[:1].nbytes
+        key = SplitKey(self.window, self.group.stream_split, self.layer.merges(), blocks_per_buffer, block_bytes)
         found = self.group.splits.setdefault(step, {})
         if key not in found:
-            found[key] = self._split_contexts(step)
+            found[key] = self._split_contexts(step, block_bytes)
         return found[key]
 
-    def _split_contexts(self, step: Step) -> StepSplit:
+    def _split_contexts(self, step: Step, block_bytes: int) -> StepSplit:
         fetched = tuple(self._ranges(request.blocks, request.context) for request in step.device_requests)
+        fetched_bytes = _blocks_in(fetched) * block_bytes
         requests = step.cpu_requests
         if requests is None:
-            return StepSplit(fetched, (), None, None)
+            return StepSplit(fetched, (), None, None, 0, fetched_bytes, 0)
         counts = self._streamed_blocks(requests)
         blocks = [requests.block_table[index, :count].long() for index, count in enumerate(counts)]
         streamed = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
         seq_lens = requests.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
-        table = _without_first(requests.block_table, counts)
-        return StepSplit(fetched, streamed, seq_lens, table)
+        visible = seq_lens
+        if self.window is not None:
+            visible = torch.minimum(seq_lens, self.window + requests.query_start_loc.diff())
+        return StepSplit(
+            fetched,
+            streamed,
+            seq_lens,
+            _without_first(requests.block_table, counts),
+            int(visible.sum()) * block_bytes // self.block_size,
+            fetched_bytes,
+            _blocks_in(streamed) * block_bytes,
+        )
+
+    def _count(self, split: StepSplit) -> None:
+        counters = self.group.counters
+        counters.cpu_bytes += split.cpu_bytes
+        counters.prefill_streamed_bytes += split.fetched_bytes
+        counters.decode_streamed_bytes += split.streamed_bytes
 
     def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
         """The ranges of a context of ``tokens`` tokens in ``blocks``, without the blocks that have left the window."""
@@ -326,6 +354,7 @@ class HostAttention:
         link, rows = self.group.link, self._on_device(requests)
         query = query[rows]
         query_there, key_there, value_there = link.arrive(link.start_to_host(query, key[rows], value[rows]))
+        arrived = time.perf_counter()
         if store:
             self._store(requests, key_there, value_there)
         problem = self.layer.problem(
@@ -339,8 +368,11 @@ class HostAttention:
         )
         out = link.host_buffer("out", query.shape, query.dtype)
         if not any(split.streamed):
+            began = time.perf_counter()
             cpu_kernels.run(problem, out=out)
+            self.group.counters.cpu_seconds += time.perf_counter() - began
             output[rows] = link.to_device(out)
+            self.group.counters.device_wait_seconds += time.perf_counter() - arrived
             return
         lse = link.host_buffer("lse", query.shape[:2], torch.float32)
         with self._on_cpu(problem, out, lse):
@@ -348,12 +380,15 @@ class HostAttention:
         total, total_lse = link.to_device(out).float(), link.to_device(lse)
         merge(total, total_lse, part, part_lse)
         output[rows] = total.to(output.dtype)
+        self.group.counters.device_wait_seconds += time.perf_counter() - arrived
 
     @contextmanager
     def _on_cpu(self, problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> Iterator[None]:
         """Compute ``problem`` on the CPU while the body launches the device's work, which takes a while."""
+        began = time.perf_counter()
         if not self.group.link.beside:
             cpu_kernels.run(problem, out=out, lse=lse)
+            self.group.counters.cpu_seconds += time.perf_counter() - began
             yield
             return
         running = cpu_kernels.start(problem, out, lse)
@@ -361,6 +396,7 @@ class HostAttention:
             yield
         finally:
             running.finish()
+            self.group.counters.cpu_seconds += time.perf_counter() - began
 
     def _attend_to_streamed(
         self, step: Step, split: StepSplit, query: torch.Tensor
@@ -388,6 +424,10 @@ class HostAttention:
             return [0] * len(requests.contexts)
         counts = [int(fraction * context) // self.block_size for context in requests.contexts]
         return [count if count * block >= MIN_STREAMED_BYTES else 0 for count in counts]
+
+
+def _blocks_in(ranges: Iterable[Iterable[KvRange]]) -> int:
+    return sum(len(one.blocks) for some in ranges for one in some)
 
 
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from ascend_910b_steps import Step
 
 from fastattention_vllm.attention import ascend
+from fastattention_vllm.bench.hardware_report import HardwareReport
 from fastattention_vllm.placement import host_attention
 from tests.ascend import operator as ascend_operator
 from tests.ascend.streams import stand_in
@@ -35,14 +36,16 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, operator: An
     monkeypatch.setattr(ascend, "operator", lambda: operator)
     out = folder / "out.json"
     monkeypatch.setattr(sys, "argv", ["x", "--json", str(out), "--device", "cpu", "--repeats", "1"])
-    return script.main(), json.loads(out.read_text())
+    status = script.main()
+    HardwareReport.model_validate_json(out.read_text())
+    return status, json.loads(out.read_text())
 
 
 def test_right_answers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     status, report = run(script, monkeypatch, tmp_path, ascend_operator.npu_fused_infer_attention_score)
     assert status == 0
     rows = report["rows"]
-    assert [row["right"] for row in rows if row["metric"].endswith(" error")] == [True] * 8
+    assert [one["right"] for one in report["numbers"]] == [True] * 8
     speeds = {row["way"]: row for row in rows if "way" in row}
     assert speeds["ours"]["tflops"] > 0
     # The stand-in does not support full masks: that row reports it, and the others are unaffected.
@@ -59,6 +62,6 @@ def test_an_additional_key_is_detected(script: Any, monkeypatch: pytest.MonkeyPa
 
     status, report = run(script, monkeypatch, tmp_path, off_by_one)
     assert status == 1
-    right = {row["case"]: row["right"] for row in report["rows"] if row["metric"].endswith(" error")}
+    right = {one["case"]: one["right"] for one in report["numbers"]}
     assert any(right.values())
     assert not any(each for case, each in right.items() if case.startswith("host layer"))

@@ -182,10 +182,66 @@ def test_a_v100_with_a_torch_that_has_no_code_for_it() -> None:
     assert [finding.subject for finding in found] == ["torch", "vLLM"]
     torch, vllm = found
     assert "has no code for compute capability 7.0; it has code for sm_75" in torch.text
-    assert torch.fix == "Install torch 2.10.0+cu128 and vLLM 0.19.1, the last wheels on PyPI with code for the V100."
+    assert (
+        torch.fix == "Install torch 2.10.0 (CUDA 12.8) and vLLM 0.19.1, the last wheels on PyPI with code for the V100."
+    )
     assert "wheels after 0.19.1 have no code for the V100" in vllm.text
     assert torch.command == vllm.command == V100_COMMAND
     assert {finding.level for finding in found} == {"problem"}
+
+
+V100_ON_THE_BUS = ("Tesla V100 SXM2 32GB",)
+
+
+@pytest.mark.parametrize(
+    ("version", "error", "supported"),
+    [
+        ("580.82.07", "", True),
+        ("535.183.01", "", True),
+        ("590.44.01", "", False),
+        ("595.71.05", "the driver does not start: unknown error (CUDA error 999)", False),
+        ("", "", True),
+    ],
+)
+def test_a_driver_that_dropped_the_v100_is_named(version: str, error: str, supported: bool) -> None:
+    driver = Driver(version, (13, 2), (), error)
+    facts = changed(
+        as_the_extra_volta(CPU), "hardware", driver=driver, pci_gpus=1, pci_volta=V100_ON_THE_BUS, visible_gpus=None
+    )
+    text = f"a Tesla V100 SXM2 32GB is in this machine, but driver {version} does not support it"
+    problems = [finding for _, finding in bad(facts) if "driver" in finding.subject]
+    assert [finding.text for finding in problems] == ([] if supported else [text])
+    if not supported:
+        assert problems[0].fix == "Install a driver of branch 580, the last one for compute capability 7.0."
+        assert "no GPU here needs them" not in text_of(facts)
+        vllm = next(
+            finding for _, finding in bad(changed(facts, "software", vllm="0.23.0")) if finding.subject == "vLLM"
+        )
+        assert vllm.command == V100_COMMAND
+
+
+def test_a_newer_gpu_beside_a_v100_still_counts() -> None:
+    """The newer driver runs it, and vLLM is judged for it alone."""
+    facts = changed(with_gpus(H100, driver="595.71.05"), "hardware", pci_gpus=2, pci_volta=V100_ON_THE_BUS)
+    assert only(facts).text == "a Tesla V100 SXM2 32GB is in this machine, but driver 595.71.05 does not support it"
+    assert "NVIDIA H100 80GB HBM3, compute capability 9.0" in text_of(facts)
+
+
+def test_a_v100_without_a_driver_is_named_with_the_branch_to_install() -> None:
+    found = only(changed(CPU, "hardware", pci_gpus=1, pci_volta=V100_ON_THE_BUS))
+    assert found.text == "1 on the PCI bus (Tesla V100 SXM2 32GB), but no NVIDIA driver is visible"
+    assert found.fix.startswith("Install NVIDIA's driver of branch 580 or older; in a container")
+    t4 = only(changed(CPU, "hardware", pci_gpus=1, pci_t4=("Tesla T4",)))
+    assert (t4.text.partition(",")[0], t4.fix.partition(";")[0]) == (
+        "1 on the PCI bus (Tesla T4)",
+        "Install NVIDIA's driver",
+    )
+
+
+def test_a_v100_is_not_told_to_install_a_newer_driver_than_it_has() -> None:
+    facts = with_gpus(V100, driver="535.183.01", cuda=(12, 2), rate=12e9)
+    driver = next(finding for _, finding in bad(facts) if finding.subject == "NVIDIA driver")
+    assert driver.fix == "Install a driver of branch 580, or a torch for CUDA 12."
 
 
 def test_a_vllm_without_gpu_kernels() -> None:

@@ -77,6 +77,22 @@ def test_a_driver_without_gpus_or_that_does_not_start(monkeypatch: pytest.Monkey
     assert found.error == "the driver does not start: unknown error (CUDA error 999)"
 
 
+def test_a_module_that_is_not_loaded_has_the_version_of_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 0 08:01 7 /usr/lib/x86_64-linux-gnu/libcuda.so.595.71.05\n")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: StandIn(100))
+    monkeypatch.setattr(nvidia, "MODULE", tmp_path / "absent")
+    monkeypatch.setattr(nvidia, "MAPS", maps)
+    found = nvidia.probe()
+    assert found is not None
+    assert (found.version, found.branch) == ("595.71.05", 595)
+    maps.write_text("")
+    assert nvidia.probe() == Driver("", (12, 8), ())
+    assert Driver("", (12, 8), ()).branch is None
+
+
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "LIBRARY", "libnone.so.1")
     assert nvidia.probe() is None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu
-from fastattention_vllm.doctor import command, hardware, kernels, links, memory, report, software
+from fastattention_vllm.doctor import command, hardware, kernels, links, memory, nvidia, pci, report, software
 from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.placement import host_memory
 from tests.doctor import machines
@@ -151,7 +151,7 @@ def test_the_processor_is_read_from_linux(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "pci" / name).mkdir(parents=True)
         (tmp_path / "pci" / name / "vendor").write_text(vendor + "\n")
         (tmp_path / "pci" / name / "class").write_text(kind + "\n")
-    monkeypatch.setattr(hardware, "PCI", tmp_path / "pci")
+    monkeypatch.setattr(pci, "DEVICES", tmp_path / "pci")
     for name in ("davinci0", "davinci1", "davinci_manager"):
         (tmp_path / name).touch()
     monkeypatch.setattr(hardware, "DEVICES", tmp_path)
@@ -159,6 +159,60 @@ def test_the_processor_is_read_from_linux(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.cpu == "Fast CPU"
     assert hardware.instruction_sets(found.flags) == ["AVX2"]
     assert (found.pci_gpus, found.pci_npus, found.npus) == (1, 1, 2)
+
+
+def sysfs(folder: Path, *devices: tuple[str, str], bound_to: str = "nvidia") -> Path:
+    """/sys/bus/pci/devices with display devices of these vendors and device IDs."""
+    driver = folder / "drivers" / bound_to
+    driver.mkdir(parents=True)
+    for index, (vendor, device) in enumerate(devices):
+        path = folder / "devices" / f"0000:0{index}:00.0"
+        path.mkdir(parents=True)
+        for name, text in (("vendor", vendor), ("device", device), ("class", "0x030200")):
+            (path / name).write_text(text + "\n")
+        (path / "driver").symlink_to(driver)
+    return folder / "devices"
+
+
+@pytest.mark.parametrize(
+    ("devices", "volta", "t4"),
+    [
+        ([("0x10de", "0x1db6")], ("Tesla V100 PCIe 32GB",), ()),
+        ([("0x10de", "0x1db1"), ("0x10de", "0x1db1")], ("Tesla V100 SXM2 16GB", "Tesla V100 SXM2 16GB"), ()),
+        ([("0x10de", "0x1eb8")], (), ("Tesla T4",)),
+        ([("0x8086", "0x1db6"), ("0x10de", "0x2330")], (), ()),
+        ([], (), ()),
+    ],
+    ids=["V100", "two V100", "T4", "others", "none"],
+)
+def test_gpus_are_recognised_on_the_pci_bus(
+    devices: list[tuple[str, str]],
+    volta: tuple[str, ...],
+    t4: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pci, "DEVICES", sysfs(tmp_path, *devices))
+    monkeypatch.setattr(nvidia, "probe", lambda: None)
+    found = hardware.probe()
+    assert (found.pci_volta, found.pci_t4) == (volta, t4)
+
+
+def test_a_gpu_of_a_virtual_machine_is_not_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pci, "DEVICES", sysfs(tmp_path, ("0x10de", "0x1db6"), bound_to="vfio-pci"))
+    assert pci.named(pci.VOLTA) == ()
+
+
+def test_a_driver_that_is_too_new_is_found_although_it_lists_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the files to the sentence."""
+    monkeypatch.setattr(pci, "DEVICES", sysfs(tmp_path, ("0x10de", "0x1db5")))
+    monkeypatch.setattr(nvidia, "probe", lambda: nvidia.Driver("595.71.05", (13, 2), ()))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (problem,) = (finding for finding in hardware.findings(hardware.probe()) if finding.level == "problem")
+    assert problem.text == "a Tesla V100 SXM2 32GB is in this machine, but driver 595.71.05 does not support it"
+    assert problem.fix == "Install a driver of branch 580, the last one for compute capability 7.0."
 
 
 def test_too_little_memory_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

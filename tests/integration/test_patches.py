@@ -35,6 +35,10 @@ NOT_VLLMS = {
     "cuda/device:CudaRuntime.settle_block_size:cache.block_size": "an option of vLLM's",
     "cuda/flash:BlockedMetadataBuilder.build:metadata.row_blocks": "an attribute of our own on a step's metadata",
     "cuda/flash:BlockedMetadataBuilder.build_for_cudagraph_capture:metadata.row_blocks": "the same",
+    "cuda/start:refuse_float16:_check_valid_dtype._fastattention": "a mark on our own function",
+    "cuda/start:check_and_set_defaults:apply_config_platform_defaults._fastattention": "a mark on our own function",
+    "cuda/start:prefer_whole_graphs:compilation.mode": "an option of vLLM's",
+    "cuda/start:prefer_whole_graphs:compilation.cudagraph_mode": "an option of vLLM's",
     "cuda/xformers:XformersMetadata.mask:self.masks[window]": "our own",
     "host_layers/layers:HostLayers.set_stream_split:self.group.stream_split": "our own",
     "host_layers/layers:HostLayerImpl.forward:self.host_layers.rehearsed": "our own",
@@ -45,6 +49,7 @@ NOT_VLLMS = {
     "refusal:install_excepthook:sys.excepthook": "Python's, in the vllm command's own process",
     "serving/server_end:tell_requests:shutdown._fastattention": "a mark on our own function",
     "serving/server_end:limit_waiting:shutdown._fastattention": "a mark on our own function",
+    "serving/server_start:attach_at_start:startup._fastattention": "a mark on our own function",
     "serving/server_end:limit_waiting.shutdown:self.config.timeout_graceful_shutdown": "an option of uvicorn's",
 }
 """Statements of the same form that replace nothing, and what they set."""

@@ -6,6 +6,7 @@ or compute in the same step, and pages from a shuffled pool.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -269,6 +270,41 @@ def test_the_device_gets_the_configured_share(
         asked.clear()
         scenario.attend([scenario.work(one, 2), scenario.work(other, 1)])
         assert sum(asked) == (expected and 80 // 2 // 4)
+
+
+@pytest.mark.parametrize(("window", "share", "on_cpu", "streamed"), [(None, 0.5, 42 + 13, 12), (30, 0.5, 32 + 21, 0)])
+@pytest.mark.parametrize("kind", LINKS)
+def test_what_a_step_reads_and_copies_is_counted(
+    small_parts: Callable[[Model, int], None],
+    window: int | None,
+    share: float,
+    on_cpu: int,
+    streamed: int,
+    kind: str,
+) -> None:
+    """``on_cpu`` in tokens, ``streamed`` in blocks of 4: of contexts of 80 and 20 tokens, with 2 and 1 new ones."""
+    model = Model(window=window)
+    small_parts(model, 3)
+    scenario = scenario_of(model, 2, 100, share, 0, kind)
+    one, other = scenario.request(90), scenario.request(30)
+    for request, done in ((one, 80), (other, 20)):
+        for begin in range(0, done, 4):
+            scenario.attend([Work(request, begin, 4)])
+        request.done = done
+    before = dataclasses.replace(scenario.group.counters)
+    scenario.attend([scenario.work(one, 2), scenario.work(other, 1)])
+    after = scenario.group.counters
+    token = scenario.layers[0].cache[:1].nbytes // model.page_size
+    assert after.cpu_bytes - before.cpu_bytes == 2 * on_cpu * token
+    assert after.decode_streamed_bytes - before.decode_streamed_bytes == 2 * streamed * 4 * token
+    assert after.prefill_streamed_bytes == before.prefill_streamed_bytes == 0
+    assert 0 < after.cpu_seconds - before.cpu_seconds <= after.device_wait_seconds - before.device_wait_seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "MAX_CPU_TOKENS", 1)
+        one.done = 80
+        scenario.attend([scenario.work(one, 9)])
+    visible = 80 if window is None else 32  # in whole blocks
+    assert after.prefill_streamed_bytes == 2 * visible * token
 
 
 @given(

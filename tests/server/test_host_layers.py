@@ -20,6 +20,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
@@ -161,6 +162,33 @@ def metric(server: Server, name: str) -> float:
     """The sum over all labels."""
     lines = httpx.get(f"{server.url}/metrics", timeout=120).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}(\{{|_total| )", line))
+
+
+def test_metrics_show_the_pool_and_what_was_read(server: Server) -> None:
+    before = metrics(server)
+    assert server.ask(question(41, 700)) == "41"
+    time.sleep(1.1)  # for which numbers stay as they are
+    after = metrics(server)
+    layers = {place: after["attention_layers", ("place", place), ("rank", "0")] for place in ("host", "device")}
+    assert layers == {"host": HOST_LAYERS, "device": MODEL.num_layers - HOST_LAYERS}
+    used, free = (after["host_pool_bytes", ("rank", "0"), ("state", state)] for state in ("used", "free"))
+    assert used + free == HOST_LAYERS * HOST_BLOCKS * PAGE
+    read = "cpu_attention_bytes_total", ("rank", "0")
+    # Each of the answer's tokens but the first, and perhaps the end of the prompt, is computed by the CPU.
+    assert after[read] - before[read] >= HOST_LAYERS * 700 // BLOCK * PAGE
+    for name in ("cpu_attention_seconds_total", "device_wait_seconds_total"):
+        assert after[name, ("rank", "0")] > before[name, ("rank", "0")]
+
+
+def metrics(server: Server) -> dict[tuple[Any, ...], float]:
+    """This package's metrics, by name without prefix and labels."""
+    text = httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
+    return {
+        (sample.name.removeprefix("fastattention:"), *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("fastattention:")
+    }
 
 
 def test_requests_that_do_not_fit_together_wait_for_each_other(server: Server) -> None:

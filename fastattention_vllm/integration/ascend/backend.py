@@ -88,6 +88,10 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
         if reason is not None:
             raise Refusal(f"fastattention on an NPU: {reason}")
 
+    @property
+    def kernels_name(self) -> str:
+        return "vllm-ascend's own backend" if self.upstream_reason else "torch_npu's fused operator"
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
         host_layers.set_up(self.vllm_config, AscendRuntime(self.vllm_config, HostLayerAscendBackend))

@@ -177,6 +177,10 @@ class FastAttentionImpl(Layer):
         self._attention: LayerAttention | None = None
         self._writer: LayerWriter
 
+    @property
+    def kernels_name(self) -> str:
+        return f"fastattention CPU, {cpu_kernels.isa()}"
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         host_layers.set_up(get_current_vllm_config(), CpuRuntime(get_current_vllm_config()))
 

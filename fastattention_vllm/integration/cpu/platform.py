@@ -97,6 +97,10 @@ class FastAttentionCpuPlatform(CpuPlatform):
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         super().validate_request(processed_inputs, params)
         if cls._serves_adapters and getattr(params, "prompt_logprobs", None) is not None:
+            # Not at the top: only the API server counts.
+            from fastattention_vllm.integration.serving.metrics import refused_requests
+
+            refused_requests.inc()
             # vLLM's output layer would get rows that its adapter indices do not cover, which ends the engine.
             raise Refusal(
                 f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; send the "

@@ -57,8 +57,8 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
         vllm_config = get_current_vllm_config()
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.enable_tiling)
-        named = f"FlashAttention {flash.version(self.head_size)}"
-        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerFlashBackend, flash, named))
+        self.kernels_name = f"FlashAttention {flash.version(self.head_size)}"
+        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerFlashBackend, flash, self.kernels_name))
 
     def forward(
         self,

@@ -259,9 +259,9 @@ class FastAttentionVoltaImpl(Layer):
             self.alibi_slopes = self.alibi_slopes.to(device)
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.enable_tiling)
-        named = f"fastattention Volta, {target}"
-        logger.info_once("Attention kernels: %s.", named)
-        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, named))
+        self.kernels_name = f"fastattention Volta, {target}"
+        logger.info_once("Attention kernels: %s.", self.kernels_name)
+        host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, self.kernels_name))
 
     def do_kv_cache_update(
         self,

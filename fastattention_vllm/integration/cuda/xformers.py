@@ -25,6 +25,8 @@ from fastattention_vllm.integration.tiling.attention_rows import one_causality
 logger = init_logger("vllm.fastattention")
 
 ASK = """--additional-config '{"fastattention": {"volta_fallback": "xformers"}}'"""
+SOFT_CAPPED = ("gemma2",)
+"""Model types with a soft cap that do not run in float16. xformers does not support soft caps."""
 
 
 def why_volta_refuses(vllm_config: Any) -> str | None:
@@ -49,6 +51,12 @@ def check_asked(vllm_config: Any, reason: str) -> None:
     options = options_of(vllm_config)
     half = "pass --dtype float16, or" if "dtype" in reason else "serve another model, or"
     if options.volta_fallback is None:
+        model_type = _model_type(vllm_config)
+        if "dtype" in reason and compat.refuses_float16(model_type):
+            raise Refusal(
+                f"{reason}, and model type {model_type!r} does not run in float16, because it is numerically unstable "
+                f"there; {instead_of_float16(model_type)}."
+            )
         raise Refusal(f"{reason}; {half} install xformers and pass {ASK} to run the model with it, more slowly.")
     if xformers.version() is None:
         raise Refusal(
@@ -60,6 +68,20 @@ def check_asked(vllm_config: Any, reason: str) -> None:
             f"host_kv_layers is {options.host_kv_layers}, but volta_fallback keeps all KV on the GPU, and it is in use "
             f"because {reason}; remove host_kv_layers."
         )
+
+
+def instead_of_float16(model_type: str) -> str:
+    """What to do about a model type for which vLLM refuses float16, on a GPU without bfloat16."""
+    serve = "serve a model that runs in float16 (Llama, Qwen2.5, Qwen3, Mistral)"
+    if model_type in SOFT_CAPPED:
+        return serve
+    return (
+        f"{serve}, or install xformers and pass --dtype float32 and {ASK}, which is slower and takes twice the memory"
+    )
+
+
+def _model_type(vllm_config: Any) -> str:
+    return str(getattr(getattr(vllm_config.model_config, "hf_config", None), "model_type", ""))
 
 
 class FastAttentionXformersBackend(Backend):
@@ -154,6 +176,10 @@ class FastAttentionXformersImpl(Layer):
                 f"this model's attention layers use {', '.join(asked)}, which volta_fallback: xformers does not "
                 "support; serve another model."
             )
+
+    @property
+    def kernels_name(self) -> str:
+        return f"xformers {xformers.version()}"
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         logger.info_once(

@@ -169,6 +169,10 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         self.head_size, self.scale = inner.head_size, inner.scale
         self.attention: HostAttention | None = None
 
+    @property
+    def kernels_name(self) -> str:
+        return f"host layer: {getattr(self.inner, 'kernels_name', type(self.inner).__name__)}"
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         process: Any = self.inner
         process.process_weights_after_loading(act_dtype)

@@ -15,13 +15,9 @@ connections. Remove this when vLLM's ``shutdown`` itself calls ``OutputProcessor
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
-from collections.abc import Callable
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+from fastattention_vllm.integration.serving.once_imported import once_imported
 
 GRACE_S = 3
 """Seconds for connections to close after the engine has ended. All that remains to be sent is an error message."""
@@ -69,37 +65,3 @@ def limit_waiting(module: Any) -> None:
 
     shutdown._fastattention = True  # type: ignore[attr-defined]
     module.Server.shutdown = shutdown
-
-
-def once_imported(name: str, change: Callable[[Any], None]) -> None:
-    """Call ``change`` with the module: now if it is imported, otherwise when it is first imported.
-
-    Importing it here would cost every worker process 1.5 seconds, although only the API server needs it.
-    """
-    if name in sys.modules:
-        change(sys.modules[name])
-    elif not any(isinstance(finder, _Watch) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watch(name, change))
-
-
-class _Watch(MetaPathFinder):
-    """Finds one module in the usual way, once, and changes it right after it has been executed."""
-
-    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
-        self.name = name
-        self.change = change
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self.change(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -299,8 +299,22 @@ def describe(shape: torch.Size, trial: Trial) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """What :func:`enable_tiling` has decided in this process."""
+
+    layers: int
+    cuts: Cuts
+
+
+decided: Tiled | None = None
+"""None before the decision, and where tiling is off."""
+
+
 def log_layers(tiled: int, cuts: Cuts, reasons: Mapping[str, int]) -> None:
-    """``reasons``: for each reason why layers are not tiled, the number of layers."""
+    """Log and remember the decision. ``reasons``: for each reason why layers are not tiled, the number of layers."""
+    global decided
+    decided = Tiled(tiled, cuts)
     rest = "".join(f"; {number} not tiled: {reason}" for reason, number in sorted(reasons.items()))
     logger.info_once(
         "Tiling-AllReduce: %d row-parallel layers in %s%s.", tiled, str(cuts), rest

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -117,22 +115,3 @@ def test_other_servers_of_the_process_are_not_changed(monkeypatch: pytest.Monkey
         server.config = SimpleNamespace(app=app, timeout_graceful_shutdown=limit)
         asyncio.run(server.shutdown())
     assert seen == [None, server_end.GRACE_S, 60]
-
-
-LATER = """
-import sys
-from fastattention_vllm.integration.serving import server_end
-changed = []
-server_end.once_imported("colorsys", changed.append)
-server_end.once_imported("colorsys", changed.append)
-assert not changed and "colorsys" not in sys.modules
-import colorsys
-assert changed == [colorsys] and colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
-server_end.once_imported("colorsys", changed.append)
-assert changed == [colorsys, colorsys]
-assert "vllm.v1.engine.async_llm" not in sys.modules
-"""
-
-
-def test_a_module_is_patched_when_it_is_imported() -> None:
-    subprocess.run([sys.executable, "-c", LATER], check=True)

@@ -1,0 +1,102 @@
+"""vLLM's start on GPUs of compute capability 7.x: a model that cannot run is refused before any process is started, and
+the V100 gets other defaults.
+
+On other GPUs nothing is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cuda.select import FLASH
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
+
+logger = init_logger("vllm.fastattention")
+
+V100 = (7, 0)
+
+
+def install() -> None:
+    """Repeated calls are safe. This queries the driver without initialising a GPU."""
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    if found is None or not V100 <= tuple(found) < FLASH:
+        return
+    capability = (found.major, found.minor)
+    refuse_float16(capability)
+    check_and_set_defaults(type(current_platform), capability)
+
+
+def refuse_float16(capability: tuple[int, int]) -> None:
+    """Extend vLLM's refusal of float16 for some model types, which recommends bfloat16, by what these GPUs can run."""
+    from vllm.config import model as module
+
+    check = getattr(module, "_check_valid_dtype", None)
+    if check is None or hasattr(check, "_fastattention"):
+        return
+
+    @functools.wraps(check)
+    def _check_valid_dtype(model_type: str, dtype: torch.dtype) -> Any:
+        if dtype == torch.float16 and compat.refuses_float16(model_type):
+            from fastattention_vllm.integration.cuda import xformers
+
+            raise Refusal(
+                f"model type {model_type!r} does not run in float16, because it is numerically unstable there, and "
+                f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bfloat16; "
+                f"{xformers.instead_of_float16(model_type)}."
+            )
+        return check(model_type, dtype)
+
+    _check_valid_dtype._fastattention = True  # type: ignore[attr-defined]
+    module._check_valid_dtype = _check_valid_dtype
+
+
+def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
+    """Use the call in which vLLM's platforms set defaults, before vLLM sets its own."""
+    before = platform.apply_config_platform_defaults
+    if hasattr(before, "_fastattention"):
+        return
+
+    def apply_config_platform_defaults(cls: Any, vllm_config: Any) -> None:
+        before(vllm_config)
+        if vllm_config.attention_config.backend is not compat.ensure_backend_member():
+            return
+        from fastattention_vllm.integration.cuda import xformers
+
+        reason = xformers.why_volta_refuses(vllm_config)
+        if reason is not None:
+            xformers.check_asked(vllm_config, reason)
+        elif capability == V100:
+            prefer_whole_graphs(vllm_config)
+
+    apply_config_platform_defaults._fastattention = True  # type: ignore[attr-defined]
+    platform.apply_config_platform_defaults = classmethod(apply_config_platform_defaults)
+
+
+def prefer_whole_graphs(vllm_config: Any) -> None:
+    """Without torch.compile, whole decode steps become CUDA graphs. Whatever the user has set stays.
+
+    Inductor's Triton kernels for compute capability 7.0 are untested upstream, and compiling them takes long. vLLM's
+    own compiled operators run in their place. Host layers need graphs of the parts between attention layers, which
+    vLLM makes with torch.compile only.
+    """
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.mode is not None or compilation.cudagraph_mode is not None or not vllm_config.optimization_level:
+        return
+    if options_of(vllm_config).host_kv_layers not in ("auto", 0, []):
+        return
+    compilation.mode = CompilationMode.NONE
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    logger.info_once(
+        "Compute capability 7.0: torch.compile is off and whole decode steps are CUDA graphs. "
+        "--compilation-config '{\"mode\": 3}' turns torch.compile on."
+    )

@@ -1,0 +1,22 @@
+"""What the host layers of one worker have done since it started. The server's metrics show these numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """Totals over all host layers. Each step adds to them layer by layer, in less than a microsecond per layer."""
+
+    cpu_seconds: float = 0.0
+    """Time of attention on the CPU, until its result was there."""
+    cpu_bytes: int = 0
+    """Bytes of keys and values that attention on the CPU has read."""
+    decode_streamed_bytes: int = 0
+    """Bytes of keys and values that were copied to the device for requests that the CPU shares with it."""
+    prefill_streamed_bytes: int = 0
+    """Bytes of keys and values that were copied to the device for prompts."""
+    device_wait_seconds: float = 0.0
+    """Time between the arrival of a layer's queries on the host and the return of its outputs. The device has nothing
+    else to do meanwhile than the part of the attention that it computes itself."""

@@ -1,0 +1,194 @@
+"""Starts on GPUs of compute capability 7.x, which are faked: vLLM's own configuration of models, and no GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.config.model
+from transformers import AutoConfig
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+
+from fastattention_vllm.attention import xformers
+from fastattention_vllm.integration import compat, plugin
+from fastattention_vllm.integration.cuda import start
+from fastattention_vllm.integration.refusal import Refusal, sentence
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+SERVE = r"serve a model that runs in float16 \(Llama, Qwen2.5, Qwen3, Mistral\)"
+FLOAT32 = r", or install xformers and pass --dtype float32 and --additional-config .*xformers.*twice the memory\."
+
+
+@pytest.fixture(params=[(7, 0), (7, 5)], ids=["V100", "T4"])
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The platform says what vLLM's CUDA platform says on these GPUs: their capability, and no bfloat16."""
+    kind = type(current_platform)
+    monkeypatch.setattr(kind, "get_device_capability", lambda device_id=0: DeviceCapability(*request.param))
+    monkeypatch.setattr(kind, "supported_dtypes", property(lambda self: [torch.float16, torch.float32]))
+    # What install() replaces is put back after the test.
+    monkeypatch.setattr(vllm.config.model, "_check_valid_dtype", vllm.config.model._check_valid_dtype)
+    monkeypatch.setattr(kind, "apply_config_platform_defaults", kind.apply_config_platform_defaults)
+    start.install()
+    return (request.param[0], request.param[1])
+
+
+def arguments(folder: Path, **named: Any) -> EngineArgs:
+    """Of a small Gemma-3."""
+    AutoConfig.for_model("gemma3_text", **SHAPE, architectures=["Gemma3ForCausalLM"]).save_pretrained(folder)
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, attention_backend="fastattention", **named)
+
+
+def test_float16_is_refused_with_what_to_serve(capability: tuple[int, int], tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="does not run in float16") as stop:
+        arguments(tmp_path, dtype="float16").create_model_config()
+    shown = sentence(stop.value)
+    assert shown is not None
+    assert shown.startswith("fastattention: model type 'gemma3_text' does not run in float16, because it is numeric")
+    assert f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bfloat16" in shown
+    assert re.search(SERVE + FLOAT32, shown), shown
+
+
+@pytest.mark.usefixtures("capability")
+def test_every_model_type_that_vllm_refuses_is_refused_so() -> None:
+    refused = vllm.config.model._FLOAT16_NOT_SUPPORTED_MODELS
+    assert {"gemma2", "gemma3", "gemma3_text", "glm4"} <= set(refused)
+    for model_type in refused:
+        with pytest.raises(Refusal, match=f"{SERVE}{FLOAT32 if model_type != 'gemma2' else '[.]$'}"):
+            vllm.config.model._check_valid_dtype(model_type, torch.float16)
+        assert vllm.config.model._check_valid_dtype(model_type, torch.float32)
+    assert vllm.config.model._check_valid_dtype("qwen3", torch.float16)
+
+
+@pytest.mark.usefixtures("capability")
+def test_float32_which_vllm_chooses_instead_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="Volta kernels need float16") as stop:
+        arguments(tmp_path, dtype="auto").create_engine_config()
+    shown = sentence(stop.value)
+    assert shown is not None
+    assert shown.startswith(
+        "fastattention: the model's dtype is float32, but the Volta kernels need float16, and model"
+    )
+    assert "pass --dtype float16" not in shown
+    assert re.search(SERVE + FLOAT32, shown), shown
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("gemma2", f"model type 'gemma2' does not run in float16, .*; {SERVE}\\.$"),
+        ("glm4", f"model type 'glm4' does not run in float16, .*; {SERVE}{FLOAT32}$"),
+        ("llama", "need float16; pass --dtype float16, or install xformers"),
+    ],
+)
+def test_the_way_out_of_float32_fits_the_model(model_type: str, text: str) -> None:
+    with pytest.raises(Refusal, match=text):
+        type(current_platform).apply_config_platform_defaults(stub(torch.float32, model_type=model_type))
+
+
+@pytest.mark.usefixtures("capability")
+def test_float32_with_xformers_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xformers, "version", lambda: "0.0.34")
+    config = stub(dtype=torch.float32, volta_fallback="xformers")
+    type(current_platform).apply_config_platform_defaults(config)
+    assert config.compilation_config.mode is None  # xformers has no graphs of whole steps
+
+
+# --- defaults --------------------------------------------------------------------------------------------------------
+
+
+def stub(
+    dtype: torch.dtype = torch.float16,
+    backend: Any = "ours",
+    level: int = 2,
+    model_type: str = "llama",
+    **options: Any,
+) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=dtype, get_head_size=lambda: 128, use_mla=False, hf_config=SimpleNamespace(model_type=model_type)
+        ),
+        attention_config=SimpleNamespace(backend=compat.ensure_backend_member() if backend == "ours" else backend),
+        compilation_config=CompilationConfig(),
+        optimization_level=level,
+        additional_config={"fastattention": options},
+    )
+
+
+def test_the_v100_alone_runs_without_torch_compile_and_with_graphs(capability: tuple[int, int]) -> None:
+    config = stub()
+    assert (config.compilation_config.mode, config.compilation_config.cudagraph_mode) == (None, None)
+    type(current_platform).apply_config_platform_defaults(config)
+    found = (config.compilation_config.mode, config.compilation_config.cudagraph_mode)
+    changed = (CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
+    assert found == (changed if capability == (7, 0) else (None, None))
+
+
+def asked(**values: Any) -> Any:
+    config = stub()
+    config.compilation_config = CompilationConfig(**values)
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        asked(mode=CompilationMode.VLLM_COMPILE),
+        asked(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
+        stub(level=0),
+        stub(host_kv_layers=2),
+        stub(backend=None),
+    ],
+    ids=["mode", "graphs", "-O0", "host layers", "another backend"],
+)
+@pytest.mark.usefixtures("capability")
+def test_what_the_user_has_set_stays(config: Any) -> None:
+    before = (config.compilation_config.mode, config.compilation_config.cudagraph_mode)
+    type(current_platform).apply_config_platform_defaults(config)
+    assert (config.compilation_config.mode, config.compilation_config.cudagraph_mode) == before
+
+
+# --- where -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found", [None, (6, 1), (8, 0), (9, 0)])
+def test_nothing_changes_on_other_gpus(found: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(current_platform)
+    answer = None if found is None else DeviceCapability(*found)
+    monkeypatch.setattr(kind, "get_device_capability", lambda device_id=0: answer)
+    before = (vllm.config.model._check_valid_dtype, kind.apply_config_platform_defaults)
+    start.install()
+    assert (vllm.config.model._check_valid_dtype, kind.apply_config_platform_defaults) == before
+
+
+@pytest.mark.parametrize(("platform", "times"), [("cuda", 1), ("cpu", 0)])
+def test_the_plugin_installs_it_on_nvidia_gpus(platform: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(compat, "backend_path", lambda: compat.BACKENDS.get(platform, compat.BACKEND_PATH))
+    monkeypatch.setattr(start, "install", lambda: calls.append(True))
+    plugin.register()
+    assert len(calls) == times
+
+
+def test_installing_twice_is_installing_once(capability: tuple[int, int]) -> None:
+    kind = type(current_platform)
+    before = (vllm.config.model._check_valid_dtype, kind.apply_config_platform_defaults)
+    start.install()
+    assert (vllm.config.model._check_valid_dtype, kind.apply_config_platform_defaults) == before

@@ -1,0 +1,250 @@
+"""The workers' numbers in vLLM's server: what a scrape shows, and what happens while the workers are busy."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn.server
+from fastapi import FastAPI
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, make_asgi_app
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.v1.worker import worker_base
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.serving import channel as channels
+from fastattention_vllm.integration.serving import metrics, routes, server_start
+from fastattention_vllm.integration.serving.channel import Channel
+from fastattention_vllm.integration.serving.worker_stats import METHOD, HostLayerStats, TilingStats, WorkerStats
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+HOST = HostLayerStats(
+    host_layers=3,
+    device_layers=1,
+    pool_bytes=1000,
+    cpu_attention_seconds=1.5,
+    cpu_attention_bytes=10,
+    decode_streamed_bytes=20,
+    prefill_streamed_bytes=30,
+    device_wait_seconds=2.5,
+)
+TILING = {"layers": 2, "cuts": "4 blocks", "trials": []}
+TRIAL = {
+    "outputs": 64,
+    "inputs_per_rank": 32,
+    "tokens": 2048,
+    "blocks": [1024, 1024],
+    "collective": "nccl",
+    "saved_seconds": 0.25,
+}
+
+
+def worker(rank: int, host_layers: HostLayerStats | None = HOST) -> dict[str, Any]:
+    tiling = TilingStats.model_validate(TILING | {"trials": [TRIAL]})
+    stats = WorkerStats(rank=rank, host="node", kernels={"ours": 4}, host_layers=host_layers, tiling=tiling)
+    return stats.model_dump()
+
+
+class Engine:
+    """Answers as vLLM's client does, at once or when it is told to."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers = answers
+        self.free = asyncio.Event()
+        self.free.set()
+        self.asked = 0
+        backend = SimpleNamespace(name=compat.BACKEND_NAME)
+        self.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
+
+    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        assert method == METHOD
+        self.asked += 1
+        await self.free.wait()
+        return list(self.answers)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    own = CollectorRegistry()
+    monkeypatch.setattr(routes, "REGISTRY", own)
+    monkeypatch.setattr(metrics, "REGISTRY", own)
+    return own
+
+
+def application(engine: Any, registry: CollectorRegistry, api_key: list[str] | None = None) -> FastAPI:
+    app = FastAPI()
+    app.mount("/metrics", make_asgi_app(registry=registry))
+    app.state.engine_client = engine
+    app.state.args = SimpleNamespace(api_key=api_key)
+    return app
+
+
+async def get(app: Any, path: str, **more: Any) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        return await client.get(path, follow_redirects=True, **more)
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_scrape_shows_every_worker(registry: CollectorRegistry) -> None:
+    usage = Gauge(metrics.USAGE, "usage", registry=registry)
+    usage.set(0.25)
+
+    async def scrape() -> str:
+        app = application(Engine(worker(0), worker(1, None)), registry)
+        return (await get(routes.attach(app, app), "/metrics")).text
+
+    found = samples(asyncio.run(scrape()))
+    assert found["fastattention:attention_layers", "place=host", "rank=0"] == 3
+    assert found["fastattention:attention_layers", "place=device", "rank=0"] == 1
+    assert found["fastattention:attention_layers", "place=device", "rank=1"] == 4
+    assert found["fastattention:host_pool_bytes", "rank=0", "state=used"] == 250
+    assert found["fastattention:host_pool_bytes", "rank=0", "state=free"] == 750
+    assert found["fastattention:cpu_attention_seconds_total", "rank=0"] == 1.5
+    assert found["fastattention:cpu_attention_bytes_total", "rank=0"] == 10
+    assert found["fastattention:device_wait_seconds_total", "rank=0"] == 2.5
+    assert found["fastattention:streamed_bytes_total", "phase=decode", "rank=0"] == 20
+    assert found["fastattention:streamed_bytes_total", "phase=prefill", "rank=0"] == 30
+    assert found["fastattention:tiled_layers", "cuts=4 blocks", "rank=1"] == 2
+    (saved,) = [value for name, value in found.items() if name[0].endswith("saved_seconds") and "rank=1" in name]
+    assert saved == 0.25
+    assert [name for name in found if name[0] == "fastattention:kernels_info" and "kernels=ours" in name]
+    assert not [name for name in found if name[0].startswith("fastattention:streamed") and "rank=1" in name]
+
+
+def test_the_page_lists_every_metric_with_its_labels(registry: CollectorRegistry) -> None:
+    async def scrape() -> str:
+        app = application(Engine(worker(0)), registry)
+        return (await get(routes.attach(app, app), "/metrics")).text
+
+    shown = {
+        (sample.name, *sorted(sample.labels))
+        for family in text_string_to_metric_families(asyncio.run(scrape()))
+        for sample in family.samples
+    } | {("fastattention:refused_requests_total",)}
+    rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| `fastattention:")]
+    listed = {(name.strip(" `"), *sorted(re.findall(r"`(\w+)`", labels))) for name, labels in rows}
+    assert listed == shown
+
+
+def test_the_status_has_the_same_numbers(registry: CollectorRegistry) -> None:
+    async def ask() -> Any:
+        app = application(Engine(worker(0)), registry)
+        return (await get(routes.attach(app, app), routes.STATUS)).json()
+
+    status = asyncio.run(ask())
+    assert status["schema_version"] == 1
+    assert status["workers"] == [worker(0)]
+    assert 0 <= status["age_seconds"] < 60
+
+
+@pytest.mark.parametrize(("sent", "code"), [(None, 401), ("Bearer wrong", 401), ("Bearer right", 200)])
+def test_a_server_with_a_key_asks_for_it(registry: CollectorRegistry, sent: str | None, code: int) -> None:
+    async def ask() -> httpx.Response:
+        app = application(Engine(worker(0)), registry, ["other", "right"])
+        return await get(routes.attach(app, app), routes.STATUS, headers={"Authorization": sent} if sent else {})
+
+    assert asyncio.run(ask()).status_code == code
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "FRESH_S", 0.0)
+    monkeypatch.setattr(channels, "PATIENCE_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_busy_workers_are_asked_once_and_the_last_numbers_stay() -> None:
+    async def ask() -> None:
+        engine = Engine(worker(0))
+        channel = Channel(engine)
+        await channel.refresh()
+        assert [one.rank for one in channel.workers] == [0]
+        engine.answers = (worker(0), worker(1))
+        engine.free.clear()
+        for _ in range(3):
+            await channel.refresh()
+        assert engine.asked == 2
+        assert [one.rank for one in channel.workers] == [0]
+        engine.free.set()
+        await channel.refresh()
+        assert [one.rank for one in channel.workers] == [0, 1]
+
+    asyncio.run(ask())
+
+
+def test_many_clients_cost_one_question() -> None:
+    async def ask() -> int:
+        engine = Engine(worker(0))
+        channel = Channel(engine)
+        await asyncio.gather(*(channel.refresh() for _ in range(10)))
+        await channel.refresh()
+        return engine.asked
+
+    assert asyncio.run(ask()) == 1
+
+
+def test_an_engine_that_fails_ends_no_scrape(registry: CollectorRegistry) -> None:
+    class Dead(Engine):
+        async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+            raise RuntimeError("engine is dead")
+
+    async def scrape() -> httpx.Response:
+        app = application(Dead(), registry)
+        return await get(routes.attach(app, app), "/metrics")
+
+    answer = asyncio.run(scrape())
+    assert answer.status_code == 200
+    assert "fastattention:" not in answer.text
+
+
+def test_only_servers_of_this_backend_are_extended(
+    monkeypatch: pytest.MonkeyPatch, registry: CollectorRegistry
+) -> None:
+    started: list[Any] = []
+
+    class Server:
+        def __init__(self, app: Any) -> None:
+            self.config = SimpleNamespace(app=app, loaded_app=app)
+
+        async def startup(self, sockets: Any = None) -> None:
+            started.append(self.config.app)
+
+    module = SimpleNamespace(Server=Server)
+    server_start.attach_at_start(module)
+    server_start.attach_at_start(module)
+
+    async def start() -> list[int]:
+        other = Engine()
+        other.vllm_config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
+        apps = [application(Engine(worker(0)), registry), application(other, registry), FastAPI()]
+        servers = [Server(app) for app in apps]
+        for server in servers:
+            await server.startup()
+        return [(await get(server.config.loaded_app, routes.STATUS)).status_code for server in servers]
+
+    assert asyncio.run(start()) == [200, 404, 404]
+    assert len(started) == 3
+
+
+def test_the_plugin_changes_vllms_worker_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.server.Server, "startup", uvicorn.server.Server.startup)
+    monkeypatch.setattr(worker_base.WorkerBase, METHOD, None, raising=False)
+    server_start.install()
+    assert hasattr(uvicorn.server.Server.startup, "_fastattention")
+    assert callable(getattr(worker_base.WorkerBase, METHOD))
+
+
+def test_refused_requests_are_counted() -> None:
+    assert REGISTRY.get_sample_value("fastattention:refused_requests_total") is not None
