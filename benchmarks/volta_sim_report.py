@@ -130,6 +130,8 @@ def label(row: Measured) -> str:
     words = [row["kind"], str(row["head_size"]), f"{row['tokens'] / 1024:g}K"]
     if row["kind"] == "decode":
         words += [f"batch {row['batch']}", f"GQA {row['group']}", f"page {row['page']}"]
+        if row.get("queries", 1) > 1:
+            words.append(f"{row['queries']} tokens")
     elif "causal" in row:
         words.append(kind(row["causal"]))
     return " ".join(words)

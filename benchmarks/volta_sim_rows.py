@@ -100,33 +100,36 @@ def prefill_row(
     }
 
 
-def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -> Measured:
-    """One new token per sequence, 32 query heads."""
-    kv_heads, mapped_heads = HEADS // group, 2
-    variant = variants.decode(head_size)
+def decode_row(
+    head_size: int, group: int, page: int, tokens: int, batch: int, *, queries: int = 1, kv_heads: int | None = None
+) -> Measured:
+    """``queries`` new tokens per sequence. ``kv_heads``: by default, as many as give about 32 query heads."""
+    kv_heads, mapped_heads, rows = kv_heads or HEADS // group, 2, queries * group
+    wide = volta_kernels.kind_of(rows) == "decode_wide"
+    variant = variants.decode_wide(head_size) if wide else variants.decode(head_size)
     minimum = volta_kernels.min_parts(kv_heads)
     parts = volta_kernels.decode_parts(tokens, minimum)
-    problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, 1)
-    out = torch.full((1, group * mapped_heads, head_size), 7.0, dtype=torch.float16)
-    partial_out = numpy.full((mapped_heads, parts, group, head_size), numpy.nan, numpy.float16)
-    partial_lse = numpy.full((mapped_heads, parts, group), numpy.nan, numpy.float32)
+    problem = one_sequence(tokens, group, mapped_heads, head_size, page, True, queries)
+    out = torch.full((queries, group * mapped_heads, head_size), 7.0, dtype=torch.float16)
+    partial_out = numpy.full((mapped_heads, parts, rows, head_size), numpy.nan, numpy.float16)
+    partial_lse = numpy.full((mapped_heads, parts, rows), numpy.nan, numpy.float32)
 
     def ready(variant: Variant, grid: tuple[int, int, int], threads: int) -> Simulation:
         simulation = Simulation(cubin(variant), variant.kernel)
         argument = volta.parameters(problem, out, None, mapped(simulation))
         where = simulation.map(partial_out), simulation.map(partial_lse)
-        whole = Split(argument, *where, Divisor.by(parts), group, minimum)
+        whole = Split(argument, *where, Divisor.by(parts), rows, minimum)
         simulation.launch(grid, (threads, 1, 1), bytes(whole), variant.shared_bytes)
         return simulation
 
     attention = ready(variant, (mapped_heads, 1, parts), variant.threads)
-    combine = ready(COMBINE, (group, mapped_heads, 1), head_size // CHUNK)
+    combine = ready(COMBINE, (rows, mapped_heads, 1), head_size // CHUNK)
     seconds = []
     time_of_parts: dict[str, float] = {}
     length = volta_kernels.part_length(tokens, minimum)
     # 0: the grid has more parts than the sequence
     keys = [max(0.0, min(length, tokens - x * length)) for x in range(parts)]
-    for simulation, works in ((attention, keys), (combine, [1.0] * group)):
+    for simulation, works in ((attention, keys), (combine, [1.0] * rows)):
         traces: dict[float, list[Trace]] = {work: [] for work in works}
         for head, (x, work) in itertools.product(range(mapped_heads), enumerate(works)):
             traces[work].append(simulation.trace(*((head, 0, x) if simulation is attention else (x, head))))
@@ -148,16 +151,18 @@ def decode_row(head_size: int, group: int, page: int, tokens: int, batch: int) -
     bound = V100.seconds(time_of_parts[unit] * kv_heads * batch / V100.sms)
     giga = 4.0 * head_size * tokens * kv_heads * batch / 1e9
     errors = []
-    for head in range(mapped_heads):
+    for head, token in itertools.product(range(mapped_heads), range(queries)):
         query, found = (
-            tensor[0, head * group : (head + 1) * group].double().numpy() for tensor in (problem.query, out)
+            tensor[token, head * group : (head + 1) * group].double().numpy() for tensor in (problem.query, out)
         )
-        errors.append(softmax_error(query, *keys_and_values(problem, head), numpy.full(group, tokens), found))
+        visible = numpy.full(group, tokens - queries + 1 + token)
+        errors.append(softmax_error(query, *keys_and_values(problem, head), visible, found))
     return {
         "kind": "decode",
         "kernel": OURS,
         "head_size": head_size,
         "group": group,
+        "queries": queries,
         "page": page,
         "tokens": tokens,
         "batch": batch,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kernels.volta.variants import CHUNK, DECODE_ROWS, Variant, describe
+from kernels.volta.variants import CHUNK, DECODE_ROWS, WIDE_ROWS, Variant, describe
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -25,6 +25,7 @@ POINTER = 8
 CONSTANTS = {
     "chunk": CHUNK,
     "decode_rows": DECODE_ROWS,
+    "wide_rows": WIDE_ROWS,
     "shortest_part": 128,
     "longest_part": 1024,
     "max_parts": 64,

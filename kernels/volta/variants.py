@@ -13,6 +13,8 @@ CACHES = ("", "e5m2", "e4m3", "int8")
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
 """Maximum number of packed rows (query tokens times query heads per KV head) in the decode kernel."""
+WIDE_ROWS = 32
+"""The same in the wide decode kernel, whose warps have ``DECODE_ROWS`` each."""
 COMPILER_OPTIONS = ("--device-as-default-execution-space",)
 """Options for NVRTC. Without them, generic lambdas count as host code."""
 VOLTA, TURING = 70, 75
@@ -40,7 +42,7 @@ class Variant:
 
     @property
     def kind(self) -> str:
-        """``prefill``, ``decode``, ``combine`` or ``write_kv``."""
+        """``prefill``, ``decode``, ``decode_wide``, ``combine`` or ``write_kv``."""
         return self.source.removesuffix(".cu")
 
     @property
@@ -58,7 +60,7 @@ class Variant:
         if not self.head_size:
             return cache
         shape = {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
-        if self.source == "decode.cu":
+        if self.source != "prefill.cu":
             return cache | shape
         return cache | shape | {"TILE": self.tile, "ADJUSTED": int(self.adjusted)}
 
@@ -71,6 +73,8 @@ class Variant:
         """Packed query rows per CTA."""
         if self.source == "decode.cu":
             return DECODE_ROWS
+        if self.source == "decode_wide.cu":
+            return WIDE_ROWS
         return (32 if self.head_size <= 128 else 16) * self.warps
 
     @property
@@ -110,6 +114,18 @@ def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Varian
     return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)
 
 
+def decode_wide(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
+    """A warp for each ``DECODE_ROWS``. On the V100, the busiest SM has four CTAs of one sequence of 64K keys."""
+    warps, ctas = WIDE_ROWS // DECODE_ROWS, 7 if head_size <= 64 else 4 if head_size <= 128 else 2
+    if cache and 64 < head_size < 128:  # registers
+        ctas = 3
+    if architecture == TURING:
+        ctas = 4 if head_size <= 64 else 2 if head_size <= 128 else 1
+    return Variant(
+        "decode_wide.cu", "fa_volta_decode_wide", head_size, warps, 32, ctas, cache=cache, architecture=architecture
+    )
+
+
 def write_kv(cache: str = "") -> Variant:
     """The variant for all head sizes."""
     return Variant("write_kv.cu", "fa_volta_write_kv", 0, 4, 0, 8, cache=cache)
@@ -129,7 +145,8 @@ VARIANTS = (
         for adjusted in (False, True)
     ),
     *(
-        decode(head_size, cache, architecture)
+        make(head_size, cache, architecture)
+        for make in (decode, decode_wide)
         for architecture in (VOLTA, TURING)
         for cache in CACHES
         for head_size in HEAD_SIZES

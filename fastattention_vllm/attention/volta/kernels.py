@@ -1,7 +1,8 @@
 """Attention on NVIDIA V100 (sm_70) and Turing (sm_75) with this package's kernels, in fp16 with fp32 sums.
 
-Up to 8 packed rows per sequence (query tokens times query heads per KV head) go to the decode kernel, more rows to the
-prefill kernel. On a newer GPU, the same kernels run from their PTX for tests: they are correct there, but slow.
+Up to 8 packed rows per sequence (query tokens times query heads per KV head) go to the decode kernel, up to 32 to the
+wide decode kernel, more to the prefill kernel. On a newer GPU, the same kernels run from their PTX for tests: they are
+correct there, but slow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.attention.volta.launch import (
     CHUNK,
-    DECODE_ROWS,
     HEAD_SIZES,
     TURING,
     VOLTA,
@@ -230,14 +230,18 @@ def attend(
     max_rows = problem.num_heads // kv_heads * extent.max_tokens
     argument = parameters(problem, out, lse)
     stream = torch.cuda.current_stream(device).cuda_stream
-    decoding, minimum = max_rows <= DECODE_ROWS, 0
     cache, architecture = CACHES[problem.key.dtype], target().architecture
-    if decoding:
-        variant = _variant("decode", head_size, cache=cache, architecture=architecture)
-        minimum = volta_kernels.min_parts(kv_heads)
-        parts = volta_kernels.decode_parts(extent.longest, minimum)
-        grid = (kv_heads, seqs, parts)
-    else:
+
+    def rows_of(parts: int) -> int:
+        return seqs * kv_heads * parts * max_rows
+
+    kind, minimum = volta_kernels.kind_of(max_rows), volta_kernels.min_parts(kv_heads)
+    parts = volta_kernels.decode_parts(extent.longest, minimum)
+    needed = volta_kernels.floats_of_parts(head_size, rows_of(parts))
+    if kind == "decode_wide" and workspace is not None and workspace.numel() < needed:
+        kind = "prefill"  # the workspace holds all decoding sequences, but perhaps not as many short prompts
+    if kind == "prefill":
+        minimum = 0
         adjusted = _is_adjusted(problem)
         variant = _variant("prefill", head_size, adjusted=adjusted, cache=cache, architecture=architecture)
         blocks = volta_kernels.prefill_grid(variant, max_rows, kv_heads, seqs)
@@ -249,15 +253,17 @@ def attend(
             )
         parts = volta_kernels.prefill_parts(variant, blocks, extent.longest)
         grid = (kv_heads * parts, blocks[1], seqs)
+    else:
+        variant = _variant(kind, head_size, cache=cache, architecture=architecture)
+        grid = (kv_heads, seqs, parts)
     split = Split(argument, parts=Divisor.by(parts), rows=max_rows, min_parts=minimum)
-    if decoding or parts > 1:
-        rows = seqs * kv_heads * parts * max_rows
-        needed = volta_kernels.floats_of_parts(head_size, rows)
+    if kind != "prefill" or parts > 1:
+        needed = volta_kernels.floats_of_parts(head_size, rows_of(parts))
         partial = torch.empty(needed, device=device) if workspace is None else workspace
         if partial.numel() < needed:
             raise ValueError(f"the workspace has room for {partial.numel()} numbers, but {parts} parts need {needed}.")
         split.partial_out = partial.data_ptr()
-        split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows)
+        split.partial_lse = partial.data_ptr() + volta_kernels.bytes_of_means(head_size, rows_of(parts))
     _kernel(variant).launch(grid, (variant.threads, 1, 1), variant.shared_bytes, split, stream)
     if split.partial_out:
         _kernel(_variant("combine")).launch((max_rows, kv_heads, seqs), (head_size // CHUNK, 1, 1), 0, split, stream)
@@ -309,19 +315,23 @@ def load(head_size: int, *, adjusted: bool, cache: torch.dtype = torch.float16) 
         _variant("write_kv", cache=name),
         _variant("combine"),
         _variant("decode", head_size, cache=name, architecture=architecture),
+        _variant("decode_wide", head_size, cache=name, architecture=architecture),
         _variant("prefill", head_size, adjusted=adjusted, cache=name, architecture=architecture),
     )
     for variant in variants:
         _kernel(variant)
 
 
-def partial_floats(head_size: int, group: int, num_kv_heads: int, max_seqs: int, longest: int) -> int:
+def partial_floats(
+    head_size: int, group: int, num_kv_heads: int, max_seqs: int, longest: int, speculated: int = 0
+) -> int:
     """Number of fp32 elements of a workspace for any launch, as in :func:`~.launch.partial_floats`.
 
     Raises:
         ImageError: the kernels are not built, or do not match this code.
     """
-    return volta_kernels.partial_floats(_variant("prefill", head_size), group, num_kv_heads, max_seqs, longest)
+    variant = _variant("prefill", head_size)
+    return volta_kernels.partial_floats(variant, group, num_kv_heads, max_seqs, longest, speculated)
 
 
 def _is_adjusted(problem: AttentionProblem) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
 """Maximum number of packed rows (query tokens times query heads per KV head) in the decode kernel."""
+WIDE_ROWS = 32
+"""The same in the wide decode kernel."""
 VOLTA, TURING = 70, 75
 """The architectures: 10 times the compute capability."""
 DECODE_PARTS = 64
@@ -39,7 +41,7 @@ class Variant:
 
     name: str
     kind: str
-    """``prefill``, ``decode``, ``combine`` or ``write_kv``."""
+    """``prefill``, ``decode``, ``decode_wide``, ``combine`` or ``write_kv``."""
     kernel: str
     head_size: int
     """0: all head sizes."""
@@ -128,6 +130,21 @@ class WriteKv(ctypes.Structure):
     ]
 
 
+def kind_of(max_rows: int) -> str:
+    """The kind of kernel for sequences of up to ``max_rows`` packed rows."""
+    return "decode" if max_rows <= DECODE_ROWS else "decode_wide" if max_rows <= WIDE_ROWS else "prefill"
+
+
+def decode_tokens(group: int, speculated: int = 0) -> int:
+    """Maximum number of query tokens of a decoding sequence, at least one.
+
+    ``group``: query heads per KV head; ``speculated``: tokens that are proposed for a sequence and step. Sequences with
+    such tokens are decoded as well if the wide kernel has enough rows.
+    """
+    tokens = max(1, DECODE_ROWS // group)
+    return max(tokens, 1 + speculated) if (1 + speculated) * group <= WIDE_ROWS else tokens
+
+
 def min_parts(num_kv_heads: int) -> int:
     """``Split.min_parts`` for decoding."""
     return -(-FEW_CTAS // num_kv_heads)
@@ -136,21 +153,30 @@ def min_parts(num_kv_heads: int) -> int:
 def part_length(kv_len: int, minimum: int) -> int:
     """Number of keys per part of a decoding sequence. ``problem.h`` has the same function."""
     length = 128
-    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len // (2 * length) >= minimum):
+    while DECODE_PARTS * length < kv_len or (length < LONGEST_PART and kv_len >= 2 * length * minimum):
         length *= 2
-    return length
+    below, above = _longer_part(length, minimum)
+    return length // 2 * 3 if length < LONGEST_PART and below < kv_len <= above else length
+
+
+def _longer_part(length: int, minimum: int) -> tuple[int, int]:
+    """Above which number of keys, and up to which, parts are half as long again as ``length``."""
+    longer = length // 2 * 3
+    return longer * (-(-15 * minimum // 16) - 1), longer * (5 * minimum // 4)
 
 
 def decode_parts(longest: int, minimum: int) -> int:
     """Maximum number of parts of any sequence with at most ``longest`` keys. Shorter ones may have more parts."""
-    lengths, length = [max(longest, 1)], 128
-    while length < longest:
+    candidates, length = {max(longest, 1)}, 128
+    while length < 2 * longest:
         grows_at = DECODE_PARTS * length + 1
         if length < LONGEST_PART:
             grows_at = min(grows_at, 2 * length * minimum)
-        lengths.append(min(longest, grows_at - 1))
+        # The last sequence with parts of this length, the last before they are longer, and the last with longer ones.
+        ends = (grows_at - 1, *_longer_part(length, minimum))
+        candidates.update(max(1, min(longest, grows_at - 1, end)) for end in ends)
         length *= 2
-    return max(-(-kv_len // part_length(kv_len, minimum)) for kv_len in lengths)
+    return max(-(-kv_len // part_length(kv_len, minimum)) for kv_len in candidates)
 
 
 def prefill_grid(variant: Variant, max_rows: int, num_kv_heads: int, num_seqs: int) -> tuple[int, int, int]:
@@ -190,15 +216,17 @@ def bytes_of_means(head_size: int, rows: int) -> int:
     return 2 * rows * head_size
 
 
-def partial_floats(prefill: Variant, group: int, num_kv_heads: int, max_seqs: int, longest: int) -> int:
+def partial_floats(
+    prefill: Variant, group: int, num_kv_heads: int, max_seqs: int, longest: int, speculated: int = 0
+) -> int:
     """Maximum number of fp32 elements that any launch needs for its parts.
 
-    ``prefill``: the V100's variant for this head size; ``group``: query heads per KV head; ``longest``: maximum number
-    of keys of up to ``max_seqs`` sequences.
+    ``prefill``: the V100's variant for this head size; ``group`` and ``speculated``: as in :func:`decode_tokens`;
+    ``longest``: maximum number of keys of up to ``max_seqs`` sequences.
     """
-    tokens = max(1, DECODE_ROWS // group)
+    rows = decode_tokens(group, speculated) * group
     parts = decode_parts(longest, min_parts(num_kv_heads))
-    decoding = max_seqs * num_kv_heads * parts * min(DECODE_ROWS, tokens * group)
+    decoding = max_seqs * num_kv_heads * parts * (rows if rows <= WIDE_ROWS else 0)
     cut = PREFILL_WAVES * SMS * prefill.ctas_per_sm * prefill.rows
     return floats_of_parts(prefill.head_size, max(decoding, cut))
 
@@ -216,6 +244,7 @@ def layout(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
 CONSTANTS = {
     "chunk": CHUNK,
     "decode_rows": DECODE_ROWS,
+    "wide_rows": WIDE_ROWS,
     "shortest_part": 128,
     "longest_part": LONGEST_PART,
     "max_parts": DECODE_PARTS,

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta.images import ImageError
-from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES
+from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, decode_tokens
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
@@ -112,6 +112,12 @@ def heads_of(vllm_config: Any) -> tuple[int, int]:
     return kv_heads, model.get_num_attention_heads(parallel) // kv_heads
 
 
+def speculated_tokens(vllm_config: Any) -> int:
+    """Maximum number of tokens that are proposed per request and step."""
+    speculation = vllm_config.speculative_config
+    return 0 if speculation is None else speculation.num_speculative_tokens or 0
+
+
 def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.Tensor:
     """The fp32 workspace for the key parts of any launch. All layers on ``device`` share it, as they run one by one.
 
@@ -119,7 +125,7 @@ def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.T
     """
     kv_heads, group = heads_of(vllm_config)
     seqs, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
-    floats = volta.partial_floats(head_size, group, kv_heads, seqs, longest)
+    floats = volta.partial_floats(head_size, group, kv_heads, seqs, longest, speculated_tokens(vllm_config))
     found = _workspaces.get(device)
     if found is None or found.numel() < floats:
         found = _workspaces[device] = torch.empty(floats, dtype=torch.float32, device=device)
@@ -141,9 +147,14 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
                 "another model."
             )
         group = heads_of(vllm_config)[1]
-        # The maximum number of query tokens per request for the decode kernel. It is at least one, so that vLLM puts
-        # these requests first; with more query heads per KV head than its rows, the prefill kernel still runs them.
-        self._init_reorder_batch_threshold(max(1, DECODE_ROWS // group))
+        # The maximum number of query tokens per request for the decode kernels. It is at least one, so that vLLM puts
+        # these requests first; with more query heads per KV head than their rows, the prefill kernel still runs them.
+        self._init_reorder_batch_threshold(decode_tokens(group, speculated_tokens(vllm_config)))
+        assert self.reorder_batch_threshold is not None
+        # If decoding requests may need the wide kernel, it runs all of them in every step, so that the answer to a
+        # request does not depend on the others in its batch.
+        wide = self.reorder_batch_threshold * group > DECODE_ROWS
+        self.decoded_tokens = self.reorder_batch_threshold if wide else 1
         self.max_model_len = vllm_config.model_config.max_model_len
         seqs = vllm_config.scheduler_config.max_num_seqs
         self.query_start_loc = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
@@ -181,13 +192,13 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         tokens = common.query_start_loc_cpu[1 : seqs + 1] - common.query_start_loc_cpu[:seqs]
         request_groups = tuple(
             RequestGroup(
-                volta.Extent(max(1, int(tokens[begin:end].max())), longest),
+                volta.Extent(max(least, int(tokens[begin:end].max())), longest),
                 starts[begin : end + 1],
                 lengths[begin:end],
                 table[begin:end],
                 self.workspace,
             )
-            for begin, end in ((0, decodes), (decodes, seqs))
+            for begin, end, least in ((0, decodes, self.decoded_tokens), (decodes, seqs, 1))
             if begin < end
         )
         return VoltaMetadata(request_groups, causal, common.slot_mapping)
@@ -200,14 +211,17 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         found = []
         for block in row_blocks(sizes, starts, self.query_start_loc[: seqs + 1], self.seq_lens[:seqs]):
             request_groups = []
-            for begin, end in ((block.first, min(decodes, block.last)), (max(decodes, block.first), block.last)):
+            for begin, end, least in (
+                (block.first, min(decodes, block.last), self.decoded_tokens),
+                (max(decodes, block.first), block.last, 1),
+            ):
                 if begin >= end:
                     continue
                 tokens = max(min(starts[i + 1], block.end) - max(starts[i], block.begin) for i in range(begin, end))
                 own = slice(begin - block.first, end - block.first)
                 request_groups.append(
                     RequestGroup(
-                        volta.Extent(tokens, longest),
+                        volta.Extent(max(least, tokens), longest),
                         block.starts[own.start : own.stop + 1],
                         block.lengths[own],
                         self.block_table[begin:end],

@@ -22,7 +22,7 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
   float top = -infinity(), total = 0.0f, x[8];
   FA_UNROLL
   for (int e = 0; e < 8; ++e) x[e] = 0.0f;
-  constexpr int kAtOnce = 8;  // parts whose numbers are on their way together
+  constexpr int kAtOnce = 16;  // parts whose numbers are on their way together
 #pragma unroll 1
   for (int begin = 0; begin < parts; begin += kAtOnce) {
     uint4 mean[kAtOnce];

@@ -168,16 +168,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     return reinterpret_cast<float*>(shared + kRows * kPitch + of_warp * kTile * kPitch);
   };
   float* const own = sums_of(warp);
-  float factor[2];
   FA_UNROLL
-  for (int r = 0; r < 2; ++r) factor[r] = lane.meet(reference[r], sum[r]);
+  for (int r = 0; r < 2; ++r) sum[r] = lane.sum_of_row(sum[r]);
   FA_UNROLL
   for (int t = 0; t < kOutputs; ++t) {
     FA_UNROLL
     for (int e = 0; e < kElements; ++e) {
-      const int r = WarpLane::row_of(e);
-      const float x = lane.met_output(output[t][e] * factor[r]);
-      if (lane.has_output()) own[lane.row(r) * kWidth + lane.column(t, e)] = x;
+      if (lane.has_output(t)) own[lane.row(WarpLane::row_of(e)) * kWidth + lane.column(t, e)] = output[t][e];
     }
   }
   if (lane.is_first_of_row()) {

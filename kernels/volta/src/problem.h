@@ -64,17 +64,21 @@ struct WriteKv {
   float key_scale, value_scale;  // divisors, if keys and values are stored in 8 bits
 };
 
-// Keys per part of a sequence in the decode kernel: 128 times a power of two. Long parts are read faster; more parts
-// keep more SMs busy. Parts grow up to 1024 keys while at least min_parts of them remain, and further only to keep
-// their number at or below 64. The length depends on the sequence and the model alone, so results do not depend on the
-// batch.
+// Keys per part of a sequence in the decode kernels: 128 times a power of two, or one and a half times as many. Long
+// parts are read faster; more parts keep more SMs busy. Parts grow up to 1024 keys while at least min_parts of them
+// remain, and further only to keep their number at or below 64. With min_parts, a sequence has 64 blocks of threads. If
+// parts one and a half times as long give it 60 to 80 blocks, they are used, because shorter ones would give two blocks
+// to some of the 80 SMs and one to the others. The length depends on the sequence and the model alone, so results do
+// not depend on the batch.
 #ifdef __CUDACC__
 __device__
 #endif
     inline int part_length(int kv_len, int min_parts) {
   int length = 128;
-  while (64 * length < kv_len || (length < 1024 && kv_len / (2 * length) >= min_parts)) length *= 2;
-  return length;
+  while (64 * length < kv_len || (length < 1024 && kv_len >= 2 * length * min_parts)) length *= 2;
+  // Without divisions: a block of threads begins with this.
+  const int longer = length / 2 * 3, fewest = (15 * min_parts + 15) / 16, most = 5 * min_parts / 4;
+  return length < 1024 && kv_len > longer * (fewest - 1) && kv_len <= longer * most ? longer : length;
 }
 
 }  // namespace fastattention

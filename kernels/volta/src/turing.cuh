@@ -102,8 +102,8 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 // --- eight rows and 32 keys -----------------------------------------------------------------------------------------
 
 // Everything is transposed here, so that the eight rows are the narrow side of a product: scores are keys times
-// queries, and the output's columns are values times weights.
-template <int kHeadSize, int kPitch>
+// queries, and the output's columns are values times weights. Addresses are computed for each load in any case.
+template <int kHeadSize, int kPitch, bool kComputed = true>
 struct DecodeLane : Lane {
   static constexpr int kOutputs = kHeadSize / 16, kElements = 4;
   using Lane::Lane;
@@ -155,13 +155,12 @@ struct DecodeLane : Lane {
     }
   }
 
-  FA_DEVICE float meet(float&, float& sum) const {
+  FA_DEVICE float sum_of_row(float x) const {
     FA_UNROLL
-    for (int mask = 4; mask < 32; mask *= 2) sum += of_lane_xor(sum, mask);
-    return 1.0f;
+    for (int mask = 4; mask < 32; mask *= 2) x += of_lane_xor(x, mask);
+    return x;
   }
-  FA_DEVICE float met_output(float x) const { return x; }
-  FA_DEVICE bool has_output() const { return true; }
+  FA_DEVICE bool has_output(int) const { return true; }
   FA_DEVICE bool is_first_of_row() const { return index < 4; }
 };
 

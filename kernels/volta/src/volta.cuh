@@ -128,18 +128,17 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 
 // --- eight rows and 32 keys -----------------------------------------------------------------------------------------
 
-// The four quadpairs of a warp take 8 keys each. They have separate softmax sums and outputs, so they exchange nothing
-// until the end. If the head size is a multiple of 64, each takes a quarter of the output's columns instead, and
-// they exchange weights, because all columns of a large head would not fit its registers. A lane holds the scores of
-// two rows and four keys.
-template <int kHeadSize, int kPitch>
+// The four quadpairs of a warp compute the scores of 8 keys each; a lane holds those of two rows and four keys. Each
+// quadpair takes a quarter of the output's columns, because all columns of a large head would not fit its registers, so
+// they exchange weights. If the head has no multiple of 64 columns, some quadpairs also multiply the zeros after it.
+// The compiler keeps the addresses of all chunks in registers, unless kComputed asks for one computation per load.
+template <int kHeadSize, int kPitch, bool kComputed = false>
 struct DecodeLane : Lane {
   static constexpr int kColumns = (kHeadSize + 15) / 16;  // blocks of 16 columns in a head
-  static constexpr bool kDivided = kHeadSize % 64 == 0;   // whether the quadpairs divide the output's columns
-  static constexpr int kOwnColumns = kDivided ? kColumns / 4 : kColumns;
+  static constexpr int kOwnColumns = (kColumns + 3) / 4;
   static constexpr int kOutputs = 2 * kOwnColumns,
                        kElements = 8;  // products of the output, and a lane's elements of one
-  static_assert(!kDivided || kColumns % 4 == 0, "as many columns for each quadpair");
+  static_assert(8 * kOwnColumns <= kPitch, "rows of the tile have zeros after the head");
 
   int quadpair;
   int own_keys;  // first of 4 keys, with 4 more from 16 keys further on: the eight rows of a phase differ modulo 8
@@ -152,26 +151,25 @@ struct DecodeLane : Lane {
   // Row and column of an element of the output.
   static constexpr FA_DEVICE int row_of(int e) { return e >> 1 & 1; }
   FA_DEVICE int column(int t, int e) const {
-    return 8 * (2 * (kDivided ? 4 * (t >> 1) + quadpair : t >> 1) + (e >> 2)) + 4 * (t & 1) + 2 * bit1 + (e & 1);
+    return 8 * (2 * (4 * (t >> 1) + quadpair) + (e >> 2)) + 4 * (t & 1) + 2 * bit1 + (e & 1);
   }
 
   FA_DEVICE void multiply_by_keys(float (&scores)[8], const uint4* queries, const uint4* keys) const {
     FA_UNROLL
     for (int c = 0; c < kHeadSize / 8; ++c) {
-      const uint4 q = queries[swizzled_chunk<kPitch>(slot, c)];
-      const uint4 k = keys[swizzled_chunk<kPitch>((index & 3) + own_keys + 16 * half, c)];
+      const int key = (index & 3) + own_keys + 16 * half;
+      const uint4 q = kComputed ? load_from<kPitch>(queries, swizzled_chunk<kPitch>(slot, 0), 0, c)
+                                : queries[swizzled_chunk<kPitch>(slot, c)];
+      const uint4 k = kComputed ? load_from<kPitch>(keys, swizzled_chunk<kPitch>(key, 0), 0, c)
+                                : keys[swizzled_chunk<kPitch>(key, c)];
       multiply_by_columns(scores, q.x, q.y, k.x, k.y);
       multiply_by_columns(scores, q.z, q.w, k.z, k.w);
     }
   }
 
-  // Maximum over the lanes whose keys share a softmax.
   FA_DEVICE float max_of_row(float x) const {
-    x = fmaxf(x, of_lane_xor(x, 2));
-    if (kDivided) {
-      x = fmaxf(x, of_lane_xor(x, 4));
-      x = fmaxf(x, of_lane_xor(x, 8));
-    }
+    FA_UNROLL
+    for (int mask = 2; mask < 16; mask *= 2) x = fmaxf(x, of_lane_xor(x, mask));
     return x;
   }
 
@@ -187,7 +185,7 @@ struct DecodeLane : Lane {
   FA_DEVICE void multiply_by_values(float (&output)[kOutputs][kElements], const u32 (&weights)[4],
                                     const uint4* values) const {
     FA_UNROLL
-    for (int of = 0; of < (kDivided ? 4 : 1); ++of) {  // the keys of this quadpair, then those of the others
+    for (int of = 0; of < 4; ++of) {  // the keys of this quadpair, then those of the others
       const int their_keys = 4 * ((quadpair ^ of) & 1) + 8 * ((quadpair ^ of) >> 1);
       FA_UNROLL
       for (int k = 0; k < 2; ++k) {
@@ -195,8 +193,8 @@ struct DecodeLane : Lane {
         const u32 w1 = of == 0 ? weights[2 * k + 1] : of_lane_xor(weights[2 * k + 1], 4 * of);
         FA_UNROLL
         for (int t = 0; t < kOwnColumns; ++t) {
-          const int column = kDivided ? 4 * t + quadpair : t;
-          const uint4 v = values[swizzled_chunk<kPitch>(their_keys + (index & 3) + 16 * k, 2 * column + half)];
+          const int chunk = 2 * (4 * t + quadpair) + half;
+          const uint4 v = values[swizzled_chunk<kPitch>(their_keys + (index & 3) + 16 * k, chunk)];
           multiply_by_rows(output[2 * t], w0, w1, v.x, v.y);
           multiply_by_rows(output[2 * t + 1], w0, w1, v.z, v.w);
         }
@@ -204,25 +202,13 @@ struct DecodeLane : Lane {
     }
   }
 
-  // At the end, adds the sums of all quadpairs. Returns the factor of this quadpair's output.
-  FA_DEVICE float meet(float& reference, float& sum) const {
-    float most = fmaxf(reference, of_lane_xor(reference, 4));
-    most = fmaxf(most, of_lane_xor(most, 8));
-    const float factor = kDivided ? 1.0f : reference == -infinity() ? 0.0f : exp2(reference - most);
-    reference = most;
-    sum *= factor;
+  FA_DEVICE float sum_of_row(float x) const {
     FA_UNROLL
-    for (int mask = 2; mask < 16; mask *= 2) sum += of_lane_xor(sum, mask);
-    return factor;
-  }
-  FA_DEVICE float met_output(float x) const {
-    if (!kDivided) {
-      x += of_lane_xor(x, 4);
-      x += of_lane_xor(x, 8);
-    }
+    for (int mask = 2; mask < 16; mask *= 2) x += of_lane_xor(x, mask);
     return x;
   }
-  FA_DEVICE bool has_output() const { return kDivided || quadpair == 0; }
+  // Whether output block t lies within the head.
+  FA_DEVICE bool has_output(int t) const { return kColumns % 4 == 0 || 4 * (t >> 1) + quadpair < kColumns; }
   FA_DEVICE bool is_first_of_row() const { return quadpair == 0 && bit1 == 0; }
 };
 

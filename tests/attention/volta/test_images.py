@@ -201,7 +201,7 @@ def test_a_launcher_with_another_workspace_loads_no_images(
 
 def test_the_constants_are_those_that_the_functions_use() -> None:
     constants = volta_kernels.CONSTANTS
-    assert volta_kernels.part_length(1, 1) == constants["shortest_part"]
+    assert volta_kernels.part_length(1, 2) == constants["shortest_part"]
     assert volta_kernels.part_length(constants["max_parts"] * constants["longest_part"], 1) == constants["longest_part"]
     assert (
         volta_kernels.part_length(constants["max_parts"] * constants["longest_part"] + 1, 1) > constants["longest_part"]

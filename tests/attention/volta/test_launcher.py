@@ -163,6 +163,23 @@ def test_kernels_for_turing_fit_its_limits() -> None:
             assert variant.threads * variant.ctas_per_sm <= 1024
 
 
+@pytest.mark.parametrize(
+    ("group", "speculated", "tokens"),
+    [(1, 0, 8), (3, 0, 2), (6, 0, 1), (16, 0, 1), (40, 0, 1), (6, 1, 2), (6, 4, 5), (6, 5, 1), (2, 1, 4), (40, 3, 1)],
+)
+def test_tokens_of_a_sequence_that_is_decoded(group: int, speculated: int, tokens: int) -> None:
+    """Those that fit the decode kernel, or as many as are proposed, if they fit the wide one."""
+    assert volta_kernels.decode_tokens(group, speculated) == tokens
+
+
+def test_a_workspace_has_room_for_all_decoding_sequences() -> None:
+    """Of many query heads per KV head as well."""
+    of_prefill = volta_kernels.partial_floats(variants.prefill(64), 40, 2, 256, 65536)  # type: ignore[arg-type]
+    for group, speculated, rows in ((8, 0, 8), (12, 0, 12), (6, 3, 24)):
+        found = volta_kernels.partial_floats(variants.prefill(64), group, 2, 256, 65536, speculated)  # type: ignore[arg-type]
+        assert found == volta_kernels.floats_of_parts(64, 256 * 2 * 64 * rows) > of_prefill
+
+
 # --- driver -----------------------------------------------------------------------------------------------------------
 
 

@@ -48,10 +48,13 @@ def config(**changes: Any) -> Any:
     return SimpleNamespace(**(parts | changes))
 
 
-def builder() -> backend_volta.VoltaMetadataBuilder:
+def builder(**changes: Any) -> backend_volta.VoltaMetadataBuilder:
     return backend_volta.VoltaMetadataBuilder(
-        SimpleNamespace(block_size=PAGE, head_size=SIZE), ["layer"], config(), CPU
+        SimpleNamespace(block_size=PAGE, head_size=SIZE), ["layer"], config(**changes), CPU
     )
+
+
+SPECULATION = {"speculative_config": SimpleNamespace(num_speculative_tokens=3)}
 
 
 def case(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **changes: Any) -> AttentionProblem:
@@ -134,6 +137,60 @@ def test_a_step_of_decoding_requests_and_prompts(monkeypatch: pytest.MonkeyPatch
         ("fa_volta_combine", 3),
         ("fa_volta_prefill", 2),
     ]
+
+
+def test_a_step_of_a_server_that_speculates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of up to 4 tokens decode, also without proposals. No token sees later tokens of its own step."""
+    grids = simulated_gpu.use(monkeypatch)
+    problem = case((4, 1, 3, 20, 5), (200, 33, 70, 20, 70), padding=3)
+    metadata = builder(**SPECULATION).build(0, common(problem))
+    check(problem, attend(problem, metadata, layer()))
+    assert [(name, grid) for name, grid in grids[1:]] == [
+        ("fa_volta_decode_wide", (KV_HEADS, 3, 2)),
+        ("fa_volta_combine", (16, KV_HEADS, 3)),
+        ("fa_volta_prefill", (KV_HEADS, 1, 2)),
+    ]
+
+
+def test_an_answer_does_not_depend_on_what_others_have_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal bit for bit: one kernel decodes all requests of a server that speculates, whatever is in the step."""
+    simulated_gpu.use(monkeypatch)
+    mixed, speculating = case((1, 4), (300, 70)), builder(**SPECULATION)
+    assert mixed.block_table is not None
+    alone = replace(
+        mixed,
+        query=mixed.query[:1],
+        query_start_loc=mixed.query_start_loc[:2],
+        seq_lens=mixed.seq_lens[:1],
+        block_table=mixed.block_table[:1],
+    )
+    together = attend(mixed, speculating.build(0, common(mixed)), layer())
+    assert torch.equal(together[:1], attend(alone, speculating.build(0, common(alone)), layer()))
+
+
+def test_a_captured_graph_of_a_server_that_speculates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM captures steps of 4 tokens for each request; the replay reads a later step's lengths."""
+    grids = simulated_gpu.use(monkeypatch)
+    capturing = builder(**SPECULATION)
+    captured = capturing.build_for_cudagraph_capture(common(case((4, 4), (4, 4))))
+    problem = case((4, 4), (300, 599), seed=3)
+    capturing.build(0, common(problem))
+    monkeypatch.setattr(torch, "empty", None)
+    check(problem, attend(problem, captured, layer()))
+    assert ("fa_volta_decode_wide", (KV_HEADS, 2, 5)) in grids
+
+
+def test_more_short_prompts_than_the_workspace_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace is sized for decoding requests. Prompts with as few rows then run in the prefill kernel."""
+    grids = simulated_gpu.use(monkeypatch)
+    problem = case((6, 8), (300, 50))
+    found = builder()
+    workspace, room = found.workspace, 2 * KV_HEADS * 3 * 32 * (SIZE // 2 + 1)
+    for size, kind in ((room, "decode_wide"), (room - 1, "prefill")):
+        found.workspace = workspace.new_empty(size)
+        check(problem, attend(problem, found.build(0, common(problem)), layer()))
+        assert f"fa_volta_{kind}" in [name for name, _ in grids]
+        grids.clear()
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
@@ -241,6 +298,8 @@ def test_builders_share_the_workspace_that_a_layer_reserved() -> None:
     assert builder().workspace is builder().workspace is reserved
     assert reserved.numel() == volta.partial_floats(SIZE, HEADS // KV_HEADS, KV_HEADS, 6, 600)
     assert backend_volta.workspace(config(), 4 * SIZE, CPU).numel() > reserved.numel()
+    decoding = 6 * KV_HEADS * 5 * 16 * (SIZE // 2 + 1)  # requests, KV heads, parts, rows
+    assert volta.partial_floats(SIZE, HEADS // KV_HEADS, KV_HEADS, 6, 600, speculated=3) >= decoding
 
 
 def test_the_profiling_run_returns_zeros() -> None:

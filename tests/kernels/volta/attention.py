@@ -164,8 +164,9 @@ def launch_decode(
     on: Machines = simulated,
     architecture: int = VOLTA,
 ) -> Launch:
-    variant = variants.decode(problem.query.shape[2], volta.CACHES[problem.key.dtype], architecture)
     outputs, parts = outputs or Outputs(problem), parts or decode_parts(problem)
+    make = variants.decode if volta_kernels.kind_of(parts.rows) == "decode" else variants.decode_wide
+    variant = make(problem.query.shape[2], volta.CACHES[problem.key.dtype], architecture)
     machine = on(variant)
     grid = (problem.key.shape[-2], len(problem.seq_lens), parts.count)
     argument = bytes(parts.parameters(outputs, machine))

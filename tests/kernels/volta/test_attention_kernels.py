@@ -32,6 +32,7 @@ FP16 = torch.float16
 SOON = {
     "prefill": ("causal", "window", "soft cap", "ALiBi", "sinks", "all of it", "no pages"),
     "decode": ("causal", "all of it", "no pages"),
+    "decode_wide": ("causal", "all of it", "no pages"),
 }
 """Features that `make test` checks, at head size 64. `make test-more` checks the others; each head size is compiled."""
 
@@ -79,6 +80,22 @@ def test_decode(head_size: int, changes: dict[str, Any]) -> None:
     attention.check(problem, attention.decode(problem))
 
 
+@pytest.mark.parametrize(("head_size", "changes"), cases("decode_wide"))
+def test_decode_of_many_rows(head_size: int, changes: dict[str, Any]) -> None:
+    """Speculation: five tokens of six heads, which fill all parts that there is room for, and one beside them; one key
+    for three tokens, two of which see nothing."""
+    shape = {"num_heads": 12, "num_kv_heads": 2, "padding": 1}
+    problem = Case((5, 1, 3, 4), (300, 129, 1, 4), head_size=head_size, dtype=FP16, **(shape | changes)).build()
+    attention.check(problem, attention.decode(problem))
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(1, 9), (32, 1), (2, 16)])
+def test_rows_of_the_wide_kernel(tokens: int, group: int) -> None:
+    """From the fewest to the most, of one token or many."""
+    problem = Case((tokens,), (150,), group, 1, 64, dtype=FP16).build()
+    attention.check(problem, attention.decode(problem))
+
+
 IN_PARTS = ("causal", "window", "sinks")
 
 
@@ -103,12 +120,13 @@ def test_rows_that_see_nothing(parts: int) -> None:
     attention.check(problem, attention.prefill(problem, count=parts))
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 @pytest.mark.parametrize("head_size", [size if size == 64 else more(size) for size in HEAD_SIZES])
 def test_tiles_are_read_and_written_without_bank_conflicts(kind: str, head_size: int) -> None:
     """Checks tiles of queries, keys and values. Outputs are not checked: they pass once, 4 bytes at a time."""
     launch = attention.launch_prefill if kind == "prefill" else attention.launch_decode
-    simulation = launch(Case((2,), (300,), 4, 1, head_size, dtype=FP16).build())[0]
+    heads = 12 if kind == "decode_wide" else 4
+    simulation = launch(Case((2,), (300,), heads, 1, head_size, dtype=FP16).build())[0]
     trace = simulation.trace(0)
     wide = [i for i, facts in enumerate(simulation.instructions) if facts.access.startswith("shared")]
     wide = [i for i in wide if simulation.instructions[i].width == 16]
@@ -180,4 +198,22 @@ def test_no_sequence_has_more_parts_than_the_workspace_holds(length: int, longes
     for kv_len in (min(length, longest), min(8192, longest), longest):
         parts = -(-kv_len // part_length(kv_len, least))
         assert parts <= decode_parts(longest, least) <= 64
-        assert parts >= min(least, 32, -(-kv_len // 128)), "the workspace must not hold twice as many parts"
+        assert parts >= min(15 * least / 16, 32, -(-kv_len // 192)), "the workspace must not hold twice as many parts"
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "keys", "length"),
+    [
+        (4, 2688, 128),
+        (4, 2689, 192),
+        (4, 3000, 192),
+        (4, 3840, 192),
+        (4, 3841, 128),
+        (4, 4096, 256),
+        (8, 4096, 512),
+        (8, 3000, 384),
+    ],
+)
+def test_parts_half_as_long_again(kv_heads: int, keys: int, length: int) -> None:
+    """If a sequence then has 60 to 80 CTAs."""
+    assert part_length(keys, min_parts(kv_heads)) == length

@@ -12,12 +12,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA
+from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, TURING, VOLTA, WIDE_ROWS
 from kernels.volta import variants
 from kernels.volta.emulator import Emulation, EmulationError
 from kernels.volta.sim import pack_parameters
@@ -254,7 +254,7 @@ def kinds() -> list[Any]:
 def cases(draw: st.DrawFn, head_size: int, max_rows: int, max_keys: int) -> Case:
     """``max_rows`` limits query tokens times query heads per KV head of each sequence."""
     kv_heads = draw(st.sampled_from([1, 1, 2]))
-    group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 8) if g <= max_rows]))
+    group = draw(st.sampled_from([g for g in (1, 2, 4, 5, 6, 8, 12) if g <= max_rows]))
     lengths = draw(
         st.lists(st.tuples(st.integers(1, max_rows // group), st.integers(1, max_keys)), min_size=1, max_size=2)
     )
@@ -296,6 +296,16 @@ def test_decode(head_size: int, architecture: int, data: st.DataObject) -> None:
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
+@pytest.mark.parametrize(("head_size", "architecture"), kinds())
+@settings(max_examples=10)
+@given(st.data())
+def test_decode_of_many_rows(head_size: int, architecture: int, data: st.DataObject) -> None:
+    case = data.draw(cases(head_size, max_rows=WIDE_ROWS, max_keys=400))
+    assume(max(case.q_lens) * case.num_heads // case.num_kv_heads > DECODE_ROWS)
+    problem = case.build()
+    attention.check(problem, attention.decode(problem, emulated, architecture))
+
+
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_alibi_also_lowers_keys_after_a_token(kind: str, architecture: int) -> None:
@@ -324,6 +334,7 @@ def slid_out(case: Case) -> AttentionProblem:
 
 SLID_OUT = {
     "decode": Case((1, 2), (300, 77), 4, 2, dtype=FP16, window=(41, -1)),
+    "decode_wide": Case((1, 5), (300, 77), 4, 2, dtype=FP16, window=(41, -1)),
     "prefill": Case((170, 20), (320, 77), 4, 2, dtype=FP16, window=(41, -1), softcap=3.0),
 }
 
@@ -340,11 +351,12 @@ def test_pages_that_left_the_window_are_ignored(kind: str, page_size: int, archi
 
 
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
-def test_a_decode_tile_ends_with_its_part(architecture: int) -> None:
+@pytest.mark.parametrize("heads", [1, 9])
+def test_a_decode_tile_ends_with_its_part(heads: int, architecture: int) -> None:
     """The window begins three keys before the first part ends; the fourth key of its tile belongs to the second."""
     length = volta_kernels.part_length(129, volta_kernels.min_parts(1))
     assert length == 128
-    problem = Case((1,), (129,), 1, 1, dtype=FP16, causal=False, window=(3, -1)).build()
+    problem = Case((1,), (129,), heads, 1, dtype=FP16, causal=False, window=(3, -1)).build()
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
@@ -354,10 +366,10 @@ def test_prefill_in_parts_after_windows_have_moved() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 def test_rows_that_see_no_key_with_sinks_of_minus_infinity(kind: str, count: int) -> None:
     """With fewer keys than queries, the first rows sum over nothing, even with a sink of -inf."""
-    lengths = (2, 1) if kind == "decode" else (20, 12)
+    lengths = {"decode": (2, 1), "decode_wide": (6, 1), "prefill": (20, 12)}[kind]
     problem = Case(lengths[:1], lengths[1:], 4, 2, dtype=FP16, sinks=-math.inf).build()
     of_prompts = kind == "prefill"
     found = attention.prefill(problem, emulated, count) if of_prompts else attention.decode(problem, emulated)
@@ -371,17 +383,19 @@ LONG = Case((2,), (8300,), 2, 1, dtype=FP16)
 
 @pytest.mark.parametrize("architecture", [VOLTA, TURING])
 @pytest.mark.parametrize("head_size", [64, more(128), more(256)])
-def test_decode_of_long_parts(head_size: int, architecture: int) -> None:
+@pytest.mark.parametrize("heads", [2, 12])
+def test_decode_of_long_parts(heads: int, head_size: int, architecture: int) -> None:
     variant = variants.decode(head_size, architecture=architecture)
     least = volta_kernels.min_parts(LONG.num_kv_heads)
     assert volta_kernels.part_length(LONG.kv_lens[0], least) > variant.warps * variant.tile
-    problem = replace(LONG, head_size=head_size).build()
+    problem = replace(LONG, num_heads=heads, head_size=head_size).build()
     attention.check(problem, attention.decode(problem, emulated, architecture))
 
 
-def test_decode_of_a_sequence_does_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("heads", [4, 18])
+def test_decode_of_a_sequence_does_not_depend_on_the_batch(heads: int) -> None:
     """Equal bit for bit: the split into parts and the order of the sums depend only on the sequence itself."""
-    problem = Case((1, 1, 2), (700, 2500, 40), 4, 2, dtype=FP16, page_size=16).build()
+    problem = Case((1, 1, 2), (700, 2500, 40), heads, 2, dtype=FP16, page_size=16).build()
     assert problem.block_table is not None
     alone = replace(
         problem,
@@ -395,11 +409,21 @@ def test_decode_of_a_sequence_does_not_depend_on_the_batch() -> None:
         assert torch.equal(batch[:1], one)
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 @pytest.mark.parametrize("head_size", [64, more(192)])
 def test_the_simulated_machine_computes_the_same(kind: str, head_size: int) -> None:
     """Equal except for the order in which the tensor cores add, which may change an fp16 weight by one unit."""
-    case = Case((2, 1), (200, 37), 4, 2, head_size, dtype=FP16, window=(150, -1), softcap=3.0, alibi="shared")
+    case = Case(
+        (2, 1),
+        (200, 37),
+        12 if kind == "decode_wide" else 4,
+        2,
+        head_size,
+        dtype=FP16,
+        window=(150, -1),
+        softcap=3.0,
+        alibi="shared",
+    )
     problem, compute = case.build(), attention.prefill if kind == "prefill" else attention.decode
     (out, lse), (simulated_out, simulated_lse) = compute(problem, emulated), compute(problem, simulated)
     assert float((out.double() - simulated_out.double()).abs().max()) < 5e-4
@@ -411,6 +435,7 @@ BARRIERS = {
                    "keys are no longer read by others", "values are no longer read by others", "", "out is staged"],
     "decode.cu": ["queries are there", "keys are there", "keys are read", "values are there", "values are read",
                   "sums are there"],
+    "decode_wide.cu": ["keys are there", "values are there", "queries are read", "means are there"],
 }  # fmt: skip
 """The barriers of each source, in order. Those without a name are not needed for correctness: the first one of
 prefill is there for the compiler, and the second follows a barrier of the block.
@@ -438,8 +463,11 @@ def test_every_barrier_is_needed(source: str, number: int, architecture: int, tm
         name = f"sm_{variant.architecture}"
         return Emulation(folder / variant.source, variant.kernel, defines=variant.defines, architecture=name)
 
-    prefill = source == "prefill.cu"
-    problem = Case((90,), (300,), 4, 2, dtype=FP16).build() if prefill else LONG.build()
-    compute: Any = attention.prefill if prefill else attention.decode
+    problem = {
+        "prefill.cu": Case((90,), (300,), 4, 2, dtype=FP16),
+        "decode.cu": LONG,
+        "decode_wide.cu": replace(LONG, num_heads=12, window=(290, -1)),  # parts without keys too
+    }[source].build()
+    compute: Any = attention.prefill if source == "prefill.cu" else attention.decode
     with pytest.raises(EmulationError, match=r"with no barrier since|has not been written"):
         compute(problem, without_it, architecture=architecture)
