@@ -187,6 +187,7 @@ def refused_with_host_layers(**changes: Any) -> Any:
     [
         ({"parallel_config": {"data_parallel_size": 2}}, "data parallelism"),
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
+        ({"model_config": {"enable_sleep_mode": True}}, "sleep mode"),
         ({"attention_config": {"backend_per_kind": {"full_attention": Backend.OTHER}}}, "backend_per_kind"),
         ({"parallel_config": {"enable_dbo": True}}, "--enable-dbo"),
         ({"parallel_config": {"ubatch_size": 2}}, "--enable-dbo"),
