@@ -183,6 +183,8 @@ def check_worker_class(vllm_config: VllmConfig, base: type[Any], instead: str = 
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     named: Any = vllm_config.parallel_config.worker_cls
+    if named == "auto":  # the platform has not replaced it, so the user has named none
+        return
     used = resolve_obj_by_qualname(named) if isinstance(named, str) else named
     if not issubclass(used, base):
         raise Refusal(

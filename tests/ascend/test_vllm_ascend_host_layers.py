@@ -88,7 +88,14 @@ def asked(
         max_num_batched_tokens=256,
         max_num_seqs=REQUESTS,
     )
-    vars(config.parallel_config).update(local_world_size=1, tensor_parallel_size=1, data_parallel_size=1)
+    vars(config.parallel_config).update(
+        local_world_size=1,
+        tensor_parallel_size=1,
+        data_parallel_size=1,
+        pipeline_parallel_size=1,
+        worker_cls="vllm_ascend.worker.worker.NPUWorker",  # which vllm-ascend's platform names
+    )
+    config.attention_config = SimpleNamespace(backend_per_kind={})
     vars(config.cache_config).update(
         cache_dtype="auto", kv_offloading_size=None, kv_sharing_fast_prefill=False, num_gpu_blocks_override=None
     )

@@ -110,7 +110,7 @@ class OwnWorker(Worker):
     pass
 
 
-@pytest.mark.parametrize("named", [f"{__name__}.Worker", f"{__name__}.OwnWorker", OwnWorker])
+@pytest.mark.parametrize("named", ["auto", f"{__name__}.Worker", f"{__name__}.OwnWorker", OwnWorker])
 def test_a_worker_class_that_inherits_is_allowed(named: object) -> None:
     compat.check_worker_class(with_worker(named), Worker)
 
