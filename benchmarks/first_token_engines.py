@@ -110,6 +110,7 @@ class Engine:
             except TimeoutError:
                 self._look(until)
         self._answer(until)
+        self._print_new_lines()  # written since the last look
 
     def ask(self, prompt: Sequence[int], limit: float) -> float:
         """Seconds to the first token."""
@@ -136,13 +137,17 @@ class Engine:
         except EOFError:
             raise EngineError(self._failure("has ended")) from None
 
-    def _look(self, until: float) -> None:
-        """Print the engine's log lines about tiling. Raises if the engine has ended or is out of time."""
+    def _print_new_lines(self) -> None:
+        """Print the engine's log lines about tiling."""
         lines = self._log.read_text(errors="replace").splitlines()
         for line in lines[self._told :]:
             if "Tiling-AllReduce" in line:
                 print(f"{self.name}: {line[line.index('Tiling-AllReduce') :]}", flush=True)
         self._told = len(lines)
+
+    def _look(self, until: float) -> None:
+        """Print new lines. Raises if the engine has ended or is out of time."""
+        self._print_new_lines()
         if self._process.poll() is not None:
             raise EngineError(self._failure(f"has ended with {self._process.returncode}"))
         if time.monotonic() > until:
