@@ -42,6 +42,7 @@ def test_missing_images_are_named_with_the_command_that_builds_them(
 ) -> None:
     monkeypatch.setattr(wheel, "ROOT", tmp_path)
     monkeypatch.setattr(wheel, "MANIFEST", tmp_path / "lib" / "manifest.json")
+    monkeypatch.setattr("sys.argv", ["wheel.py"])
     assert wheel.main() == 1
     assert capsys.readouterr().err == (
         "fastattention wheel: there are no V100 images (lib/manifest.json); run `make volta` first.\n"
