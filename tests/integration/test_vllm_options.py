@@ -162,7 +162,7 @@ def test_several_samples_of_one_prompt(models: dict[str, Path], host_layers: int
             assert [list(one.token_ids) for one in output.outputs] == [answer.token_ids] * 3
 
 
-def test_a_worker_class_of_ones_own(models: dict[str, Path]) -> None:
+def test_a_worker_class_that_inherits_runs(models: dict[str, Path]) -> None:
     run(models["llama"], 2, worker_cls=f"{OwnWorker.__module__}.{OwnWorker.__name__}")
 
 
@@ -180,6 +180,6 @@ def test_another_worker_class_is_refused(models: dict[str, Path]) -> None:
         ("attention_config", {"backend_per_kind": {"full_attention": "TRITON_ATTN"}}, "TRITON_ATTN cannot run here"),
     ],
 )
-def test_what_cpus_lack_ends_the_start(models: dict[str, Path], option: str, value: object, sentence: str) -> None:
+def test_options_that_cpus_lack_are_refused(models: dict[str, Path], option: str, value: object, sentence: str) -> None:
     with pytest.raises(Exception, match=sentence):
         with_host_layers(models["llama"], 0, **{option: value}).__enter__()
