@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fastattention_vllm.placement.plan import indices_text
+from fastattention_vllm.plan.hardware import GIB
 from fastattention_vllm.plan.report import PlanReport, Speed
 
-GIB = 1 << 30
 LAYERS_PER_LINE = 32
 BAR = 60
 DEVICE, HOST = "█", "░"
