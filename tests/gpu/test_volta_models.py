@@ -1,9 +1,9 @@
 """Models and options that a V100's owner serves, on its kernels from PTX, against Hugging Face in fp32.
 
-fp16 rounds every step of a model, so no single tolerance fits all models. TRITON_ATTN of the same vLLM, which vLLM itself
-would choose on a V100, computes the same answers: the kernels may be at most twice as far from fp32 as it is. The models
-have random weights and few layers. Prompts are longer than a step's tokens, so they are computed in chunks, beside
-requests that decode.
+fp16 rounds every step of a model, so no single tolerance fits all models. TRITON_ATTN of the same vLLM, which vLLM
+itself would choose on a V100, computes the same answers: the kernels may be at most twice as far from fp32 as it is.
+The models have random weights and few layers. Prompts are longer than a step's tokens, so they are computed in chunks,
+beside requests that decode.
 """
 
 from __future__ import annotations
@@ -118,13 +118,12 @@ def test_options(changes: dict[str, Any], name: str, tmp_path: Path, monkeypatch
     compare(saved(MODELS[name](), tmp_path), volta(), **changes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["fp8_e4m3", "fp8_e5m2"])
-def test_caches_of_8_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_caches_of_8_bits(tmp_path: Path) -> None:
+    """e4m3 alone: TRITON_ATTN has no e5m2 on newer GPUs."""
     model = saved(reference.qwen3(8, 2, 128), tmp_path)
-    rounding = (lambda stored: stored.to(dtype).to(stored.dtype),) * 2
+    rounding = (lambda stored: stored.to(torch.float8_e4m3fn).to(stored.dtype),) * 2
     expected = hugging_face_answers(model, random_prompts(LENGTHS), MAX_TOKENS, rounding)
-    name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}[dtype]
-    compare(model, volta(), expected=expected, kv_cache_dtype=name)
+    compare(model, volta(), expected=expected, kv_cache_dtype="fp8_e4m3")
 
 
 def test_host_layers_by_themselves(tmp_path: Path) -> None:
