@@ -8,64 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn.server
 from fastapi import FastAPI
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge, make_asgi_app
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.worker import worker_base
 
-from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.serving import channel as channels
 from fastattention_vllm.integration.serving import metrics, routes, server_start
 from fastattention_vllm.integration.serving.channel import Channel
-from fastattention_vllm.integration.serving.worker_stats import METHOD, HostLayerStats, TilingStats, WorkerStats
+from fastattention_vllm.integration.serving.worker_stats import METHOD
+from tests.integration.serving.fakes import Engine, application, get, worker
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
-HOST = HostLayerStats(
-    host_layers=3,
-    device_layers=1,
-    pool_bytes=1000,
-    cpu_attention_seconds=1.5,
-    cpu_attention_bytes=10,
-    decode_streamed_bytes=20,
-    prefill_streamed_bytes=30,
-    device_wait_seconds=2.5,
-)
-TILING = {"layers": 2, "cuts": "4 blocks", "trials": []}
-TRIAL = {
-    "outputs": 64,
-    "inputs_per_rank": 32,
-    "tokens": 2048,
-    "blocks": [1024, 1024],
-    "collective": "nccl",
-    "saved_seconds": 0.25,
-}
-
-
-def worker(rank: int, host_layers: HostLayerStats | None = HOST) -> dict[str, Any]:
-    tiling = TilingStats.model_validate(TILING | {"trials": [TRIAL]})
-    stats = WorkerStats(rank=rank, host="node", kernels={"ours": 4}, host_layers=host_layers, tiling=tiling)
-    return stats.model_dump()
-
-
-class Engine:
-    """Answers as vLLM's client does, at once or when it is told to."""
-
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers = answers
-        self.free = asyncio.Event()
-        self.free.set()
-        self.asked = 0
-        backend = SimpleNamespace(name=compat.BACKEND_NAME)
-        self.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
-
-    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
-        assert method == METHOD
-        self.asked += 1
-        await self.free.wait()
-        return list(self.answers)
 
 
 @pytest.fixture
@@ -74,19 +30,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     monkeypatch.setattr(routes, "REGISTRY", own)
     monkeypatch.setattr(metrics, "REGISTRY", own)
     return own
-
-
-def application(engine: Any, registry: CollectorRegistry, api_key: list[str] | None = None) -> FastAPI:
-    app = FastAPI()
-    app.mount("/metrics", make_asgi_app(registry=registry))
-    app.state.engine_client = engine
-    app.state.args = SimpleNamespace(api_key=api_key)
-    return app
-
-
-async def get(app: Any, path: str, **more: Any) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-        return await client.get(path, follow_redirects=True, **more)
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -151,7 +94,7 @@ def test_the_status_has_the_same_numbers(registry: CollectorRegistry) -> None:
 
 @pytest.mark.parametrize(("sent", "code"), [(None, 401), ("Bearer wrong", 401), ("Bearer right", 200)])
 def test_a_server_with_a_key_asks_for_it(registry: CollectorRegistry, sent: str | None, code: int) -> None:
-    async def ask() -> httpx.Response:
+    async def ask() -> Any:
         app = application(Engine(worker(0)), registry, ["other", "right"])
         return await get(routes.attach(app, app), routes.STATUS, headers={"Authorization": sent} if sent else {})
 
@@ -200,7 +143,7 @@ def test_an_engine_that_fails_ends_no_scrape(registry: CollectorRegistry) -> Non
         async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
             raise RuntimeError("engine is dead")
 
-    async def scrape() -> httpx.Response:
+    async def scrape() -> Any:
         app = application(Dead(), registry)
         return await get(routes.attach(app, app), "/metrics")
 
