@@ -100,7 +100,7 @@ def predictor(vllm_config: Any, workers: Sequence[WorkerStats]) -> Predictor:
         on_host = [index for group in workers[0].layers if group.place == "host" for index in group.layers]
         placed = plan(planned.layers, planned.size, on_host, planned.limits)
     except (PlanError, PlacementError) as error:
-        return Predictor(None, Prediction.none(str(error).rstrip(".")))
+        return Predictor(None, Prediction.none(reason(error)))
     memory = replace(planned, placement=placed)
     longest = of_length(memory, planned.request.context)
     decode, prefill = speed.decode(longest), speed.prefill(longest)
@@ -121,6 +121,11 @@ def predictor(vllm_config: Any, workers: Sequence[WorkerStats]) -> Predictor:
     )
 
 
+def reason(error: Exception) -> str:
+    """The planner's sentence without its advice for the command line."""
+    return str(error).partition("; ")[0].rstrip(".")
+
+
 def plan_of(vllm_config: Any, machine: Machine) -> MemoryPlan:
     """The plan with this server's options.
 
@@ -134,7 +139,9 @@ def plan_of(vllm_config: Any, machine: Machine) -> MemoryPlan:
     model = vllm_config.model_config
     try:
         shape = shape_of(model.hf_config.to_dict(), str(model.model))
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+    except PlanError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise PlanError(f"the planner does not know this model: {error}") from error
     request = Request(
         context=model.max_model_len,

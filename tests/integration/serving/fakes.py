@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,13 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.serving.worker_stats import (
     METHOD,
     HostLayerStats,
+    HostRates,
     LayerGroup,
     TilingStats,
     WorkerStats,
 )
 
+SHAPES = Path(__file__).resolve().parents[2] / "plan" / "shapes"
 HOST = HostLayerStats(
     host_layers=3,
     device_layers=1,
@@ -96,3 +100,40 @@ def application(engine: Any, registry: CollectorRegistry, api_key: list[str] | N
 async def get(app: Any, path: str, **more: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         return await client.get(path, follow_redirects=True, **more)
+
+
+def gpu_config(**changes: Any) -> SimpleNamespace:
+    """What vLLM knows of a server with an 8B Llama."""
+    config = json.loads((SHAPES / "llama3-8b" / "config.json").read_text())
+    config = config | {"max_position_embeddings": 131072} | changes
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name=compat.BACKEND_NAME)),
+        additional_config={},
+        model_config=SimpleNamespace(
+            model="llama3-8b",
+            served_model_name="llama3-8b",
+            max_model_len=131072,
+            hf_config=SimpleNamespace(to_dict=lambda: config),
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+    )
+
+
+def gpu_worker(host: int, rates: HostRates | None = None, rank: int = 0) -> WorkerStats:
+    """A worker on an H200 with an 8B Llama, whose first ``host`` layers are host layers."""
+    layers = [LayerGroup(place="device", kernels="FlashAttention", layers=list(range(host, 32)))]
+    if host:
+        layers.append(LayerGroup(place="host", kernels="FlashAttention", layers=list(range(host))))
+    update = {"host_layers": host, "device_layers": 32 - host, "rates": rates, "pool_bytes": 12 << 30}
+    return WorkerStats(
+        rank=rank,
+        host="node",
+        device="NVIDIA H200",
+        device_bytes=int(139.72 * (1 << 30)),
+        kernels={"FlashAttention": 32},
+        layers=layers,
+        host_layers=HOST.model_copy(update=update) if host else None,
+        tiling=None,
+    )

@@ -27,6 +27,7 @@ export const plural = (number, word) => `${count(number)} ${word}${number === 1 
 
 /** Three significant digits. */
 function digits(number) {
+  if (number === 0) return "0";
   return number >= 100 ? count(Math.round(number)) : number.toFixed(number >= 10 ? 1 : 2);
 }
 
@@ -44,33 +45,35 @@ export function lasted(time) {
   const texts = parts.slice(first, first + (first < 2 ? 2 : 1)).map(([unit, size]) => {
     const number = Math.floor(left / size);
     left -= number * size;
-    return `${number} ${unit}`;
+    return number ? `${number} ${unit}` : "";
   });
-  return texts.join(" ");
+  return texts.filter(Boolean).join(" ");
 }
 
-/** A step line of fractions over the last hour. points: [seconds ago, highest, last], the oldest first. */
-export function usageChart(points, intervalSeconds, label) {
-  const [width, height, left, bottom, hour] = [440, 150, 34, 20, 3600];
-  const x = (ago) => left + (width - left) * (1 - Math.min(ago, hour) / hour);
+/** A step line of fractions over the last `span` seconds. points: [seconds ago, highest, last], the oldest first. */
+export function usageChart(points, span, intervalSeconds, label) {
+  const [width, height, left, bottom] = [440, 150, 38, 20];
+  const x = (ago) => left + (width - left) * (1 - Math.min(ago, span) / span);
   const y = (fraction) => 6 + (height - bottom - 6) * (1 - fraction);
   const line = [];
-  for (const [ago, highest, last] of points) {
-    const before = line.length ? line[line.length - 1][1] : y(0);
+  points.forEach(([ago, highest, last], index) => {
     const end = Math.max(ago - intervalSeconds, 0);
-    if (ago <= hour) line.push([x(ago), before], [x(ago), y(highest)], [x(end), y(highest)], [x(end), y(last)]);
-    else line.push([x(hour), y(last)]);
-  }
+    const following = index + 1 < points.length ? points[index + 1][0] : 0;
+    if (ago > span) return line.splice(0, line.length, [x(span), y(last)]);
+    line.push([x(ago), line.length ? line[line.length - 1][1] : y(0)], [x(ago), y(highest)], [x(end), y(highest)]);
+    // No step follows at once, so the last fraction stays. A step chart drops to it only there.
+    if (end - following > intervalSeconds / 2 || index + 1 === points.length) line.push([x(end), y(last)]);
+  });
   if (line.length) line.push([x(0), line[line.length - 1][1]]);
   const path = line.map(([a, b], index) => `${index ? "L" : "M"}${a.toFixed(1)} ${b.toFixed(1)}`).join("");
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   for (const fraction of [0, 0.5, 1]) {
     picture.append(
       svg("line", { class: "grid", x1: left, x2: width, y1: y(fraction), y2: y(fraction) }),
-      svg("text", { x: left - 6, y: y(fraction) + 4, "text-anchor": "end" }, `${100 * fraction}%`),
+      svg("text", { x: left - 6, y: y(fraction) + 4, "text-anchor": "end" }, `${100 * fraction} %`),
     );
   }
-  for (const [ago, text, anchor] of [[hour, "1 h ago", "start"], [hour / 2, "30 min", "middle"], [0, "now", "end"]])
+  for (const [ago, text, anchor] of [[span, `${lasted(span)} ago`, "start"], [span / 2, lasted(span / 2), "middle"], [0, "now", "end"]])
     picture.append(svg("text", { x: x(ago), y: height - 3, "text-anchor": anchor }, text));
   if (line.length) {
     const ground = `L${x(0)} ${y(0)}L${line[0][0].toFixed(1)} ${y(0)}Z`;
@@ -93,11 +96,11 @@ export function bar(name, value, limit, text, limitText) {
 }
 
 /** columns: [title, class]; rows: arrays of texts or elements. */
-export function table(columns, rows, caption) {
-  const cell = (content, [title, kind]) => h("td", { class: kind, "data-name": title }, content);
+export function table(columns, rows, caption, kind = "") {
+  const cell = (content, [title, place]) => h("td", { class: place, "data-name": title }, content);
   return h("div", { class: "scroll" },
-    h("table", { "aria-label": caption },
-      h("thead", {}, h("tr", {}, ...columns.map(([title, kind]) => h("th", { class: kind, scope: "col" }, title)))),
+    h("table", { class: kind, "aria-label": caption },
+      h("thead", {}, h("tr", {}, ...columns.map(([title, place]) => h("th", { class: place, scope: "col" }, title)))),
       h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((content, index) => cell(content, columns[index])))))));
 }
 

@@ -2,6 +2,9 @@
 import { bar, bytes, count, h, lasted, note, percent, plural, rate, seconds, table, usageChart } from "./draw.js";
 
 const INTERVAL_SECONDS = 10;
+const SPANS = [600, 3600];
+const SHOWN_REQUESTS = 20;
+const SMALL_POOL = 512 * 1024 ** 2;
 const show = (id, ...children) => document.getElementById(id).replaceChildren(...children.filter(Boolean));
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const median = (numbers) => [...numbers].sort((a, b) => a - b)[Math.floor(numbers.length / 2)];
@@ -55,17 +58,18 @@ function legend({ layers, host_layers, device, device_bytes }) {
   }));
 }
 
-export function pool({ kv_cache, requests, workers }) {
+export function pool({ kv_cache, requests, workers, uptime_seconds }) {
   if (!requests.statistics)
     return show("pool", note("vLLM’s statistics are off (--disable-log-stats), so the use of the cache is not known."));
   const used = kv_cache.used_fraction ?? 0;
   const size = workers.reduce((sum, { host_layers }) => sum + (host_layers ? host_layers.pool_bytes : 0), 0);
+  const span = SPANS.find((seconds) => uptime_seconds <= seconds) ?? SPANS[SPANS.length - 1];
   const points = kv_cache.history.map(({ seconds_ago, highest, last }) => [seconds_ago, highest, last]);
   const peak = Math.max(0, ...points.map(([, highest]) => highest));
-  const label = `KV cache in use over the last hour: now ${percent(used)}, highest ${percent(peak)}`;
+  const label = `KV cache in use over the last ${lasted(span)}: now ${percent(used)}, highest ${percent(peak)}`;
   show("pool",
     h("p", { class: "figure" }, percent(used), h("small", {}, ` of the blocks, at most ${percent(peak)} in the last hour`)),
-    h("div", { class: "chart" }, usageChart(points, INTERVAL_SECONDS, label)),
+    h("div", { class: "chart" }, usageChart(points, span, INTERVAL_SECONDS, label)),
     size ? note(`Host pool: ${bytes(used * size)} of ${bytes(size)} in use${workers.length > 1 ? ", all ranks together" : ""}. Device layers use the same fraction.`) : null);
 }
 
@@ -76,7 +80,10 @@ export function rates({ workers }, before, elapsed) {
   show("rates", ...found.flatMap((worker) => {
     const old = before?.workers.find(({ rank }) => rank === worker.rank)?.host_layers;
     return [found.length > 1 ? h("h3", {}, `Rank ${worker.rank}`) : null, ...ofWorker(worker, old, elapsed)];
-  }), note("“Since start” counts only the time in which the CPU computes attention. Limits were measured when the server started."));
+  }), note("“Since start” counts only the time in which the CPU computes attention. Limits were measured when the server started."),
+  found.some(({ host_layers }) => host_layers.pool_bytes < SMALL_POOL)
+    ? note("This pool is so small that the CPU’s caches hold much of it. The rate of plain reads is then higher than that of main memory.")
+    : null);
 }
 
 function ofWorker({ host_layers: now, device_bytes }, old, elapsed) {
@@ -117,7 +124,7 @@ export function plan({ prediction: found, requests, workers, max_model_len }) {
   };
   const actual = workers[0].layers.filter(({ place }) => place === "host").reduce((sum, { layers }) => sum + layers.length, 0);
   show("plan",
-    table([["", "wide"], ["Planned", "number"], ["Measured", "number"], ["", "wide"]], [
+    table([["", "title"], ["Planned", "number"], ["Measured", "number"], ["", "title"]], [
       ["Host layers", count(found.planned_host_layers), count(actual), `planned for ${count(max_model_len)} tokens`],
       row("Prompt, until the first token", "prefill_seconds", "predicted_prefill_seconds"),
       row("Each further token", "decode_seconds_per_token", "predicted_decode_seconds_per_token"),
@@ -145,12 +152,12 @@ export function requests({ requests: { recent, statistics } }) {
   const time = (value) => (value === null ? "–" : seconds(value));
   const cached = (one) => (one.cached_tokens ? `${number(one.prompt_tokens)} (${number(one.cached_tokens)} cached)` : number(one.prompt_tokens));
   show("requests",
-    table([["Request", "wide"], ["Arrived", "number"], ["Prompt tokens", "number"], ["New tokens", "number"], ["Prefill", "number"], ["Per token", "number"], ["Duration", "number"], ["Status", ""]],
-      recent.map((one) => [
+    table([["Request", "title"], ["Arrived", "number"], ["Prompt tokens", "number"], ["New tokens", "number"], ["Prefill", "number"], ["Per token", "number"], ["Duration", "number"], ["Status", "aside"]],
+      recent.slice(0, SHOWN_REQUESTS).map((one) => [
         h("span", { class: "id", title: `${one.path} ${one.response_id ?? ""}` }, one.response_id ?? one.path),
         `${lasted(one.seconds_ago)} ago`, cached(one), number(one.new_tokens), time(one.prefill_seconds),
         time(one.decode_seconds_per_token), time(one.seconds), status(one),
-      ]), "Recent requests"),
+      ]), "Recent requests", "requests"),
     statistics ? null : note("vLLM’s statistics are off (--disable-log-stats), so times within a request are not known."));
 }
 
