@@ -8,18 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn.server
 from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.v1.engine import FinishReason
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from vllm.v1.worker import worker_base
 
 from fastattention_vllm.integration.serving import channel as channels
 from fastattention_vllm.integration.serving import metrics, routes, server_start
 from fastattention_vllm.integration.serving.channel import Channel
 from fastattention_vllm.integration.serving.worker_stats import METHOD
-from tests.integration.serving.fakes import Engine, application, get, worker
+from tests.integration.serving.fakes import Engine, application, get, gpu_config, gpu_worker, worker
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
@@ -191,3 +194,37 @@ def test_the_plugin_changes_vllms_worker_and_server(monkeypatch: pytest.MonkeyPa
 
 def test_refused_requests_are_counted() -> None:
     assert REGISTRY.get_sample_value("fastattention:refused_requests_total") is not None
+
+
+def test_the_status_joins_requests_with_what_the_engine_measured(registry: CollectorRegistry) -> None:
+    async def ask() -> Any:
+        engine = Engine()
+        engine.vllm_config = gpu_config()
+        engine.answers = (gpu_worker(host=8).model_dump(),)
+        app = application(engine, registry)
+
+        @app.post("/v1/completions")
+        async def completions() -> dict[str, str]:
+            return {"id": "cmpl-1"}
+
+        served = routes.attach(app, app)
+        (stats,) = engine.logger_manager.stat_loggers
+        done = FinishedRequestStats(FinishReason.STOP, request_id="cmpl-1-0", num_prompt_tokens=1000)
+        done.num_generation_tokens, done.prefill_time, done.decode_time = 11, 0.5, 1.0
+        iteration = IterationStats()
+        iteration.finished_requests.append(done)
+        stats.record(SchedulerStats(num_running_reqs=1, kv_cache_usage=0.25), iteration)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://server") as client:
+            await client.post("/v1/completions")
+            return (await client.get(routes.STATUS)).json()
+
+    status = asyncio.run(ask())
+    assert status["kv_cache"]["used_fraction"] == 0.25
+    assert [point["highest"] for point in status["kv_cache"]["history"]] == [0.25]
+    assert status["requests"]["running"] == 1
+    (one,) = status["requests"]["recent"]
+    assert (one["response_id"], one["status"], one["prompt_tokens"], one["new_tokens"]) == ("cmpl-1", 200, 1000, 11)
+    assert (one["prefill_seconds"], one["decode_seconds_per_token"]) == (0.5, 0.1)
+    assert 0 < one["predicted_prefill_seconds"] < 0.5
+    assert 0 < one["predicted_decode_seconds_per_token"] < 0.1
+    assert status["prediction"]["why_not"] is None
