@@ -166,11 +166,14 @@ def machine_of(workers: Sequence[WorkerStats]) -> Machine:
     key = device_key(worker.device, worker.device_bytes)
     if key is None:
         raise PlanError(f"the planner has no data for {worker.device} with {worker.device_bytes / GIB:.1f} GiB")
-    changes: dict[str, float] = {"memory_gib": psutil.virtual_memory().total / GIB}
-    rates = rates_of(workers)
-    if rates:
-        changes |= {"read_gb_per_s": rates[0] / 1e9, "link_gb_per_s": rates[1] / 1e9}
-    return hardware.machine(key, len(workers), **changes)
+    memory, link = rates_of(workers) or (None, None)
+    return hardware.machine(
+        key,
+        len(workers),
+        memory_gib=psutil.virtual_memory().total / GIB,
+        read_gb_per_s=memory / 1e9 if memory else None,
+        link_gb_per_s=link / 1e9 if link else None,
+    )
 
 
 def rates_of(workers: Sequence[WorkerStats]) -> tuple[float, float] | None:
