@@ -54,7 +54,7 @@ class EngineStats(StatLoggerBase):
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **more: Any
     ) -> None:
         if scheduler_stats is not None:
-            self._steps[engine_idx] = scheduler_stats
+            self._steps |= {engine_idx: scheduler_stats}
             self.history.add(max(step.kv_cache_usage for step in self._steps.values()))
         for one in iteration_stats.finished_requests if iteration_stats is not None else ():
             # vLLM 0.19.1 does not name the request.

@@ -35,6 +35,14 @@ class Seen:
         self.new_tokens: int | None = None
         self._edges = b""
 
+    def sent(self, message: Any) -> None:
+        """Note an ASGI message of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message["type"] == "http.response.body":
+            self.read(message.get("body", b""))
+            self.complete = not message.get("more_body", False)
+
     def read(self, body: bytes) -> None:
         """Look for the id in the first bytes, and keep the last ones."""
         if self.response_id is None and (found := ID.search(body[:EDGE_BYTES])):
@@ -72,11 +80,7 @@ class RecentRequests:
 
         async def watched(message: Any) -> None:
             await send(message)
-            if message["type"] == "http.response.start":
-                seen.status = message["status"]
-            elif message["type"] == "http.response.body":
-                seen.read(message.get("body", b""))
-                seen.complete = not message.get("more_body", False)
+            seen.sent(message)
 
         try:
             await self.app(scope, receive, watched)
