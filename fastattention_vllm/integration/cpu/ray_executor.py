@@ -41,7 +41,7 @@ class CpuRayExecutor(RayExecutorV2):
     def shutdown(self) -> None:
         if not ray.is_initialized():
             # Ray ended first, and its workers with it. To kill them now, Ray would start another session.
-            self.ray_worker_handles = []
+            self.ray_worker_handles: list[Any] = []
         super().shutdown()
 
 
