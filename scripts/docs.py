@@ -76,7 +76,6 @@ def option_lines() -> Iterator[str]:
         "- vLLM's own: the code of vLLM or vllm-ascend handles the option, as without this plugin.",
         "- refused: the start ends with one sentence.",
         "- no effect: the backend does not read the option.",
-        "- untested: no test covers the option yet.",
         "",
         "Host layers are plain attention layers of one shape over their own KV cache. A model with other attention",
         "layers (chunked, static sinks, R-SWA, images whose tokens attend in both directions, several numbers of KV",

@@ -18,7 +18,7 @@ TABLE = Path(__file__).with_suffix(".toml")
 KINDS = ("engine", "sampling", "pooling", "attention_config", "environment")
 """The parts of vLLM's surface that users set."""
 
-Answer = Literal["runs", "vLLM's own", "refused", "no effect", "untested"]
+Answer = Literal["runs", "vLLM's own", "refused", "no effect"]
 
 
 class Concerned(BaseModel):

@@ -25,6 +25,7 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -37,6 +38,13 @@ WINDOW = 48
 
 def llama(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> LlamaConfig:
     return LlamaConfig(**decoder_shape(num_heads, num_kv_heads, head_size, layers))
+
+
+def qwen2(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> Qwen2Config:
+    """Biases in the projections of queries, keys and values. Its head size is hidden_size / num_attention_heads."""
+    shape = decoder_shape(num_heads, num_kv_heads, head_size, layers) | {"hidden_size": num_heads * head_size}
+    del shape["head_dim"]
+    return Qwen2Config(**shape)
 
 
 def qwen3(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) -> Qwen3Config:

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "attention": {"cuda_driver"},
     "placement": {"attention"},
     "parallel": {"cuda_driver"},
-    "integration": {PACKAGE, "attention", "placement", "parallel"},
+    "integration": {PACKAGE, "attention", "placement", "parallel", "plan"},
     "bench": {"attention", "placement", "parallel"},
     "doctor": {PACKAGE, "attention", "placement", "parallel", "integration", "bench"},
     "plan": {"placement"},

@@ -56,13 +56,16 @@ class Unsupported:
     asked_for: Question
 
 
-def check_supported(vllm_config: VllmConfig) -> None:
+def check_supported(vllm_config: VllmConfig, rows: tuple[Unsupported, ...] | None = None) -> None:
     """Refuse unsupported features in the API server, before any process is started.
+
+    Args:
+        rows: the features of a device other than a CPU: ``UNTESTED_ON_VOLTA`` or ``UNTESTED_ON_NPUS``.
 
     Raises:
         Refusal: the first feature found, with the reason and the flag to change.
     """
-    for row in UNSUPPORTED:
+    for row in UNSUPPORTED if rows is None else rows:
         value = row.asked_for(vllm_config)
         if value:
             named = "" if value is True else f" ({value})"
@@ -157,6 +160,11 @@ def _speculation(config: VllmConfig) -> object:
         return False
     sampling = speculative.rejection_sample_method
     return speculative.method if speculative.method not in SPECULATION else sampling != "standard" and sampling
+
+
+def _another_backend(config: VllmConfig) -> object:
+    chosen = getattr(config.attention_config, "backend_per_kind", {})
+    return next((f"{kind}: {one.name}" for kind, one in chosen.items() if one.name != compat.BACKEND_NAME), False)
 
 
 _ANOTHER_MODEL = "serve a decoder-only model with standard attention (Llama, Qwen, Mistral, Gemma, ...)"
@@ -268,6 +276,27 @@ QUANTISED_CACHE = Unsupported(
     _kv_cache_quantisation,
 )
 
+KV_CONNECTOR = Unsupported(
+    "a KV connector",
+    "KV transfer and offloading connectors are untested with this backend's cache layout",
+    "remove --kv-transfer-config and --kv-offloading-size",
+    lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
+)
+
+BATCH_INVARIANCE = Unsupported(
+    "batch invariance",
+    "how a request's sums are rounded depends on the other requests in its batch",
+    "unset VLLM_BATCH_INVARIANT",
+    _batch_invariance,
+)
+
+CONTEXT_PARALLELISM = Unsupported(
+    "context parallelism",
+    "the backend keeps all tokens of a KV head on one rank",
+    "use --tensor-parallel-size instead",
+    lambda c: c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1,
+)
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "multi-head latent attention",
@@ -330,12 +359,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "set VLLM_USE_V2_MODEL_RUNNER=0",
         lambda c: compat.v2_runner_is_missing(c) and f"vLLM {metadata.version('vllm')}",
     ),
-    Unsupported(
-        "a KV connector",
-        "KV transfer and offloading connectors are untested with this backend's cache layout",
-        "remove --kv-transfer-config and --kv-offloading-size",
-        lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
-    ),
+    KV_CONNECTOR,
     Unsupported(
         "data parallelism",
         "fastattention divides this machine's CPUs and memory among the ranks of a single engine",
@@ -384,24 +408,45 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "serve the unquantised model",
         lambda c: not compat.has_compiled_cpu_ops() and c.model_config.quantization,
     ),
-    Unsupported(
-        "batch invariance",
-        "how a request's sums are rounded depends on the other requests in its batch",
-        "unset VLLM_BATCH_INVARIANT",
-        _batch_invariance,
-    ),
+    BATCH_INVARIANCE,
     Unsupported(
         "microbatching",
         "it overlaps communication between GPUs, and this engine runs on CPUs",
         "remove --enable-dbo and --ubatch-size",
         _microbatches,
     ),
+    CONTEXT_PARALLELISM,
+)
+
+_NEVER_RUN = "the kernels of this device were never run with it"
+
+UNTESTED_ON_VOLTA: tuple[Unsupported, ...] = (
+    KV_CONNECTOR,
+    CONTEXT_PARALLELISM,
+    Unsupported("microbatching", _NEVER_RUN, "remove --enable-dbo and --ubatch-size", _microbatches),
     Unsupported(
-        "context parallelism",
-        "the backend keeps all tokens of a KV head on one rank",
-        "use --tensor-parallel-size instead",
-        lambda c: (
-            c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
-        ),
+        "fast prefill",
+        _NEVER_RUN,
+        "remove --kv-sharing-fast-prefill",
+        lambda c: c.cache_config.kv_sharing_fast_prefill and "--kv-sharing-fast-prefill",
+    ),
+    Unsupported(
+        "another backend beside this one",
+        _NEVER_RUN,
+        "remove backend_per_kind from --attention-config",
+        _another_backend,
     ),
 )
+"""What the start refuses on V100 and T4."""
+
+UNTESTED_ON_NPUS: tuple[Unsupported, ...] = (
+    *UNTESTED_ON_VOLTA,
+    BATCH_INVARIANCE,
+    Unsupported(
+        "speculative decoding",
+        _NEVER_RUN,
+        "remove --speculative-config",
+        lambda c: c.speculative_config is not None and c.speculative_config.method,
+    ),
+)
+"""What the start refuses on NPUs, for the dense attention layers that this backend computes there."""

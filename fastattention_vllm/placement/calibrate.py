@@ -21,6 +21,7 @@ from fastattention_vllm.placement.stream_split import Rates
 
 SAMPLE_BYTES = 2 << 30
 """Size of the sample of the pool. It is larger than any CPU cache, and small enough to be read quickly."""
+PAGE_BYTES = 1 << 20
 ROUNDS = 3
 
 
@@ -41,12 +42,8 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
         causal=True,
         window=(-1, -1),
     )
-    page = 1 << 20
-    addresses = [sample.data_ptr() + offset for offset in range(0, sample.nbytes - page + 1, page)]
-    reader = PageReader(addresses, [page] * len(addresses))
     staging = layer.group.prefetcher.view(0, cache)
     some = torch.arange(min(len(staging), blocks))
-    methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
     staged = len(some) * cache[:1].nbytes
     cpu = _rate(lambda: cpu_kernels.run(problem), sample.nbytes)
     up = _rate(lambda: link.wait_on_host(link.fetch(cache, some, staging, [])), staged)
@@ -60,8 +57,16 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
         link,
         up,
     )
-    memory = max(_rate(functools.partial(reader.read, method), reader.total_bytes) for method in methods)
-    return Rates(memory, cpu, up, cpu_beside, up_beside)
+    return Rates(plain_read_rate(sample), cpu, up, cpu_beside, up_beside)
+
+
+def plain_read_rate(sample: torch.Tensor) -> float:
+    """Bytes per second of plain reads of ``sample`` by the attention threads, up to :data:`SAMPLE_BYTES` of it."""
+    page = min(PAGE_BYTES, sample.nbytes)
+    ends = range(page, min(sample.nbytes, SAMPLE_BYTES) + 1, page)
+    reader = PageReader([sample.data_ptr() + end - page for end in ends], [page] * len(ends))
+    methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
+    return max(_rate(functools.partial(reader.read, method), reader.total_bytes) for method in methods)
 
 
 def _rates_together(

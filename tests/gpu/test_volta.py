@@ -75,12 +75,15 @@ def check(problem: AttentionProblem, there: AttentionProblem | None = None) -> N
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 def test_every_feature_at_every_head_size(kind: str, changes: dict[str, Any], head_size: int) -> None:
     if kind == "prefill":
         case = Case((170, 40, 3, 1), (170, 900, 33, 1), 6, 2, head_size, dtype=FP16, **changes)
-    else:
+    elif kind == "decode":
         case = Case((2, 1, 1), (3000, 1, 129), 8, 2, head_size, dtype=FP16, **changes)
+    else:
+        case = Case((5, 1, 3, 4), (3000, 129, 1, 4), 12, 2, head_size, dtype=FP16, **changes)
+    assert volta_kernels.kind_of(max(case.q_lens) * case.num_heads // case.num_kv_heads) == kind
     check(case.build())
 
 
@@ -109,7 +112,7 @@ def test_values_with_different_strides() -> None:
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["causal", "all of it"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode_wide"])
 def test_caches_of_8_bits_at_every_head_size(
     kind: str, dtype: torch.dtype, changes: dict[str, Any], head_size: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -16,7 +17,13 @@ from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.refusal import Refusal, sentence
-from fastattention_vllm.integration.support import SUPPORTED, UNSUPPORTED
+from fastattention_vllm.integration.support import (
+    SUPPORTED,
+    UNSUPPORTED,
+    UNTESTED_ON_NPUS,
+    UNTESTED_ON_VOLTA,
+    check_supported,
+)
 from tests.reference_models import VOCAB, llama
 
 SMALL: dict[str, Any] = {
@@ -249,3 +256,44 @@ def test_an_fp8_cache_is_hidden_from_a_platform_without_support(
 
 def test_a_refusal_is_a_value_error() -> None:
     assert issubclass(Refusal, ValueError)
+
+
+ON_OTHER_DEVICES: dict[str, dict[str, Any]] = {
+    "a KV connector": {"kv_offloading_size": 1.0},
+    "context parallelism": {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+    "microbatching": {"enable_dbo": True},
+    "fast prefill": {"kv_sharing_fast_prefill": True},
+    "another backend beside this one": {},
+    "batch invariance": {},
+    "speculative decoding": {"speculative_config": NGRAM},
+}
+
+
+def test_every_row_of_other_devices_has_a_case() -> None:
+    assert set(UNTESTED_ON_VOLTA) < set(UNTESTED_ON_NPUS)
+    assert set(ON_OTHER_DEVICES) == {row.feature for row in UNTESTED_ON_NPUS}
+
+
+@pytest.mark.parametrize("feature", ON_OTHER_DEVICES)
+def test_what_was_never_run_on_another_device_is_refused_there(
+    feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastattention_vllm.integration.cpu.platform.check_supported", lambda config: None)
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", feature == "batch invariance", raising=False)
+    config = engine_config(plain(), tmp_path, **ON_OTHER_DEVICES[feature])
+    if feature == "microbatching":
+        config.parallel_config.enable_dbo = True  # vLLM's CPU platform turns it off
+    if feature == "another backend beside this one":
+        config.attention_config = SimpleNamespace(backend_per_kind={"full": SimpleNamespace(name="TRITON_ATTN")})
+    for rows in (UNTESTED_ON_VOLTA, UNTESTED_ON_NPUS):
+        if feature in {row.feature for row in rows}:
+            with pytest.raises(Refusal, match=f"^{feature}.* is not supported: .*; .*[.]$"):
+                check_supported(config, rows)
+        else:
+            check_supported(config, rows)
+
+
+def test_a_plain_model_passes_on_other_devices(tmp_path: Path) -> None:
+    config = engine_config(plain(), tmp_path)
+    check_supported(config, UNTESTED_ON_VOLTA)
+    check_supported(config, UNTESTED_ON_NPUS)

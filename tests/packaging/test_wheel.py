@@ -98,6 +98,8 @@ def test_the_wheel_holds_the_kernels_and_no_sources(wheel: Path) -> None:
         names = archive.namelist()
         manifest = json.loads(archive.read("fastattention_vllm/lib/volta/manifest.json"))
     assert "fastattention_vllm/lib/libfastattention_cpu.so" in names
+    page = ROOT / "fastattention_vllm" / "integration" / "serving" / "page"
+    assert {path.relative_to(ROOT).as_posix() for path in page.iterdir()} <= set(names)
     assert {f"fastattention_vllm/lib/volta/{image}" for image in manifest["images"]} <= set(names)
     assert "fastattention_vllm/py.typed" in names
     assert not [name for name in names if name.startswith(("kernels/", "tests/", "scripts/", "benchmarks/"))]

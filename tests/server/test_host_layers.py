@@ -74,7 +74,7 @@ def question(number: int, tokens: int) -> str:
 
 
 @contextlib.contextmanager
-def serving(model: Path, log: Path, host_kv_gib: float) -> Iterator[Server]:
+def serving(model: Path, log: Path, host_kv_gib: float, *more: str) -> Iterator[Server]:
     """`vllm serve`, ready for requests. All of its processes are ended afterwards."""
     port = free_port()
     arguments = {
@@ -91,7 +91,7 @@ def serving(model: Path, log: Path, host_kv_gib: float) -> Iterator[Server]:
     flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [str(VLLM), "serve", str(model), "--enforce-eager", *flags],
+            [str(VLLM), "serve", str(model), "--enforce-eager", *flags, *more],
             env=USER_ENVIRONMENT,
             stdout=output,
             stderr=subprocess.STDOUT,

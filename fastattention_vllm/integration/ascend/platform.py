@@ -55,6 +55,8 @@ def _honouring(choose: Any) -> Any:
         if getattr(selected_backend, "name", None) != compat.BACKEND_NAME:
             return chosen
         check_version()
+        if chosen == DENSE_PATH:
+            check_features()
         # The runner calls this before it creates the model's layers, and after vllm-ascend has patched vLLM.
         from fastattention_vllm.integration.ascend import row_parallel as ascend_row_parallel
 
@@ -82,3 +84,18 @@ def check_version() -> None:
             "install a supported version together with the vLLM of the same version, or remove --attention-backend "
             "fastattention."
         )
+
+
+def check_features() -> None:
+    """Refuse what was never tested with this backend on NPUs.
+
+    Raises:
+        Refusal: the feature, the reason, and the flag to change.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    from fastattention_vllm.integration import support
+
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is not None:
+        support.check_supported(vllm_config, support.UNTESTED_ON_NPUS)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.cuda.select import FLASH
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -68,6 +68,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         before(vllm_config)
         if vllm_config.attention_config.backend is not compat.ensure_backend_member():
             return
+        support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
         from fastattention_vllm.integration.cuda import xformers
 
         reason = xformers.why_volta_refuses(vllm_config)

@@ -65,6 +65,8 @@ class HostLayers:
     pool: HostPool | None = None
     rates: Rates | None = None
     """None if they were not measured."""
+    plain_read_rate: float | None = None
+    """Bytes per second of plain reads of the pool; None before it is allocated."""
     rehearsed: int = 0
     """Tokens of the longest step that vLLM's profiling has measured so far."""
 
@@ -117,6 +119,7 @@ class HostLayers:
         for name in self.targets:
             forward_context[name].impl.open(self.pool.caches[name])
         self._divide_reading(forward_context)
+        self.plain_read_rate = self.rates.memory if self.rates else calibrate.plain_read_rate(self.pool.memory)
         for line in describe(self, kv_cache_config.num_blocks):
             logger.info("%s", line)
 

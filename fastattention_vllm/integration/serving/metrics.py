@@ -82,6 +82,11 @@ def of_host_layers(workers: Iterable[WorkerStats]) -> Iterable[Metric]:
         for rank, stats in found:
             total.add_metric([rank], getattr(stats, name))
         yield total
+    limit = gauge("plain_read_bytes_per_second", "Rate of plain reads of the host pool, measured at start.", ["rank"])
+    for rank, stats in found:
+        if stats.plain_read_rate:
+            limit.add_metric([rank], stats.plain_read_rate)
+    yield limit
     streamed = counter(
         "streamed_bytes", "Bytes of keys and values copied from the host to the device.", ["rank", "phase"]
     )

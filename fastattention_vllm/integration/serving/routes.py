@@ -1,34 +1,22 @@
-"""This package's part of vLLM's server: fresh numbers for ``/metrics``, and ``GET /fastattention/status``."""
+"""This package's part of vLLM's server: fresh numbers for ``/metrics``, and the routes under ``/fastattention``."""
 
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from prometheus_client import REGISTRY
-from pydantic import BaseModel, ConfigDict
 
-from fastattention_vllm import __version__
+from fastattention_vllm.integration.serving import page
 from fastattention_vllm.integration.serving.channel import Channel
+from fastattention_vllm.integration.serving.engine_stats import EngineStats
 from fastattention_vllm.integration.serving.metrics import WorkerMetrics
-from fastattention_vllm.integration.serving.worker_stats import WorkerStats
+from fastattention_vllm.integration.serving.recent_requests import RecentRequests
+from fastattention_vllm.integration.serving.status import Status, StatusSource
 
 METRICS = "/metrics"
 STATUS = "/fastattention/status"
-
-
-class Status(BaseModel):
-    """The answer of ``GET /fastattention/status``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    schema_version: Literal[1] = 1
-    version: str
-    """Of this package."""
-    age_seconds: float | None
-    """Seconds since the workers reported; None if they have not yet."""
-    workers: list[WorkerStats]
 
 
 class FreshMetrics:
@@ -53,10 +41,14 @@ def attach(app: FastAPI, served: Any) -> FreshMetrics:
     Returns:
         The application to serve instead.
     """
-    channel = Channel(app.state.engine_client)
+    engine_client = app.state.engine_client
+    channel, engine, requests = Channel(engine_client), EngineStats(), RecentRequests(served)
+    engine.listen(engine_client)
     REGISTRY.register(WorkerMetrics(channel))
-    app.include_router(router(channel, api_keys(app)))
-    return FreshMetrics(served, channel)
+    source = StatusSource(channel, engine, requests, engine_client.vllm_config)
+    app.include_router(router(channel, source, api_keys(app)))
+    app.include_router(page.router())
+    return FreshMetrics(requests, channel)
 
 
 def api_keys(app: FastAPI) -> list[str]:
@@ -68,15 +60,15 @@ def api_keys(app: FastAPI) -> list[str]:
     return [given] if isinstance(given, str) else [key for key in given if key]
 
 
-def router(channel: Channel, keys: list[str]) -> APIRouter:
+def router(channel: Channel, source: StatusSource, keys: list[str]) -> APIRouter:
     routes = APIRouter()
 
     @routes.get(STATUS)
     async def status(request: Request) -> Status:
-        """What the workers of this server compute, and where the KV cache is."""
+        """What the workers of this server compute, where the KV cache is, and how fast."""
         check_key(request, keys)
         await channel.refresh()
-        return Status(version=__version__, age_seconds=channel.age(), workers=list(channel.workers))
+        return source.now()
 
     return routes
 

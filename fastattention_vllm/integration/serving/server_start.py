@@ -33,11 +33,12 @@ def attach_at_start(module: Any) -> None:
     @functools.wraps(original)
     async def startup(self: Any, *args: Any, **kwargs: Any) -> None:
         if computes_attention(self.config.app):
+            from fastattention_vllm.integration.serving.page import PAGE
             from fastattention_vllm.integration.serving.routes import STATUS, attach
 
             # The application has built its middleware by now, so it is wrapped from outside.
             self.config.loaded_app = attach(self.config.app, self.config.loaded_app)
-            logger.info("Numbers of this backend: /metrics (fastattention:...) and %s.", STATUS)
+            logger.info("Numbers of this backend: %s (page), %s, and /metrics (fastattention:...).", PAGE, STATUS)
         await original(self, *args, **kwargs)
 
     startup._fastattention = True  # type: ignore[attr-defined]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 METHOD = "fastattention_stats"
@@ -42,6 +44,21 @@ class TilingStats(BaseModel):
     """Empty if the user has set the number of blocks."""
 
 
+class HostRates(BaseModel):
+    """Bytes per second that the worker measured at start."""
+
+    model_config = ConfigDict(frozen=True)
+
+    memory: float
+    """Plain reads of the pool by the attention threads."""
+    cpu: float
+    """Attention on the CPU."""
+    link: float
+    """Copies to the device."""
+    cpu_beside_link: float
+    link_beside_cpu: float
+
+
 class HostLayerStats(BaseModel):
     """The host layers of one worker, and what they have done since the start."""
 
@@ -56,6 +73,21 @@ class HostLayerStats(BaseModel):
     decode_streamed_bytes: int
     prefill_streamed_bytes: int
     device_wait_seconds: float
+    plain_read_rate: float | None
+    """Bytes per second of plain reads of the pool, measured at start: the limit of attention on the CPU."""
+    rates: HostRates | None
+    """None if the share of the device is not "auto", or the device is the CPU itself."""
+
+
+class LayerGroup(BaseModel):
+    """Attention layers with the same kernels, and with their KV cache in the same place."""
+
+    model_config = ConfigDict(frozen=True)
+
+    place: Literal["host", "device"]
+    kernels: str
+    layers: list[int]
+    """Their numbers in the model."""
 
 
 class WorkerStats(BaseModel):
@@ -65,8 +97,13 @@ class WorkerStats(BaseModel):
 
     rank: int
     host: str
+    device: str
+    """Its name as PyTorch reports it; "CPU" for CPUs."""
+    device_bytes: int | None
+    """Its memory; None for CPUs."""
     kernels: dict[str, int]
     """The number of attention layers that each kind of kernels computes."""
+    layers: list[LayerGroup]
     host_layers: HostLayerStats | None
     tiling: TilingStats | None
 
@@ -82,15 +119,45 @@ def of_worker(worker: Any) -> WorkerStats:
     from fastattention_vllm.integration.tiling import row_parallel
 
     config = worker.vllm_config
-    layers = config.compilation_config.static_forward_context.values()
+    layers = {
+        name: layer
+        for name, layer in config.compilation_config.static_forward_context.items()
+        if hasattr(layer, "impl")
+    }
+    device, device_bytes = device_of(worker.device)
     found = host_layers.find(config)
     return WorkerStats(
         rank=worker.rank,
         host=socket.gethostname(),
-        kernels=dict(Counter(kernels_of(layer.impl) for layer in layers if hasattr(layer, "impl"))),
+        device=device,
+        device_bytes=device_bytes,
+        kernels=dict(Counter(kernels_of(layer.impl) for layer in layers.values())),
+        layers=groups_of(layers),
         host_layers=of_host_layers(found) if found else None,
         tiling=of_tiling(row_parallel.decided) if row_parallel.decided else None,
     )
+
+
+def device_of(device: torch.device) -> tuple[str, int | None]:
+    """Name and memory of a worker's device."""
+    if device.type == "cpu":
+        return "CPU", None
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    return str(properties.name), int(properties.total_memory)
+
+
+def groups_of(layers: Mapping[str, Any]) -> list[LayerGroup]:
+    groups: dict[tuple[Literal["host", "device"], str], list[int]] = {}
+    for name, layer in layers.items():
+        impl: Any = layer.impl
+        place: Literal["host", "device"] = "host" if hasattr(impl, "host_layers") else "device"
+        groups.setdefault((place, kernels_of(getattr(impl, "inner", impl))), []).append(number_of(name))
+    return [LayerGroup(place=place, kernels=kernels, layers=found) for (place, kernels), found in groups.items()]
+
+
+def number_of(name: str) -> int:
+    """The layer's number in the model: the first one in its name, as in ``model.layers.7.self_attn.attn``."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
 def kernels_of(impl: Any) -> str:
@@ -109,6 +176,8 @@ def of_host_layers(host_layers: Any) -> HostLayerStats:
         decode_streamed_bytes=counters["decode_streamed_bytes"],
         prefill_streamed_bytes=counters["prefill_streamed_bytes"],
         device_wait_seconds=counters["device_wait_seconds"],
+        plain_read_rate=host_layers.plain_read_rate,
+        rates=HostRates(**dataclasses.asdict(host_layers.rates)) if host_layers.rates else None,
     )
 
 

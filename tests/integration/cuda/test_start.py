@@ -129,6 +129,11 @@ def stub(
         compilation_config=CompilationConfig(),
         optimization_level=level,
         additional_config={"fastattention": options},
+        kv_transfer_config=None,
+        cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False
+        ),
     )
 
 
@@ -139,6 +144,15 @@ def test_the_v100_alone_runs_without_torch_compile_and_with_graphs(capability: t
     found = (config.compilation_config.mode, config.compilation_config.cudagraph_mode)
     changed = (CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
     assert found == (changed if capability == (7, 0) else (None, None))
+
+
+@pytest.mark.usefixtures("capability")
+def test_features_that_were_never_run_are_refused() -> None:
+    """tests/integration/test_support.py has all of them."""
+    config = stub()
+    config.cache_config.kv_sharing_fast_prefill = True
+    with pytest.raises(Refusal, match="--kv-sharing-fast-prefill"):
+        type(current_platform).apply_config_platform_defaults(config)
 
 
 def asked(**values: Any) -> Any:

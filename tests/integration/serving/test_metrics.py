@@ -12,60 +12,19 @@ import httpx
 import pytest
 import uvicorn.server
 from fastapi import FastAPI
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge, make_asgi_app
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.v1.engine import FinishReason
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from vllm.v1.worker import worker_base
 
-from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.serving import channel as channels
 from fastattention_vllm.integration.serving import metrics, routes, server_start
 from fastattention_vllm.integration.serving.channel import Channel
-from fastattention_vllm.integration.serving.worker_stats import METHOD, HostLayerStats, TilingStats, WorkerStats
+from fastattention_vllm.integration.serving.worker_stats import METHOD
+from tests.integration.serving.fakes import Engine, application, get, gpu_config, gpu_worker, worker
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
-HOST = HostLayerStats(
-    host_layers=3,
-    device_layers=1,
-    pool_bytes=1000,
-    cpu_attention_seconds=1.5,
-    cpu_attention_bytes=10,
-    decode_streamed_bytes=20,
-    prefill_streamed_bytes=30,
-    device_wait_seconds=2.5,
-)
-TILING = {"layers": 2, "cuts": "4 blocks", "trials": []}
-TRIAL = {
-    "outputs": 64,
-    "inputs_per_rank": 32,
-    "tokens": 2048,
-    "blocks": [1024, 1024],
-    "collective": "nccl",
-    "saved_seconds": 0.25,
-}
-
-
-def worker(rank: int, host_layers: HostLayerStats | None = HOST) -> dict[str, Any]:
-    tiling = TilingStats.model_validate(TILING | {"trials": [TRIAL]})
-    stats = WorkerStats(rank=rank, host="node", kernels={"ours": 4}, host_layers=host_layers, tiling=tiling)
-    return stats.model_dump()
-
-
-class Engine:
-    """Answers as vLLM's client does, at once or when it is told to."""
-
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers = answers
-        self.free = asyncio.Event()
-        self.free.set()
-        self.asked = 0
-        backend = SimpleNamespace(name=compat.BACKEND_NAME)
-        self.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
-
-    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
-        assert method == METHOD
-        self.asked += 1
-        await self.free.wait()
-        return list(self.answers)
 
 
 @pytest.fixture
@@ -74,19 +33,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     monkeypatch.setattr(routes, "REGISTRY", own)
     monkeypatch.setattr(metrics, "REGISTRY", own)
     return own
-
-
-def application(engine: Any, registry: CollectorRegistry, api_key: list[str] | None = None) -> FastAPI:
-    app = FastAPI()
-    app.mount("/metrics", make_asgi_app(registry=registry))
-    app.state.engine_client = engine
-    app.state.args = SimpleNamespace(api_key=api_key)
-    return app
-
-
-async def get(app: Any, path: str, **more: Any) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-        return await client.get(path, follow_redirects=True, **more)
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -114,6 +60,7 @@ def test_a_scrape_shows_every_worker(registry: CollectorRegistry) -> None:
     assert found["fastattention:cpu_attention_seconds_total", "rank=0"] == 1.5
     assert found["fastattention:cpu_attention_bytes_total", "rank=0"] == 10
     assert found["fastattention:device_wait_seconds_total", "rank=0"] == 2.5
+    assert found["fastattention:plain_read_bytes_per_second", "rank=0"] == 12e9
     assert found["fastattention:streamed_bytes_total", "phase=decode", "rank=0"] == 20
     assert found["fastattention:streamed_bytes_total", "phase=prefill", "rank=0"] == 30
     assert found["fastattention:tiled_layers", "cuts=4 blocks", "rank=1"] == 2
@@ -151,7 +98,7 @@ def test_the_status_has_the_same_numbers(registry: CollectorRegistry) -> None:
 
 @pytest.mark.parametrize(("sent", "code"), [(None, 401), ("Bearer wrong", 401), ("Bearer right", 200)])
 def test_a_server_with_a_key_asks_for_it(registry: CollectorRegistry, sent: str | None, code: int) -> None:
-    async def ask() -> httpx.Response:
+    async def ask() -> Any:
         app = application(Engine(worker(0)), registry, ["other", "right"])
         return await get(routes.attach(app, app), routes.STATUS, headers={"Authorization": sent} if sent else {})
 
@@ -200,7 +147,7 @@ def test_an_engine_that_fails_ends_no_scrape(registry: CollectorRegistry) -> Non
         async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
             raise RuntimeError("engine is dead")
 
-    async def scrape() -> httpx.Response:
+    async def scrape() -> Any:
         app = application(Dead(), registry)
         return await get(routes.attach(app, app), "/metrics")
 
@@ -248,3 +195,37 @@ def test_the_plugin_changes_vllms_worker_and_server(monkeypatch: pytest.MonkeyPa
 
 def test_refused_requests_are_counted() -> None:
     assert REGISTRY.get_sample_value("fastattention:refused_requests_total") is not None
+
+
+def test_the_status_joins_requests_with_what_the_engine_measured(registry: CollectorRegistry) -> None:
+    async def ask() -> Any:
+        engine = Engine()
+        engine.vllm_config = gpu_config()
+        engine.answers = (gpu_worker(host=8).model_dump(),)
+        app = application(engine, registry)
+
+        @app.post("/v1/completions")
+        async def completions() -> dict[str, str]:
+            return {"id": "cmpl-1"}
+
+        served = routes.attach(app, app)
+        (stats,) = engine.logger_manager.stat_loggers
+        done = FinishedRequestStats(FinishReason.STOP, request_id="cmpl-1-0", num_prompt_tokens=1000)
+        done.num_generation_tokens, done.prefill_time, done.decode_time = 11, 0.5, 1.0
+        iteration = IterationStats()
+        iteration.finished_requests.append(done)
+        stats.record(SchedulerStats(num_running_reqs=1, kv_cache_usage=0.25), iteration)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://server") as client:
+            await client.post("/v1/completions")
+            return (await client.get(routes.STATUS)).json()
+
+    status = asyncio.run(ask())
+    assert status["kv_cache"]["used_fraction"] == 0.25
+    assert [point["highest"] for point in status["kv_cache"]["history"]] == [0.25]
+    assert status["requests"]["running"] == 1
+    (one,) = status["requests"]["recent"]
+    assert (one["response_id"], one["status"], one["prompt_tokens"], one["new_tokens"]) == ("cmpl-1", 200, 1000, 11)
+    assert (one["prefill_seconds"], one["decode_seconds_per_token"]) == (0.5, 0.1)
+    assert 0 < one["predicted_prefill_seconds"] < 0.5
+    assert 0 < one["predicted_decode_seconds_per_token"] < 0.1
+    assert status["prediction"]["why_not"] is None

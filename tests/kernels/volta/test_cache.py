@@ -83,9 +83,9 @@ def case(dtype: torch.dtype, kind: str, head_size: int = 64, **changes: Any) -> 
     key_scale, value_scale = SCALES[dtype]
     scales = {"key_scale": key_scale, "value_scale": value_scale}
     own: dict[str, Any] = scales | {"head_size": head_size, "dtype": FP16, "kv_dtype": dtype} | changes
-    return (
-        Case((70, 3), (150, 33), 6, 2, padding=2, **own) if kind == "prefill" else Case((2, 1), (300, 1), 8, 2, **own)
-    )
+    if kind == "prefill":
+        return Case((70, 3), (150, 33), 6, 2, padding=2, **own)
+    return Case((2, 1), (300, 1), 8, 2, **own) if kind == "decode" else Case((5, 1), (300, 1), 12, 2, **own)
 
 
 EVERYTHING = {"window": (90, -1), "softcap": 3.0, "alibi": "shared", "sinks": 1.0, "layout": "NHD"}

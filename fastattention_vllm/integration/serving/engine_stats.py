@@ -1,0 +1,78 @@
+"""Receives vLLM's own statistics of each engine step, as one more of its stat loggers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from fastattention_vllm.integration.serving.usage_history import UsageHistory
+
+KEPT = 500
+"""Finished requests. There are more than there are recent ones, because an HTTP request may have many prompts."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What the engine has measured of one prompt and its output."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+class EngineStats(StatLoggerBase):
+    """The last statistics. Without vLLM's (``--disable-log-stats``), :attr:`enabled` is False and nothing arrives."""
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self.enabled = False
+        self.history = UsageHistory()
+        self.finished: deque[Finished] = deque(maxlen=KEPT)
+        self._steps: dict[int, Any] = {}
+
+    def listen(self, engine_client: Any) -> None:
+        """Receive the statistics from now on."""
+        loggers = getattr(getattr(engine_client, "logger_manager", None), "stat_loggers", None)
+        if loggers is not None:
+            loggers.append(self)
+            self.enabled = True
+
+    @property
+    def running(self) -> int:
+        return sum(step.num_running_reqs for step in self._steps.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(step.num_waiting_reqs for step in self._steps.values())
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **more: Any
+    ) -> None:
+        if scheduler_stats is not None:
+            self._steps |= {engine_idx: scheduler_stats}
+            self.history.add(max(step.kv_cache_usage for step in self._steps.values()))
+        for one in iteration_stats.finished_requests if iteration_stats is not None else ():
+            # vLLM 0.19.1 does not name the request.
+            if getattr(one, "request_id", None):
+                self.finished.append(
+                    Finished(
+                        one.request_id,
+                        one.num_prompt_tokens,
+                        one.num_cached_tokens,
+                        one.num_generation_tokens,
+                        one.prefill_time,
+                        one.decode_time,
+                    )
+                )
+
+    def log_engine_initialized(self) -> None:
+        """vLLM demands this method. There is nothing to log."""
+
+    def of_request(self, response_id: str) -> list[Finished]:
+        """What is known of a response's prompts. vLLM appends the number of the prompt to its id for completions."""
+        return [one for one in self.finished if response_id in (one.request_id, one.request_id.rpartition("-")[0])]

@@ -1,0 +1,122 @@
+"""The ring of recent requests: what is kept of each response, and that responses stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+
+from fastattention_vllm.integration.serving.recent_requests import KEPT, RecentRequests
+
+PROMPT = "a secret prompt"
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
+
+
+def application() -> RecentRequests:
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions() -> dict[str, Any]:
+        return {"id": "cmpl-1", "choices": [{"text": PROMPT, "id": "no"}] * 500, "usage": USAGE}
+
+    @app.post("/v1/chat/completions")
+    async def chat(usage: bool = False) -> StreamingResponse:
+        async def events() -> AsyncIterator[str]:
+            for number in range(5):
+                yield f"data: {json.dumps({'id': 'chatcmpl-2', 'choices': [number]})}\n\n"
+            if usage:
+                yield f"data: {json.dumps({'id': 'chatcmpl-2', 'choices': [], 'usage': USAGE})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events())
+
+    @app.post("/v1/embeddings")
+    async def refused() -> None:
+        raise HTTPException(400, "no")
+
+    @app.post("/v1/broken")
+    async def broken() -> None:
+        raise RuntimeError("broken")
+
+    @app.get("/v1/models")
+    async def models() -> list[str]:
+        return []
+
+    return RecentRequests(app)
+
+
+async def call(app: Any, method: str, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        return await client.request(method, path, content=PROMPT)
+
+
+def test_a_response_is_passed_on_and_its_numbers_are_kept() -> None:
+    app = application()
+    answer = asyncio.run(call(app, "POST", "/v1/completions"))
+    assert answer.json()["usage"] == USAGE
+    assert len(answer.json()["choices"]) == 500
+    (seen,) = app
+    assert (seen.response_id, seen.status, seen.complete) == ("cmpl-1", 200, True)
+    assert (seen.prompt_tokens, seen.new_tokens) == (7, 3)
+    assert seen.seconds is not None
+
+
+@pytest.mark.parametrize(("query", "tokens"), [("", (None, None)), ("?usage=true", (7, 3))])
+def test_streams_have_tokens_if_they_end_with_the_usage(query: str, tokens: tuple[int | None, int | None]) -> None:
+    app = application()
+    answer = asyncio.run(call(app, "POST", f"/v1/chat/completions{query}"))
+    assert answer.text.count("data: ") == 6 + bool(query)
+    (seen,) = app
+    assert (seen.response_id, seen.complete) == ("chatcmpl-2", True)
+    assert (seen.prompt_tokens, seen.new_tokens) == tokens
+
+
+def test_errors_are_kept_and_other_paths_are_not() -> None:
+    app = application()
+
+    async def calls() -> None:
+        await call(app, "GET", "/v1/models")
+        await call(app, "POST", "/v1/embeddings")
+        with pytest.raises(RuntimeError):
+            await call(app, "POST", "/v1/broken")
+
+    asyncio.run(calls())
+    broken, refused = app
+    assert (refused.status, refused.complete, refused.response_id) == (400, True, None)
+    assert broken.complete == (broken.status == 500)
+    assert broken.seconds is not None
+
+
+def test_an_answer_that_is_cut_off_is_not_complete() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"id": "cmpl-3"', "more_body": True})
+        raise asyncio.CancelledError
+
+    async def send(message: Any) -> None: ...
+
+    recent = RecentRequests(app)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(recent(scope, None, send))
+    (seen,) = recent
+    assert (seen.status, seen.complete, seen.response_id) == (200, False, "cmpl-3")
+    assert seen.seconds is not None
+
+
+def test_neither_prompts_nor_outputs_are_kept_and_only_the_last_requests() -> None:
+    app = application()
+
+    async def calls() -> None:
+        for _ in range(KEPT + 5):
+            await call(app, "POST", "/v1/completions")
+
+    asyncio.run(calls())
+    assert len(list(app)) == KEPT
+    assert PROMPT not in str([vars(seen) for seen in app])
