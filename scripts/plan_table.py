@@ -196,9 +196,9 @@ def lines() -> Iterator[str]:
 
 def examples() -> Iterator[str]:
     yield from ("", "## Examples", "")
-    yield "Each row is one request of the given length. The shapes of the models are in `tests/plan/shapes`. The shapes of the"
-    yield "two PanGu models are inferred, because only their numbers of parameters are published. L_GPU is our reconstruction"
-    yield "of the paper's formula."
+    yield "Each row is one request of the given length. The shapes of the models are in `tests/plan/shapes`. The shapes"
+    yield "of the two PanGu models are inferred, because only their numbers of parameters are published. L_GPU is our"
+    yield "reconstruction of the paper's formula."
     yield ""
     yield "| model | machine | context | host layers | L_GPU | host KV, GiB | prefill, tokens/s | decode, tokens/s |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -229,9 +229,7 @@ def comparison() -> Iterator[str]:
         for reason in (FIRST_PROMPT, OLDER):
             if reason in missed:
                 more = (
-                    f". From 128K tokens on, the CPU alone read {cpu_rates(file)} of host KV"
-                    if reason == OLDER
-                    else ""
+                    f". From 128K tokens on, the CPU alone read {cpu_rates(file)} of host KV" if reason == OLDER else ""
                 )
                 yield from ("", f"Reason for bold cells: {reason}{more}.")
     present = [row for row in rows if row.file in FILES[:2]]

@@ -17,7 +17,7 @@ export function summary({ kv_cache, requests, uptime_seconds }) {
     ["Time per token", tokens.length ? seconds(median(tokens)) : "–"],
     ["Running", known(requests.running)],
     ["Waiting", known(requests.waiting)],
-    ["Uptime", lasted(uptime_seconds)],
+    ["Up for", lasted(uptime_seconds)],
   ];
   show("summary", ...tiles.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
@@ -34,7 +34,7 @@ export function layers({ workers }) {
   const cpu = workers.some((worker) => worker.device_bytes === null);
   const host = workers.some((worker) => worker.host_layers);
   show("layers", ...parts, cpu && host
-    ? note("This server computes on CPUs, so both caches are in main memory. “Device” is vLLM’s own cache, and “host” is the separate pool.")
+    ? note("This server computes on CPUs, so both caches are in main memory. “Device” is vLLM’s own cache, “host” the separate pool.")
     : null);
 }
 
@@ -68,7 +68,7 @@ export function pool({ kv_cache, requests, workers, uptime_seconds }) {
   const peak = Math.max(0, ...points.map(([, highest]) => highest));
   const label = `KV cache in use over the last ${lasted(span)}: now ${percent(used)}, highest ${percent(peak)}`;
   show("pool",
-    h("p", { class: "figure" }, percent(used), h("small", {}, ` of the blocks; highest in the last hour: ${percent(peak)}`)),
+    h("p", { class: "figure" }, percent(used), h("small", {}, ` of the blocks, at most ${percent(peak)} in the last hour`)),
     h("div", { class: "chart" }, usageChart(points, span, INTERVAL_SECONDS, label)),
     size ? note(`Host pool: ${bytes(used * size)} of ${bytes(size)} in use${workers.length > 1 ? ", all ranks together" : ""}. Device layers use the same fraction.`) : null);
 }
@@ -80,9 +80,9 @@ export function rates({ workers }, before, elapsed) {
   show("rates", ...found.flatMap((worker) => {
     const old = before?.workers.find(({ rank }) => rank === worker.rank)?.host_layers;
     return [found.length > 1 ? h("h3", {}, `Rank ${worker.rank}`) : null, ...ofWorker(worker, old, elapsed)];
-  }), note("Rates of CPU attention count only the time in which the CPU computes attention. Limits were measured when the server started."),
+  }), note("“Since start” counts only the time in which the CPU computes attention. Limits were measured when the server started."),
   found.some(({ host_layers }) => host_layers.pool_bytes < SMALL_POOL)
-    ? note("This pool is so small that the CPU’s caches hold much of it. So the rate of plain reads is higher than that of main memory.")
+    ? note("This pool is so small that the CPU’s caches hold much of it. The rate of plain reads is then higher than that of main memory.")
     : null);
 }
 
