@@ -175,14 +175,14 @@ def device_memory(shape: ModelShape, machine: Machine, request: Request) -> Devi
         need = (weights + driver + activations + WORKSPACE + staging) / request.utilization
         raise DoesNotFitError(
             f"the weights take {weights / GIB:.1f} GiB per device, and with all buffers they need {need / GIB:.1f} "
-            f"GiB, but {machine.device.name} has only {total / GIB:.1f} GiB; use a larger --tp, a larger device, or a "
-            "smaller --batched-tokens."
+            f"GiB, but {machine.device.name} has only {total / GIB:.1f} GiB; use a larger --tp, a larger device, or "
+            "a smaller --batched-tokens."
         )
     if request.kv_cache_gib is not None:
         if request.kv_cache_gib * GIB > kv:
             raise PlanError(
-                f"--kv-cache-gib {request.kv_cache_gib:g} is more than the {kv / GIB:.2f} GiB that each device has left "
-                "for its KV cache; lower it."
+                f"--kv-cache-gib {request.kv_cache_gib:g} is more than the {kv / GIB:.2f} GiB that each device has "
+                "left for its KV cache; lower it."
             )
         kv = int(request.kv_cache_gib * GIB)
     unused = total - weights - driver - activations - WORKSPACE - staging - kv
