@@ -28,7 +28,7 @@ def template(file: Path) -> dict[str, Any]:
 
 
 def as_deployment(cluster: dict[str, Any]) -> dict[str, Any]:
-    """A Deployment with the same pods: Kubernetes' own schemas do not have KubeRay's kinds, but the pods are ordinary ones."""
+    """A Deployment with the same pods. Kubernetes' schemas do not have KubeRay's kinds, but their pods are ordinary."""
     pods = cluster["spec"]["headGroupSpec"]["template"]
     return {
         "apiVersion": "apps/v1",

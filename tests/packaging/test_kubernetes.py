@@ -1,10 +1,14 @@
-"""deploy/kubernetes: what can be checked of manifests without a cluster. Schemas: test_wheel.py, with `make test-full`."""
+"""deploy/kubernetes: what can be checked of manifests without a cluster.
+
+`make test-full` also checks them against Kubernetes' schemas (test_wheel.py).
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +196,7 @@ def test_the_pod_asks_for_the_devices_of_its_ranks(file: Path) -> None:
 def test_ray_has_the_pods_resources_and_only_the_servers_port_is_open(file: Path) -> None:
     start, limits = commands(file)[0], container(file)["resources"]["limits"]
     assert start[:3] == ["ray", "start", "--head"]
-    option = dict(zip(start, start[1:], strict=False))
+    option = dict(pairwise(start))
     assert option["--num-cpus"] == limits["cpu"]
     count = json.loads(option["--resources"])["NPU"] if "--resources" in option else int(option["--num-gpus"])
     assert count == load(config_of(file))["tensor-parallel-size"]
