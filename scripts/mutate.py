@@ -38,6 +38,9 @@ LISTS = ROOT / "tests" / "mutations"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "models", "__pycache__", ".*_cache", ".hypothesis")
 # A mutant may wait forever, also inside C++, where only killing the process helps.
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-o", "timeout_method=thread"]
+TRIAL_S = 600
+"""Time for the tests of one mutation. Then they are killed: pytest's own time limit needs Python's lock, which a thread
+that waits in C++ may hold."""
 FAILED = 1  # pytest's status when tests ran and one failed; others mean that there was nothing to run
 # Compile errors of kernels that the tests themselves compile.
 DOES_NOT_COMPILE = re.compile(r"^E +kernels\.volta\.[\w.]+Error: (.* does not compile .*)", re.MULTILINE)
@@ -184,7 +187,7 @@ def trial(copy: Copy, mutation: Mutation, isas: list[str]) -> tuple[str, str]:
     try:
         is_kernel = mutation.file.startswith(KERNELS)
         library = copy.kernels.changed(mutation.file, mutation.isa, isas) if is_kernel else None
-        status, output = copy.pytest(list(mutation.tests), library)
+        status, output = copy.pytest(list(mutation.tests), library, TRIAL_S)
     except DoesNotCompile as error:
         return "UNFIT", str(error).splitlines()[0]
     finally:
@@ -225,17 +228,23 @@ class Copy:
                 f"tests in the copy of the tree import the package from {package or 'nowhere'} instead of the copy."
             )
 
-    def python(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def python(
+        self, *arguments: str, environment: dict[str, str] | None = None, timeout: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
         command, chosen = [sys.executable, *arguments], self.environment | (environment or {})
-        return subprocess.run(command, cwd=self.tree, env=chosen, capture_output=True, text=True)
+        return subprocess.run(command, cwd=self.tree, env=chosen, capture_output=True, text=True, timeout=timeout)
 
     def isas(self) -> list[str]:
         code = "from fastattention_vllm.attention.cpu import kernels as cpu; print(*cpu.usable_isas())"
         return self.python("-c", code).stdout.split()
 
-    def pytest(self, tests: list[str], library: Path | None = None) -> tuple[int, str]:
+    def pytest(self, tests: list[str], library: Path | None = None, timeout: float | None = None) -> tuple[int, str]:
+        """pytest's status and output. Tests that take longer than ``timeout`` seconds have failed."""
         chosen = {"FASTATTENTION_CPU_LIBRARY": str(library)} if library else {}
-        done = self.python("-m", "pytest", *PYTEST, *tests, environment=chosen)
+        try:
+            done = self.python("-m", "pytest", *PYTEST, *tests, environment=chosen, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return FAILED, ""
         return done.returncode, done.stdout + done.stderr
 
 

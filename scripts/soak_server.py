@@ -89,11 +89,23 @@ def count(process: psutil.Popen) -> Quiet:
     total = Quiet(0, 0, 0)
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            # Not the resident size, which counts shared pages once per process.
-            total.memory_bytes += one.memory_full_info().pss
+            total.memory_bytes += own_memory(one.pid)
             total.descriptors += one.num_fds()
             total.threads += one.num_threads()
     return total
+
+
+def own_memory(pid: int) -> int:
+    """Bytes of a process's anonymous and shared memory; pages that it shares with others count in part.
+
+    Pages of files are left out: how much of a library counts depends on which other processes map it.
+    """
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:  # it has ended
+        return 0
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in rollup.splitlines()[1:])}
+    return (kib["Pss_Anon"] + kib["Pss_Shmem"]) << 10
 
 
 async def end(process: psutil.Popen, url: str, result: Result) -> None:

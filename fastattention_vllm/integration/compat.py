@@ -343,6 +343,15 @@ def check_ray(vllm_config: VllmConfig) -> None:
         )
 
 
+def ranks_on_this_machine(vllm_config: VllmConfig) -> int:
+    """The number of ranks on a Ray worker's machine. From 0.32 on, the executor tells each worker its machine's slots.
+
+    In older versions it is unknown, and all ranks are counted, so that each gets too few CPUs rather than shared ones.
+    """
+    slots = getattr(vllm_config.parallel_config, "assigned_physical_gpu_ids", None)
+    return len(slots) if slots else int(vllm_config.parallel_config.local_world_size)
+
+
 def v2_runner_is_missing(vllm_config: VllmConfig) -> bool:
     """Whether vLLM would start its V2 model runner on CPUs although this installation has none that runs there.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,10 @@ def test_a_break_that_does_not_compile_is_not_detected(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     assert "UNFIT" in done.stdout
     assert "write_kv.cu does not compile for sm_70" in done.stdout
+
+
+def test_tests_that_hang_have_failed(tmp_path: Path) -> None:
+    (tmp_path / "test_hangs.py").write_text("import time\n\ndef test() -> None:\n    time.sleep(600)\n")
+    copy = object.__new__(mutate.Copy)
+    copy.tree, copy.environment = tmp_path, dict(os.environ)
+    assert copy.pytest(["test_hangs.py"], timeout=1) == (mutate.FAILED, "")

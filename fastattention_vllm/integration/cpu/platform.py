@@ -138,6 +138,21 @@ class FastAttentionCpuPlatform(CpuPlatform):
             )
         return True
 
+    @classmethod
+    def prepare_worker(cls, vllm_config: VllmConfig) -> None:
+        """Bind a Ray worker's threads to CPUs of its own machine, and connect it through the network that Ray uses.
+
+        The server decided for its own machine, and vLLM copied its environment to the workers. A user's values on the
+        worker's machine take precedence. Other executors' workers need nothing.
+        """
+        if vllm_config.parallel_config.distributed_executor_backend != RAY_EXECUTOR:
+            return
+        # Not at the top: only this executor needs Ray.
+        from fastattention_vllm.integration.cpu import ray_executor
+
+        cls._bind_cpus(vllm_config, compat.ranks_on_this_machine(vllm_config))
+        ray_executor.choose_gloo_interface()
+
     @staticmethod
     def _check_worker(vllm_config: VllmConfig) -> None:
         """A user's worker class must do what ours does."""
@@ -176,11 +191,14 @@ class FastAttentionCpuPlatform(CpuPlatform):
             )
 
     @staticmethod
-    def _bind_cpus(vllm_config: VllmConfig) -> None:
+    def _bind_cpus(vllm_config: VllmConfig, ranks: int | None = None) -> None:
         """Bind every local rank to separate CPUs, or leave it unbound if a quota allows fewer CPUs than there are.
 
         vLLM's "auto" requires one NUMA node per rank. As in vLLM, the CPUs that VLLM_CPU_NUM_OF_RESERVED_CPU reserves
         for other work are the last ones, and the user's own list takes precedence over it.
+
+        Args:
+            ranks: the ranks on this machine, if vLLM's configuration does not tell.
 
         Raises:
             Refusal: no CPU would be left, or the user's own list of CPUs is wrong.
@@ -190,7 +208,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         # Torch's OpenMP threads and the attention threads alternate on the same CPUs. A thread that spins after its
         # turn takes time from the others. `OMP_WAIT_POLICY=ACTIVE make serve` shows the difference.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        ranks = vllm_config.parallel_config.local_world_size
+        ranks = ranks or vllm_config.parallel_config.local_world_size
         # Replace a value that was set for a previous engine of this process or its parent, but never the user's value.
         asked = os.environ.get(binding.THREADS_BIND, "auto") or "auto"
         if asked not in ("auto", os.environ.get(OWN_BIND)):

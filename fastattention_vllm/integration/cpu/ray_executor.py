@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import psutil
 import ray
 from vllm.platforms import current_platform
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class CpuRayExecutor(RayExecutorV2):
@@ -35,6 +37,25 @@ class CpuRayExecutor(RayExecutorV2):
                     num_gpus=max(current_platform.device_count(), self.parallel_config.world_size),
                 )
         super()._init_executor()
+
+    def shutdown(self) -> None:
+        if not ray.is_initialized():
+            # Ray ended first, and its workers with it. To kill them now, Ray would start another session.
+            self.ray_worker_handles: list[Any] = []
+        super().shutdown()
+
+
+def choose_gloo_interface() -> None:
+    """Connect this worker to the others through the network interface that has the address of this Ray node.
+
+    By default, gloo uses the address of the machine's name. On many machines that is a loopback address, which workers
+    on other machines cannot reach.
+    """
+    address = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault(GLOO_INTERFACE, name)
+            return
 
 
 def _keep_to_this_machine() -> None:

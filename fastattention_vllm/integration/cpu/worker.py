@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention.cpu import memory as cpu_memory
@@ -31,6 +32,10 @@ class FastAttentionCpuWorker(CPUWorker):
     else yet, so its pages can be released and touched again on the right NUMA nodes. (torch's THP_MEM_ALLOC_ENABLE
     would have to be set before the process first allocates memory, affects every tensor, and ignores NUMA nodes.)
     """
+
+    def init_device(self) -> None:
+        current_platform.prepare_worker(self.vllm_config)
+        super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         row_parallel.install(self.vllm_config)

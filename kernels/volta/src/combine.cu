@@ -1,6 +1,6 @@
-// Parts of sequences become their output, in their order: a block of threads for each row, KV head and sequence, a
-// thread for eight numbers of a head. Sinks belong to a row, not to a part, so they count here, and so does the scale
-// of values.
+// Merges the parts of each sequence into its output, in the order of the parts. There is one CTA for each row, KV head
+// and sequence, and one thread for eight numbers of a head. Sinks and the scale of values belong to a row, not to a
+// part, so they are applied here.
 #include "device.cuh"
 
 namespace fastattention {
@@ -22,7 +22,7 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
   float top = -infinity(), total = 0.0f, x[8];
   FA_UNROLL
   for (int e = 0; e < 8; ++e) x[e] = 0.0f;
-  constexpr int kAtOnce = 16;  // parts whose numbers are on their way together
+  constexpr int kAtOnce = 16;  // parts that are loaded at the same time
 #pragma unroll 1
   for (int begin = 0; begin < parts; begin += kAtOnce) {
     uint4 mean[kAtOnce];
@@ -54,7 +54,7 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
   }
   float log_of_sum = total > 0.0f ? (top + __log2f(total)) * kLn2 : -infinity(),
         share = total > 0.0f ? p.value_scale / total : 0.0f;
-  // One of -inf adds nothing, and must not be subtracted from the -inf of a row that sees nothing.
+  // A sink of -inf adds nothing. It must not be subtracted from the -inf of a row that sees no key.
   const float sink = p.sinks == nullptr ? -infinity() : p.sinks[head];
   if (sink != -infinity()) {
     const float larger = fmaxf(log_of_sum, sink);

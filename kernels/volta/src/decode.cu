@@ -1,8 +1,9 @@
-// Attention of up to eight packed rows (a token's query heads of one KV head, and a few tokens): bound by reading keys
-// and values once. A sequence is cut into parts; blocks of threads each take one, their warps 32 keys at a time.
+// Attention of up to eight packed rows: the query heads of one KV head, for one token or a few. The time goes into
+// reading keys and values once. A sequence is split into parts. Each CTA computes one part; each of its warps takes 32
+// keys at a time.
 //
-// What a warp reads goes through shared memory of its own, so warps wait for each other only at the end. DecodeLane
-// says what its lanes do together.
+// Each warp loads its keys into its own region of shared memory, so warps wait for each other only at the end.
+// DecodeLane describes the work of the lanes.
 #include "cache.cuh"
 
 #ifndef HEAD_SIZE
@@ -21,32 +22,32 @@ constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 8;
 constexpr int kTile = 32;                                           // keys
-constexpr int kChunks = HEAD_SIZE / 8;                              // of 8 numbers
-constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // chunks from row to row
-constexpr int kRowsOfPass = 32 / kPitch;                            // that a warp loads at once
+constexpr int kChunks = HEAD_SIZE / 8;                              // chunks of 8 numbers
+constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // distance between rows, in chunks
+constexpr int kRowsOfPass = 32 / kPitch;                            // rows that a warp loads at once
 constexpr int kPasses = kTile / kRowsOfPass;
-constexpr int kThreadsOfRow = kThreads / kRows;  // that sum it over the warps
+constexpr int kThreadsOfRow = kThreads / kRows;  // threads that sum a row over the warps
 using WarpLane = DecodeLane<HEAD_SIZE, kPitch>;
 constexpr int kOutputs = WarpLane::kOutputs, kElements = WarpLane::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_decode(const Split s) {
   extern __shared__ uint4 shared[];
   const AttentionParams& p = s.problem;
-  // CTAs that find nothing to do, of sequences with fewer parts than there is room for, come last of all.
+  // A sequence may have fewer parts than the grid has room for. CTAs without a part come last in the grid.
   const int seq = blockIdx.y, part = blockIdx.z, kv_head = blockIdx.x;
   const int kv_len = p.seq_lens[seq], length = part_length(kv_len, s.min_parts);
   const int first_token = p.query_start_loc[seq], q_len = p.query_start_loc[seq + 1] - first_token;
   const int group = p.group.divisor, num_rows = q_len * group, offset = kv_len - q_len;
   const auto begin_of = [&](int position) { return p.window_left < 0 ? 0 : max(0, position - p.window_left); };
-  // A tile may reach beyond its part, whose end is therefore the end of every row in it.
+  // A tile may extend beyond its part, so each row ends at the end of the part at the latest.
   const int part_end = min((part + 1) * length, kv_len);
   const int last_key =
       p.window_right < 0 ? part_end : max(0, min(part_end, offset + q_len + p.window_right));  // the last row's end
   const auto end_of = [&](int position) {
     return p.window_right < 0 ? last_key : min(last_key, position + p.window_right + 1);
   };
-  // Tiles begin with the first key that is seen: pages before it may be another sequence's by now, and whatever numbers
-  // lie there, weights of 0 do not hide infinities.
+  // Tiles begin with the first visible key. Pages before it may belong to another sequence by now, and may hold
+  // infinities, which a weight of 0 would turn into NaN.
   const int first_key = max(part * length, begin_of(offset));
   if (part * length >= kv_len) return;
 
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   uint4* const queries = shared;
   uint4* const tile = shared + kRows * kPitch + warp * kTile * kPitch;  // of this warp
 
-  // Each lane knows where one key of the tile lies.
+  // Each lane holds the address of one key of the tile.
   const bool paged = p.block_table != nullptr;
   const u32 pages = seq * static_cast<u32>(p.block_table_stride);
   const u32 block_stride = p.kv_block_stride / 8, token_stride = p.kv_token_stride / 8;
@@ -157,10 +158,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     lane.multiply_by_values(output, packed, tile);
     __syncwarp();
     here = next;
-    next = offset_of(begin + 2 * kWarps * kTile);  // wanted after the next keys' softmax
+    next = offset_of(begin + 2 * kWarps * kTile);  // needed after the next keys' softmax
   }
 
-  // The warps' sums meet in shared memory, each in its tile's place: output, then references and sums of all rows.
+  // The warps exchange their results in shared memory, each in the place of its tile: outputs, then the references and
+  // sums of all rows.
   constexpr int kWidth = HEAD_SIZE + 4;
   static_assert(HEAD_SIZE % 16 == 0, "products fill the head");
   static_assert(kRows * (kWidth + 2) <= kTile * kPitch * 4, "a warp's sums fit into its tile");
@@ -185,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     }
   }
   __syncthreads();
-  // A thread has a row and four columns at a time, eight or more threads a row: they write whole sectors.
+  // Each thread writes four columns of a row at a time. At least eight threads share a row, so whole sectors are
+  // written.
   const int row = threadIdx.x / kThreadsOfRow, first_column = threadIdx.x % kThreadsOfRow * 4;
   if (row >= num_rows) return;
   float top = -infinity(), total = 0.0f, share[kWarps];
