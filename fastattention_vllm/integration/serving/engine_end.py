@@ -11,19 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.connection
 import os
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from vllm.logger import init_logger
+
 from fastattention_vllm.integration.refusal import EngineEnded
 from fastattention_vllm.integration.serving.once_imported import once_imported
 
+logger = init_logger("vllm.fastattention")
+
 UNKNOWN = "its process ended, and the log above has the error"
+NOTICE_S = 2.0
+"""The other workers lose their connection to a worker a moment before its parent, or Ray, learns that it has ended."""
 
 stopped: WeakSet[Any] = WeakSet()
 """Engine clients of this process that were stopped, so that the end of their engine is no failure."""
@@ -47,50 +55,56 @@ def watch_ray(module: Any) -> None:
     _record_at_shutdown(module.RayExecutorV2, ended_ray_workers)
 
 
-def _record_at_shutdown(executor: Any, ended: Callable[[Any], list[str]]) -> None:
+def _record_at_shutdown(executor: Any, ended: Callable[[Any], str]) -> None:
     original = executor.shutdown
     if hasattr(original, "_fastattention"):
         return
 
     @functools.wraps(original)
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(self, "shutting_down", True):
+        if not getattr(self, "shutting_down", True) and (self.is_failed or sys.exc_info()[0] is not None):
             # The executor has to end whatever happens here.
-            with contextlib.suppress(Exception):
+            try:
                 record(ended(self))
+            except Exception:
+                logger.exception("The worker that ended could not be determined.")
         original(self, *args, **kwargs)
 
     shutdown._fastattention = True  # type: ignore[attr-defined]
     executor.shutdown = shutdown
 
 
-def ended_processes(executor: Any) -> list[str]:
-    processes = [(worker.rank, worker.proc) for worker in getattr(executor, "workers", None) or []]
-    return [
-        f"worker {rank} on {socket.gethostname()} (process {process.pid}) {how(process.exitcode)}"
-        for rank, process in processes
-        if process.exitcode is not None
-    ]
+def ended_processes(executor: Any) -> str:
+    """The worker process that ended first; empty if none did."""
+    workers = {worker.proc.sentinel: worker for worker in getattr(executor, "workers", None) or []}
+    for sentinel in multiprocessing.connection.wait(workers, timeout=NOTICE_S):
+        worker = workers[sentinel]
+        # The sentinel is ready a little before the exit code is.
+        worker.proc.join(NOTICE_S)
+        where = f"on {socket.gethostname()} (process {worker.proc.pid})"
+        return f"worker {worker.rank} {where} {how(worker.proc.exitcode)}"
+    return ""
 
 
-def how(exit_code: int) -> str:
+def how(exit_code: int | None) -> str:
     """How a process ended, from multiprocessing's exit code."""
+    if exit_code is None:
+        return "ended"
     if exit_code >= 0:
         return f"ended with status {exit_code}"
     return f"was ended by {signal.Signals(-exit_code).name}"
 
 
-def ended_ray_workers(executor: Any) -> list[str]:
+def ended_ray_workers(executor: Any) -> str:
+    """The Ray worker that ended first; empty if none did."""
     import ray
 
     workers = {worker.run_ref: worker for worker in executor.ray_worker_handles if worker.run_ref is not None}
-    if not ray.is_initialized() or not workers:
-        return []
-    done, _ = ray.wait([*workers], num_returns=len(workers), timeout=0)
-    if not done:
-        return []
+    if not workers or not ray.is_initialized():
+        return ""
+    done, _ = ray.wait([*workers], num_returns=1, timeout=NOTICE_S)
     nodes = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()}
-    return [f"worker {worker.rank} on {nodes[worker.node_id]} ended" for worker in map(workers.get, done) if worker]
+    return "".join(f"worker {workers[ref].rank} on {nodes[workers[ref].node_id]} ended" for ref in done)
 
 
 def place(server: int) -> Path:
@@ -98,14 +112,14 @@ def place(server: int) -> Path:
     return Path(tempfile.gettempdir()) / f"fastattention-{os.getuid()}-{server}.end"
 
 
-def record(reasons: list[str]) -> None:
+def record(reason: str) -> None:
     """Leave the reason to this process's parent. The first one counts: later ends follow from it."""
-    if reasons:
+    if reason:
         # O_EXCL: no link that another user may have put there is followed.
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(place(os.getppid()), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
-                file.write("; ".join(reasons))
+                file.write(reason)
 
 
 def take() -> str:
