@@ -27,7 +27,9 @@ class EngineEnded(RuntimeError):
 
 
 def install_excepthook() -> None:
-    """Print refusals, the end of an engine, and bad values that vLLM itself finds at start, as one sentence. The exit status stays 1.
+    """Print refusals, the end of an engine, and bad values that vLLM itself finds at start, as one sentence.
+
+    The exit status stays 1.
 
     This applies only to the process of the ``vllm`` command. A program that embeds vLLM keeps its tracebacks, and
     VLLM_LOGGING_LEVEL=DEBUG keeps them for the command too.
