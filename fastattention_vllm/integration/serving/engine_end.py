@@ -9,6 +9,7 @@ its parent, the API server. Remove this when vLLM's server itself fails with the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import multiprocessing.connection
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,11 @@ def fail_with_the_engine(module: Any) -> None:
         await original(self, *args, **kwargs)
         reason = take() if engine is not None else ""
         if died:
+            # The engine may have told before the executor found out which worker ended.
+            deadline = time.monotonic() + 2 * NOTICE_S
+            while not reason and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)
+                reason = take()
             raise EngineEnded(f"the server ended because the engine died: {reason or UNKNOWN}.")
 
     shutdown._fastattention_fails = True  # type: ignore[attr-defined]

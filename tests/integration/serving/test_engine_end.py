@@ -23,6 +23,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_end.tempfile, "gettempdir", lambda: str(tmp_path))
     # The engine's process and the server's are one here.
     monkeypatch.setattr(engine_end.os, "getppid", os.getpid)
+    monkeypatch.setattr(engine_end, "NOTICE_S", 0.5)
 
 
 class Executor:
