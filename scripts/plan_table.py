@@ -46,8 +46,8 @@ NEEDLE_MODEL: dict[str, Any] = {
     "torch_dtype": "float16",
 }
 """The model of benchmarks/host_layers.py: the shape of an 8B Llama with the vocabulary of the demo model."""
-FIRST_PROMPT = "the first prompt of the process, with warm-up"
-OLDER = "older code, and memory whose plain read was not measured"
+FIRST_PROMPT = "this was the first prompt of the process, and includes warm-up"
+OLDER = "the code was older, and plain reads of the memory were not measured"
 EXPLAINED = {
     ("2026-11-22-host-layers-h200-head-start", "vLLM alone", "prefill"): FIRST_PROMPT,
     ("2026-11-22-host-layers-h200", "vLLM alone", "prefill"): FIRST_PROMPT,
@@ -185,7 +185,7 @@ def lines() -> Iterator[str]:
     yield from ("", "## Constants", "", "| constant | value | source |", "|---|---|---|")
     for kernels in tables.kernels.values():
         fractions = ", ".join(f"{fraction:g} (heads up to {size})" for size, fraction in kernels.attention_fractions)
-        yield f"| attention over a prompt, of peak FLOPs: {kernels.name} | {fractions} | {kernels.source} |"
+        yield f"| attention over a prompt, fraction of peak FLOPs: {kernels.name} | {fractions} | {kernels.source} |"
     for _, found in hardware.measured():
         if isinstance(found, hardware.Curve):
             value = ", ".join(f"{at:g}: {fraction:g}" for at, fraction in found.points)
@@ -196,9 +196,9 @@ def lines() -> Iterator[str]:
 
 def examples() -> Iterator[str]:
     yield from ("", "## Examples", "")
-    yield "One request of the given length. The shapes are in `tests/plan/shapes`. Those of the two PanGu models are"
-    yield "inferred, because only their numbers of parameters are published. L_GPU is our reconstruction of the paper's"
-    yield "formula."
+    yield "Each row is one request of the given length. The shapes of the models are in `tests/plan/shapes`. The shapes"
+    yield "of the two PanGu models are inferred, because only their numbers of parameters are published. L_GPU is our"
+    yield "reconstruction of the paper's formula."
     yield ""
     yield "| model | machine | context | host layers | L_GPU | host KV, GiB | prefill, tokens/s | decode, tokens/s |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -229,17 +229,15 @@ def comparison() -> Iterator[str]:
         for reason in (FIRST_PROMPT, OLDER):
             if reason in missed:
                 more = (
-                    f". From 128K tokens on, the CPU alone moved {cpu_rates(file)} of host KV"
-                    if reason == OLDER
-                    else ""
+                    f". From 128K tokens on, the CPU alone read {cpu_rates(file)} of host KV" if reason == OLDER else ""
                 )
                 yield from ("", f"Reason for bold cells: {reason}{more}.")
     present = [row for row in rows if row.file in FILES[:2]]
     counts = " and ".join(
         f"{sum(row.close for row in some)} of {len(some)} {name}"
-        for some, name in ((present, "of the present code"), (rows, "in all"))
+        for some, name in ((present, "for the present code"), (rows, "in all"))
     )
-    yield from ("", f"Within {100 * CLOSE:.0f} %: {counts}.", "")
+    yield from ("", f"Predictions within {100 * CLOSE:.0f} % of the measurement: {counts}.", "")
     yield "| time to first token, two H200, 8 layers, 8192 tokens | measured | predicted |"
     yield "|---|---|---|"
     for link, measured, predicted in first_token_rows():

@@ -9,9 +9,9 @@ import pytest
 from tests.conftest import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_MIRRORED = {*DEVICES, "conformance", "packaging", "recipes", "server"}
+NOT_MIRRORED = {*DEVICES, "cluster", "conformance", "packaging", "recipes", "server"}
 """Folders without a counterpart, besides devices: upstream's suites, the wheel as users install it, the recipes for
-contributors, and servers as users start them.
+contributors, and servers as users start them, on one machine or on several.
 """
 NAMED_AFTER_MODULES = {
     "tests/bench": "fastattention_vllm/bench",

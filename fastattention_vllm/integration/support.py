@@ -418,7 +418,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     CONTEXT_PARALLELISM,
 )
 
-_NEVER_RUN = "the kernels of this device were never run with it"
+_NEVER_RUN = "it has never been run with the kernels of this device"
 
 UNTESTED_ON_VOLTA: tuple[Unsupported, ...] = (
     KV_CONNECTOR,
@@ -431,13 +431,13 @@ UNTESTED_ON_VOLTA: tuple[Unsupported, ...] = (
         lambda c: c.cache_config.kv_sharing_fast_prefill and "--kv-sharing-fast-prefill",
     ),
     Unsupported(
-        "another backend beside this one",
+        "a second attention backend",
         _NEVER_RUN,
         "remove backend_per_kind from --attention-config",
         _another_backend,
     ),
 )
-"""What the start refuses on V100 and T4."""
+"""Features that are refused at start on V100 and T4."""
 
 UNTESTED_ON_NPUS: tuple[Unsupported, ...] = (
     *UNTESTED_ON_VOLTA,
@@ -449,4 +449,4 @@ UNTESTED_ON_NPUS: tuple[Unsupported, ...] = (
         lambda c: c.speculative_config is not None and c.speculative_config.method,
     ),
 )
-"""What the start refuses on NPUs, for the dense attention layers that this backend computes there."""
+"""Features that are refused at start on NPUs, where this backend computes the dense attention layers."""

@@ -1,1 +1,1 @@
-"""`fastattention plan`: what a model needs on a machine that nobody has to own. Reads config.json alone."""
+"""`fastattention plan`: predicts what a model needs on a machine, from its config.json alone."""

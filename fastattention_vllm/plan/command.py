@@ -30,40 +30,46 @@ def tokens_of(text: str) -> int:
 def check_finite(**options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not math.isfinite(value):
-            raise PlanError(f"--{name.replace('_', '-')} is {value}; write a number.")
+            raise PlanError(f"--{name.replace('_', '-')} is {value}; pass a finite number.")
 
 
 @app.command()
 def plan(
     folder: Annotated[str, typer.Argument(metavar="MODEL", help="Folder with the model's config.json.")],
-    gpu: Annotated[str, typer.Option(help="GPU or NPU, as in v100-32g. A wrong name lists all.")],
-    context: Annotated[
-        str, typer.Option(help="Tokens of one request, as in 256K; the model's maximum if not set.")
-    ] = "",
+    gpu: Annotated[str, typer.Option(help="Name of the GPU or NPU, as in v100-32g. An unknown name lists all.")],
+    context: Annotated[str, typer.Option(help="Tokens of one request, as in 256K. Default: the model's maximum.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Number of devices (tensor parallelism).")] = 1,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of that length at once.")] = 1,
-    kv_dtype: Annotated[str, typer.Option(help="As vLLM's --kv-cache-dtype.")] = "auto",
-    batched_tokens: Annotated[int, typer.Option(min=1, help="As vLLM's --max-num-batched-tokens.")] = 8192,
-    utilization: Annotated[float, typer.Option(min=0.01, max=1, help="As vLLM's --gpu-memory-utilization.")] = 0.9,
-    weights_gib: Annotated[float | None, typer.Option(min=0.001, help="Size of all (quantised) weights.")] = None,
-    kv_cache_gib: Annotated[float | None, typer.Option(min=0.001, help="Limit of KV memory per device.")] = None,
-    host: Annotated[str | None, typer.Option(help="Host, as in dgx-1; a usual one for the device if not set.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests of that length at once.")] = 1,
+    kv_dtype: Annotated[str, typer.Option(help="Same as vLLM's --kv-cache-dtype.")] = "auto",
+    batched_tokens: Annotated[int, typer.Option(min=1, help="Same as vLLM's --max-num-batched-tokens.")] = 8192,
+    utilization: Annotated[float, typer.Option(min=0.01, max=1, help="Same as vLLM's --gpu-memory-utilization.")] = 0.9,
+    weights_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="Size of all weights, for quantised models.")
+    ] = None,
+    kv_cache_gib: Annotated[float | None, typer.Option(min=0.001, help="Limit of the KV cache per device.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Name of the host, as in dgx-1. Default: the device's usual host.")
+    ] = None,
     host_gib: Annotated[float | None, typer.Option(min=1, help="Memory of the host.")] = None,
     host_gb_per_s: Annotated[
-        float | None, typer.Option(min=1, help="Its memory bandwidth, as `fastattention doctor` measures it.")
+        float | None, typer.Option(min=1, help="Memory bandwidth of the host, as `fastattention doctor` measures it.")
     ] = None,
-    host_cores: Annotated[int | None, typer.Option(min=1, help="Its physical cores.")] = None,
-    link_gb_per_s: Annotated[float | None, typer.Option(min=0.1, help="Copies from the host to one device.")] = None,
-    host_kv_gib: Annotated[float | None, typer.Option(min=0.001, help="As the option host_kv_gib, per rank.")] = None,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw layers and memory by place.")] = False,
+    host_cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of the host.")] = None,
+    link_gb_per_s: Annotated[
+        float | None, typer.Option(min=0.1, help="Rate of copies from the host to one device.")
+    ] = None,
+    host_kv_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="Same as the option host_kv_gib, per rank.")
+    ] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the layers and the memory.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Predict what a model needs on a machine, from its config.json alone.
 
-    Says which layers' KV caches are on the device and which on the host, the memory of both, the longest context, the
-    largest batch, and the speed with what limits it. Prints the `vllm serve` command at the end.
+    Shows which layers' KV caches are on the device and which are on the host, the memory of both, the longest context,
+    the largest batch, and the speed with its limit. Prints the `vllm serve` command at the end.
 
-    Exit code: 0 if it fits, 1 if it does not, 2 for bad input.
+    Exit code: 0 if the plan fits, 1 if it does not, 2 for bad input.
     """
     try:
         check_finite(

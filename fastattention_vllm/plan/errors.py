@@ -1,4 +1,4 @@
-"""The exceptions of this room. Their message is one sentence that names the value and the fix."""
+"""The planner's exceptions. Each message is one sentence that names the value and the fix."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class PlanError(ValueError):
 
 
 class DoesNotFitError(PlanError):
-    """Good input, but the machine is too small."""
+    """The input is valid, but the machine is too small."""

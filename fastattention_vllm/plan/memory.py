@@ -138,7 +138,7 @@ def weight_bytes(shape: ModelShape, request: Request, ranks: int) -> int:
         return int(request.weights_gib * GIB) // ranks
     if shape.quantisation:
         raise PlanError(
-            f"the weights are quantised ({shape.quantisation}), and the planner does not count their bytes; pass "
+            f"the weights are quantised ({shape.quantisation}), so the planner cannot calculate their size; pass "
             "--weights-gib with the size of the weight files."
         )
     return 2 * shape.parameters(ranks)
@@ -174,15 +174,15 @@ def device_memory(shape: ModelShape, machine: Machine, request: Request) -> Devi
     if not kv:
         need = (weights + driver + activations + WORKSPACE + staging) / request.utilization
         raise DoesNotFitError(
-            f"the weights take {weights / GIB:.1f} GiB per device, and with all buffers {need / GIB:.1f} GiB are "
-            f"needed where {machine.device.name} has {total / GIB:.1f} GiB; use a larger --tp, a larger device, or a "
-            "smaller --batched-tokens."
+            f"the weights take {weights / GIB:.1f} GiB per device, and with all buffers they need {need / GIB:.1f} "
+            f"GiB, but {machine.device.name} has only {total / GIB:.1f} GiB; use a larger --tp, a larger device, or "
+            "a smaller --batched-tokens."
         )
     if request.kv_cache_gib is not None:
         if request.kv_cache_gib * GIB > kv:
             raise PlanError(
-                f"--kv-cache-gib {request.kv_cache_gib:g} is more than the {kv / GIB:.2f} GiB that are left for the KV "
-                "cache on a device; lower it."
+                f"--kv-cache-gib {request.kv_cache_gib:g} is more than the {kv / GIB:.2f} GiB that each device has "
+                "left for its KV cache; lower it."
             )
         kv = int(request.kv_cache_gib * GIB)
     unused = total - weights - driver - activations - WORKSPACE - staging - kv
@@ -193,7 +193,7 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
     """Choose the layers, as the engine does with ``host_kv_layers`` "auto".
 
     Raises:
-        PlanError: bad input, or it does not fit; says what would.
+        PlanError: the input is bad, or the plan does not fit. The message says what would fit.
     """
     if request.context > shape.max_positions:
         raise PlanError(
@@ -288,9 +288,9 @@ def _why_not(layers: Layers, size: KvSize, machine: Machine, limits: Limits) -> 
     less += ["fewer --requests"] if limits.requests > 1 else []
     return (
         f"{limits.requests} request(s) of {limits.tokens} tokens need {need / GIB:.1f} GiB of KV cache, but "
-        f"{machine.ranks} x {machine.device.name} have {device / GIB:.1f} GiB left for it, the limit for host layers "
-        f"is {host / GIB:.1f} GiB, and no layer is split; use {', '.join([*less, 'a larger --tp'])}, "
-        "or a host with more memory (--host, --host-gib, --host-kv-gib)."
+        f"{machine.ranks} x {machine.device.name} have {device / GIB:.1f} GiB left for it, host layers may use "
+        f"{host / GIB:.1f} GiB, and the KV cache of a layer cannot be split; use "
+        f"{', '.join([*less, 'a larger --tp'])}, or a host with more memory (--host, --host-gib, --host-kv-gib)."
     )
 
 

@@ -23,7 +23,7 @@ MLP_MATRICES = {
     "Phi3ForCausalLM": GATED,
     "GPTNeoXForCausalLM": PLAIN,
 }
-"""Architectures whose weights and attention this planner counts: the number of matrices in an MLP."""
+"""The architectures that the planner supports, each with the number of matrices in an MLP."""
 TIED_BY_DEFAULT = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
 GEMMA3_PATTERN = 6
 """In Gemma-3, every sixth layer sees the whole context."""
@@ -34,7 +34,7 @@ OTHER_ATTENTION = {
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "layers that share a KV cache",
 }
-"""Keys of a config.json whose attention is not counted here."""
+"""Keys of a config.json that select attention which the planner does not support."""
 SCALED_ALREADY = ("default", "su", "longrope", "llama3")
 """Kinds of RoPE scaling that do not multiply max_position_embeddings in vLLM."""
 
@@ -106,7 +106,7 @@ def read(model: str) -> ModelShape:
     """The shape of the model in the folder ``model``.
 
     Raises:
-        PlanError: there is no such folder or config.json, or the model is of a kind that is not counted.
+        PlanError: there is no such folder or config.json, or the planner does not support the model.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -118,7 +118,7 @@ def read(model: str) -> ModelShape:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PlanError(f"{folder} contains no config.json; download the one of the model into it.") from None
+        raise PlanError(f"{folder} contains no config.json; download the model's config.json into it.") from None
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read as JSON ({error}); download it again.") from error
     if not isinstance(found, dict):
@@ -181,18 +181,18 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
     experts = next((name for name in EXPERTS if (config.get(name) or 0) != 0), None)
     if experts:
         raise PlanError(
-            f"{where} describes a mixture of experts ({experts} {config[experts]}), which the planner does not count; "
-            "plan a dense model."
+            f"{where} describes a mixture of experts ({experts} {config[experts]}), which the planner does not "
+            "support; plan a dense model."
         )
     for key, attention in OTHER_ATTENTION.items():
         if config.get(key):
             raise PlanError(
-                f"{where} describes {attention} ({key} {config[key]}), which the planner does not count; plan a model "
-                "with full or sliding-window attention."
+                f"{where} describes {attention} ({key} {config[key]}), which the planner does not support; plan a "
+                "model with full or sliding-window attention."
             )
     if architecture not in MLP_MATRICES:
         raise PlanError(
-            f"{where}: the architecture {architecture} is not counted by the planner; it counts "
+            f"{where}: the architecture {architecture} is not supported by the planner; use one of "
             f"{', '.join(MLP_MATRICES)}."
         )
     return architecture

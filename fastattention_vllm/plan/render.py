@@ -27,7 +27,7 @@ def show(console: Console, report: PlanReport, plot: bool) -> None:
     for note in report.notes:
         console.print(f"- {note}", highlight=False)
     console.print()
-    # Printed as it is: a line break inside would be pasted, too.
+    # Not wrapped, because a line break would be pasted as well.
     console.print(report.serve_command, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -75,7 +75,7 @@ def _memory(report: PlanReport) -> RenderableType:
     table.add_row("  of which the request(s) need", _gib(device.kv_needed), "")
     table.add_row("KV cache of host layers", "", _gib(host.pool))
     table.add_row("  of which the request(s) need", "", _gib(host.kv_needed))
-    table.add_row("free, or left to others", _gib(device.free), _gib(host.total - host.pool))
+    table.add_row("free or for other programs", _gib(device.free), _gib(host.total - host.pool))
     table.add_row("total", _gib(device.total), _gib(host.total))
     return Group(table, Text())
 

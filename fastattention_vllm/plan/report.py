@@ -244,21 +244,21 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
     if plan.placement.host:
         found.append(
             f"The host is {machine.host.name} with {machine.host.read_gb_per_s:g} GB/s of memory bandwidth; "
-            "`fastattention doctor` measures yours, and --host-gb-per-s takes it."
+            "measure yours with `fastattention doctor` and pass it with --host-gb-per-s."
         )
     if plan.host_kv_gib is not None and plan.request.host_kv_gib is None:
         found.append(
             f"host_kv_gib is set to {plan.host_kv_gib:g} GiB per rank, because the default (half of the free host "
-            "memory) is too little."
+            "memory) is not enough."
         )
     if machine.ranks > 1:
-        found.append("Speeds are without tiling-AllReduce, which hides a part of the sums over the devices.")
+        found.append("The speeds do not include tiling-AllReduce, which hides a part of the all-reduces.")
     if shape.windowed_layers:
-        found.append(f"{len(shape.windowed_layers)} layers see {shape.window} tokens, and keep no more.")
+        found.append(f"{len(shape.windowed_layers)} layers see {shape.window} tokens and keep only these.")
     constant = measured().launch_ms
     if plan.placement.host:
         found.append(
-            f"{constant.value:g} ms per host layer to launch the device's work were measured beside an H200; a "
-            "slower CPU takes longer."
+            f"The CPU needs {constant.value:g} ms per host layer to launch the device's work. This was measured with "
+            "an H200; a slower CPU takes longer."
         )
     return found

@@ -263,7 +263,7 @@ ON_OTHER_DEVICES: dict[str, dict[str, Any]] = {
     "context parallelism": {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
     "microbatching": {"enable_dbo": True},
     "fast prefill": {"kv_sharing_fast_prefill": True},
-    "another backend beside this one": {},
+    "a second attention backend": {},
     "batch invariance": {},
     "speculative decoding": {"speculative_config": NGRAM},
 }
@@ -283,7 +283,7 @@ def test_what_was_never_run_on_another_device_is_refused_there(
     config = engine_config(plain(), tmp_path, **ON_OTHER_DEVICES[feature])
     if feature == "microbatching":
         config.parallel_config.enable_dbo = True  # vLLM's CPU platform turns it off
-    if feature == "another backend beside this one":
+    if feature == "a second attention backend":
         config.attention_config = SimpleNamespace(backend_per_kind={"full": SimpleNamespace(name="TRITON_ATTN")})
     for rows in (UNTESTED_ON_VOLTA, UNTESTED_ON_NPUS):
         if feature in {row.feature for row in rows}:

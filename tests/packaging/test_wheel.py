@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -17,10 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fastattention_vllm import __version__
 from fastattention_vllm.attention.cpu import kernels
 from scripts import wheel as script
+from tests.packaging import manifests
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -177,6 +180,23 @@ def test_workflows_and_citation_pass_their_checkers(folder: Path) -> None:
     tools = environment(Path(sys.executable), folder, *group("checkers"))
     run(tools / "jactionlint", cwd=ROOT)
     run(tools / "cffconvert", "--validate", cwd=ROOT)
+
+
+def test_manifests_meet_kubernetes_schemas(folder: Path) -> None:
+    """Strictly, so that a misspelt field fails. KubeRay's own fields are in no schema here; its pods are checked."""
+    tools = environment(Path(sys.executable), folder, *group("schemas"))
+    objects = [one for file in manifests.FILES for one in manifests.documents(file)]
+    known = [manifests.as_deployment(one) if one["kind"] == "RayCluster" else one for one in objects]
+    assert {one["kind"] for one in known} == {"Deployment", "NetworkPolicy", "PersistentVolumeClaim", "Service"}
+    misspelt = copy.deepcopy(next(one for one in known if one["kind"] == "Deployment"))
+    misspelt["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    good, bad = folder / "good.yaml", folder / "bad.yaml"
+    good.write_text(yaml.safe_dump_all(known))
+    bad.write_text(yaml.safe_dump(misspelt))
+    for version in ("1.30", "1.37"):
+        check = (tools / "kubernetes-validate", "--strict", "-k", version)
+        run(*check, good, cwd=folder)
+        run(*check, bad, cwd=folder, status=1)
 
 
 def group(name: str) -> list[str]:

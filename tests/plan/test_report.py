@@ -136,7 +136,7 @@ def test_what_is_printed() -> None:
         "host memory",
         "FLOPs",
         "not yet run on hardware",
-        "`fastattention doctor` measures yours",
+        "measure yours with `fastattention doctor`",
         "host_kv_gib is set to",
     ):
         assert part in text, part

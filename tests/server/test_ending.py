@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import re
 import signal
@@ -27,16 +28,15 @@ END_S = 120
 TOKENS = 60_000
 
 
-@pytest.fixture
-def late(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server whose event loop is late when the engine ends."""
+@contextlib.contextmanager
+def serving(module: str, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server, run by a module that takes the command line of `vllm`."""
     build_model_if_needed()
     port = free_port()
-    log = tmp_path / "serve.log"
     command = f"serve --config configs/cpu-demo.yaml --host 127.0.0.1 --kv-cache-memory-bytes {512 << 20}".split()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.slow_loop", *command, "--port", str(port)],
+            [sys.executable, "-m", module, *command, "--port", str(port), *arguments],
             cwd=ROOT,
             env=USER_ENVIRONMENT,
             stdout=output,
@@ -58,6 +58,13 @@ def late(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
             if one.poll() is None if isinstance(one, subprocess.Popen) else one.is_running():
                 one.kill()
         process.wait()
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server whose event loop is late when the engine ends."""
+    with serving("tests.server.slow_loop", tmp_path / "serve.log") as found:
+        yield found
 
 
 def healthy(url: str) -> bool:
@@ -99,6 +106,22 @@ def test_requests_in_flight_get_an_error_and_the_server_ends(late: tuple[subproc
         assert alive == []
         for answer in answers:
             assert told(answer.result()), answer.result()
+
+
+@pytest.mark.more
+def test_with_a_shutdown_timeout_requests_in_flight_are_completed(tmp_path: Path) -> None:
+    body = {"model": "demo", "prompt": "delta=4711.", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    arguments = ("--shutdown-timeout", str(END_S))
+    with serving("vllm.entrypoints.cli.main", tmp_path / "serve.log", *arguments) as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            os.kill(process.pid, signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert process.wait(END_S) == 0
+    assert first.startswith("data: ")
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
 
 
 def told(answer: httpx.Response | httpx.TransportError) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class CpuRayExecutor(RayExecutorV2):
@@ -37,6 +39,18 @@ class CpuRayExecutor(RayExecutorV2):
                     num_gpus=max(current_platform.device_count(), self.parallel_config.world_size),
                 )
         super()._init_executor()
+        self._free_names()
+
+    def _free_names(self) -> None:
+        """Remove the names of the workers' message queues in /dev/shm. Their memory is freed with its last process.
+
+        Ray kills a worker together with the process that would remove the name. Nobody else opens these queues: their
+        only reader is this process, which has them open.
+        """
+        for queue in self.response_mqs:
+            # Workers on other machines have no such memory here.
+            if (memory := getattr(getattr(queue, "buffer", None), "shared_memory", None)) is not None:
+                (SHARED_MEMORY / memory.name).unlink(missing_ok=True)
 
     def shutdown(self) -> None:
         if not ray.is_initialized():

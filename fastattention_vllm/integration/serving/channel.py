@@ -48,4 +48,4 @@ class Channel:
             self.workers = [WorkerStats.model_validate(answer) for answer in answers]
             self._received = time.monotonic()
         except Exception as error:  # a dead engine is reported by vLLM itself; metrics must not end the server
-            logger.warning_once("The workers' numbers for /metrics could not be read: %s", str(error))
+            logger.warning_once("The workers did not report their numbers for /metrics: %s", str(error))

@@ -16,7 +16,7 @@ KEPT = 500
 
 @dataclass(frozen=True)
 class Finished:
-    """What the engine has measured of one prompt and its output."""
+    """What the engine measured for one prompt and its output."""
 
     request_id: str
     prompt_tokens: int
@@ -74,5 +74,5 @@ class EngineStats(StatLoggerBase):
         """vLLM demands this method. There is nothing to log."""
 
     def of_request(self, response_id: str) -> list[Finished]:
-        """What is known of a response's prompts. vLLM appends the number of the prompt to its id for completions."""
+        """The finished prompts of a response. For completions, vLLM appends the number of the prompt to the id."""
         return [one for one in self.finished if response_id in (one.request_id, one.request_id.rpartition("-")[0])]

@@ -22,7 +22,7 @@ refused_requests = Counter(
 
 
 class WorkerMetrics(Collector):
-    """Presents the last numbers of a channel. Whoever serves them refreshes the channel before."""
+    """Presents the last numbers of a channel. The caller refreshes the channel first."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -74,9 +74,9 @@ def of_host_layers(workers: Iterable[WorkerStats]) -> Iterable[Metric]:
         return
     yield pool(found)
     for name, text in (
-        ("cpu_attention_seconds", "Time of attention on the CPU in host layers."),
-        ("cpu_attention_bytes", "Bytes of keys and values that attention on the CPU has read."),
-        ("device_wait_seconds", "Time in which the device waited for the CPU's part of host layers, at most."),
+        ("cpu_attention_seconds", "Time that the CPU spent on attention of host layers."),
+        ("cpu_attention_bytes", "Bytes of keys and values that the CPU has read for attention."),
+        ("device_wait_seconds", "Upper limit of the time that the device waited for the CPU in host layers."),
     ):
         total = counter(name, text, ["rank"])
         for rank, stats in found:
@@ -116,7 +116,7 @@ def of_tiling(workers: Iterable[WorkerStats]) -> Iterable[Metric]:
     layers = gauge("tiled_layers", "Row-parallel layers whose all-reduce overlaps with their matmul.", ["rank", "cuts"])
     saved = gauge(
         "tiling_saved_seconds",
-        "Time that the calibration measured as hidden, per layer and step.",
+        "Time saved per layer and step, as measured by the calibration.",
         ["rank", "outputs", "inputs_per_rank", "tokens", "blocks", "collective"],
     )
     for rank, stats in tiled:

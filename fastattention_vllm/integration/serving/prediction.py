@@ -26,21 +26,21 @@ MEMORY_TOLERANCE = 0.1
 
 
 class Prediction(BaseModel):
-    """What the planner predicts, beside what the server does. Empty with a reason if it cannot predict."""
+    """The planner's predictions for this server. If there are none, only ``why_not`` is set."""
 
     model_config = ConfigDict(frozen=True)
 
     why_not: str | None
-    """The reason, as the end of a sentence."""
+    """The reason why there is no prediction, as the end of a sentence."""
     device: str | None = None
     """The device and the host whose data the prediction uses."""
     host: str | None = None
     measured_rates: bool = False
-    """Whether the rates of the host are the ones that this server has measured, and not those of the tables."""
+    """True if this server measured the rates of the host. False if they come from the planner's tables."""
     planned_host_layers: int | None = None
     """The number that the planner would choose for one request of the maximum length."""
     decode_tokens: int | None = None
-    """The maximum length, for which the speeds are."""
+    """The maximum length. The speeds below are for this length."""
     decode_seconds_per_token: float | None = None
     decode_limited_by: str | None = None
     prefill_seconds: float | None = None
@@ -62,7 +62,7 @@ class Times:
 
 
 class Predictor:
-    """Predicts single requests with the layers where they really are."""
+    """Predicts single requests for the actual placement of the layers."""
 
     def __init__(self, memory: MemoryPlan | None, prediction: Prediction) -> None:
         self._memory = memory
@@ -130,11 +130,11 @@ def plan_of(vllm_config: Any, machine: Machine) -> MemoryPlan:
     """The plan with this server's options.
 
     Raises:
-        PlanError: the planner does not know such a model or such options.
+        PlanError: the planner does not support this model or these options.
     """
     parallel, cache, options = vllm_config.parallel_config, vllm_config.cache_config, options_of(vllm_config)
     if parallel.pipeline_parallel_size > 1:
-        raise PlanError("the planner does not know pipeline parallelism")
+        raise PlanError("the planner does not support pipeline parallelism")
     limit = getattr(cache, "kv_cache_memory_bytes", None)
     model = vllm_config.model_config
     try:
@@ -142,7 +142,7 @@ def plan_of(vllm_config: Any, machine: Machine) -> MemoryPlan:
     except PlanError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise PlanError(f"the planner does not know this model: {error}") from error
+        raise PlanError(f"the planner does not support this model: {error}") from error
     request = Request(
         context=model.max_model_len,
         requests=options.host_kv_requests,

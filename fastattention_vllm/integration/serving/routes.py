@@ -36,7 +36,7 @@ def attach(app: FastAPI, served: Any) -> FreshMetrics:
     """Add the routes and the metrics to vLLM's application, before it serves its first request.
 
     Args:
-        served: the application with whatever the server has wrapped around it.
+        served: the application with all middleware that the server has added.
 
     Returns:
         The application to serve instead.
@@ -65,7 +65,7 @@ def router(channel: Channel, source: StatusSource, keys: list[str]) -> APIRouter
 
     @routes.get(STATUS)
     async def status(request: Request) -> Status:
-        """What the workers of this server compute, where the KV cache is, and how fast."""
+        """The workers' kernels, the place of each layer's KV cache, and the measured speeds."""
         check_key(request, keys)
         await channel.refresh()
         return source.now()
@@ -77,7 +77,7 @@ def check_key(request: Request, keys: list[str]) -> None:
     """vLLM itself checks keys only below /v1.
 
     Raises:
-        HTTPException: 401, the server has a key and the request does not name it.
+        HTTPException: 401 if the server has a key and the request does not contain it.
     """
     given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
     if keys and not any(secrets.compare_digest(given, key.encode()) for key in keys):

@@ -38,7 +38,7 @@ def attach_at_start(module: Any) -> None:
 
             # The application has built its middleware by now, so it is wrapped from outside.
             self.config.loaded_app = attach(self.config.app, self.config.loaded_app)
-            logger.info("Numbers of this backend: %s (page), %s, and /metrics (fastattention:...).", PAGE, STATUS)
+            logger.info("Status of this backend: %s (page), %s (JSON), /metrics (fastattention:...).", PAGE, STATUS)
         await original(self, *args, **kwargs)
 
     startup._fastattention = True  # type: ignore[attr-defined]

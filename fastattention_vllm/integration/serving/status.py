@@ -25,7 +25,7 @@ class KvCache(Part):
     """vLLM's KV cache. Host layers use the same blocks as device layers."""
 
     used_fraction: float | None
-    """Of the blocks, after the last step; None before the first one."""
+    """The fraction of blocks in use after the last step; None before the first step."""
     history: list[UsagePoint]
 
 
@@ -48,7 +48,7 @@ class RecentRequest(Part):
     prefill_seconds: float | None
     decode_seconds_per_token: float | None
     predicted_prefill_seconds: float | None
-    """By the planner, for a request alone."""
+    """The planner's prediction for a request that runs alone."""
     predicted_decode_seconds_per_token: float | None
 
 

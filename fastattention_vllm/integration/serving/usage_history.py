@@ -18,7 +18,7 @@ class UsagePoint(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     seconds_ago: float
-    """Begin of the interval."""
+    """From the start of the interval until now."""
     highest: float
     """Highest fraction of blocks in use, 0 to 1."""
     last: float

@@ -19,7 +19,7 @@ METHOD = "fastattention_stats"
 
 
 class TilingTrial(BaseModel):
-    """What the calibration has chosen for layers with one shape of weight, and steps of one length."""
+    """The calibration's choice for one shape of weight and one number of tokens per step."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -27,10 +27,10 @@ class TilingTrial(BaseModel):
     inputs_per_rank: int
     tokens: int
     blocks: list[int]
-    """Tokens of each block. One block: these layers are not split."""
+    """Tokens of each block. If there is only one block, these layers are not split."""
     collective: str
     saved_seconds: float
-    """Per layer and step, against the layer that is not split."""
+    """Per layer and step, compared with the same layer without a split."""
 
 
 class TilingStats(BaseModel):

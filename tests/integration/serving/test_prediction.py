@@ -104,5 +104,5 @@ def test_pipeline_parallelism_is_not_predicted() -> None:
     config = gpu_config()
     config.parallel_config.pipeline_parallel_size = 2
     found = predictor(config, [gpu_worker(host=8)])
-    assert found.prediction.why_not == "the planner does not know pipeline parallelism"
+    assert found.prediction.why_not == "the planner does not support pipeline parallelism"
     assert HOST.rates is None

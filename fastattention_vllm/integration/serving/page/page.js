@@ -23,10 +23,10 @@ async function poll() {
     if (answer.status === 401) return askForKey();
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     const status = await answer.json();
-    if (status.schema_version !== SCHEMA_VERSION) throw new Error("reload this page, the server has changed");
+    if (status.schema_version !== SCHEMA_VERSION) throw new Error("this page is from another version of the server; reload it");
     show(status);
   } catch (error) {
-    say("lost", error instanceof TypeError ? "No connection to the server" : `No numbers: ${error.message}`);
+    say("lost", error instanceof TypeError ? "No connection to the server" : `No data: ${error.message}`);
   }
   timer = setTimeout(poll, PERIOD_MS);
 }
@@ -37,14 +37,14 @@ function askForKey() {
   element("key-note").classList.toggle("bad", key !== "");
   if (key) element("key-note").textContent = "The server does not accept this key. Check it and try again.";
   key = "";
-  say("waiting", "Needs a key");
+  say("waiting", "API key needed");
   element("key-field").focus();
 }
 
 function show(status) {
   const age = status.age_seconds;
   const taken = performance.now() / 1000 - (age ?? 0);
-  // Workers that are busy with a long step report nothing new. Rates are between two different reports.
+  // While workers are busy with a long step, they report nothing new. A rate needs two different reports.
   const fresh = before !== null && taken - before.taken > 0.5;
   element("key").hidden = true;
   element("sections").hidden = false;
@@ -57,7 +57,7 @@ function show(status) {
     before = { status, taken };
   }
   if (age === null) say("waiting", "Workers have not reported yet");
-  else if (age > 10) say("waiting", `Workers are busy, numbers are ${seconds(age)} old`);
+  else if (age > 10) say("waiting", `Workers are busy; the numbers are ${seconds(age)} old`);
   else say("live", "Live");
 }
 

@@ -60,7 +60,7 @@ function legend({ layers, host_layers, device, device_bytes }) {
 
 export function pool({ kv_cache, requests, workers, uptime_seconds }) {
   if (!requests.statistics)
-    return show("pool", note("vLLM’s statistics are off (--disable-log-stats), so the use of the cache is not known."));
+    return show("pool", note("vLLM’s statistics are off (--disable-log-stats), so the use of the KV cache is not known."));
   const used = kv_cache.used_fraction ?? 0;
   const size = workers.reduce((sum, { host_layers }) => sum + (host_layers ? host_layers.pool_bytes : 0), 0);
   const span = SPANS.find((seconds) => uptime_seconds <= seconds) ?? SPANS[SPANS.length - 1];
@@ -76,7 +76,7 @@ export function pool({ kv_cache, requests, workers, uptime_seconds }) {
 export function rates({ workers }, before, elapsed) {
   const found = workers.filter((worker) => worker.host_layers);
   if (!found.length)
-    return show("rates", note("There are no host layers, so this package neither streams KV to the device nor attends on the CPU for it."));
+    return show("rates", note("This server has no host layers. So no KV is copied from host memory to the device, and the CPU computes no attention for the device."));
   show("rates", ...found.flatMap((worker) => {
     const old = before?.workers.find(({ rank }) => rank === worker.rank)?.host_layers;
     return [found.length > 1 ? h("h3", {}, `Rank ${worker.rank}`) : null, ...ofWorker(worker, old, elapsed)];
@@ -99,7 +99,7 @@ function ofWorker({ host_layers: now, device_bytes }, old, elapsed) {
     const copied = old && elapsed > 0 ? (streamed(now) - streamed(old)) / elapsed : 0;
     bars.push(limited("Copies to the device, now", copied, now.rates?.link, "the link"));
     const waited = old && elapsed > 0 ? Math.min(1, (now.device_wait_seconds - old.device_wait_seconds) / elapsed) : 0;
-    bars.push(bar("Device waits for the CPU, now", waited, 1, percent(waited), "of the time, at most"));
+    bars.push(bar("Device waits for the CPU, now", waited, 1, percent(waited), "of the time (upper limit)"));
   }
   return bars;
 }
@@ -126,11 +126,11 @@ export function plan({ prediction: found, requests, workers, max_model_len }) {
   show("plan",
     table([["", "title"], ["Planned", "number"], ["Measured", "number"], ["", "title"]], [
       ["Host layers", count(found.planned_host_layers), count(actual), `planned for ${count(max_model_len)} tokens`],
-      row("Prompt, until the first token", "prefill_seconds", "predicted_prefill_seconds"),
+      row("Prompt, up to the first token", "prefill_seconds", "predicted_prefill_seconds"),
       row("Each further token", "decode_seconds_per_token", "predicted_decode_seconds_per_token"),
     ], "Plan and measurement"),
     note(`At ${count(found.decode_tokens)} tokens, the plan expects ${seconds(found.prefill_seconds)} for the prompt (limited by ${found.prefill_limited_by}) and ${seconds(found.decode_seconds_per_token)} per token (limited by ${found.decode_limited_by}).`),
-    note(`Predicted for ${found.device}, host ${found.host} with ${found.measured_rates ? "the rates that this server measured" : "the rates of the planner’s tables"}, and for each request as if it were alone. Requests that run together take longer.`));
+    note(`The prediction is for ${found.device} in ${found.host}, with ${found.measured_rates ? "the rates that this server measured" : "the rates from the planner’s tables"}. It assumes that each request runs alone. Requests that run together take longer.`));
 }
 
 export function tiling({ workers }) {
@@ -141,7 +141,7 @@ export function tiling({ workers }) {
   const hidden = trials.filter((trial) => trial.blocks.length > 1);
   show("tiling",
     h("p", {}, h("strong", {}, plural(number, "layer")), ` overlap their all-reduce with their matmul (${cuts}).`),
-    hidden.length ? table([["Tokens", "number"], ["Weight", "number"], ["Blocks", "number"], ["Collective", ""], ["Hidden per layer", "number"]],
+    hidden.length ? table([["Tokens", "number"], ["Weight", "number"], ["Blocks", "number"], ["Collective", ""], ["Saved per layer", "number"]],
       hidden.map((trial) => [count(trial.tokens), `${count(trial.inputs_per_rank)} × ${count(trial.outputs)}`, count(trial.blocks.length), trial.collective, seconds(trial.saved_seconds)]),
       "Calibration") : null);
 }
