@@ -39,24 +39,24 @@ class CpuRayExecutor(RayExecutorV2):
                     num_gpus=max(current_platform.device_count(), self.parallel_config.world_size),
                 )
         super()._init_executor()
-        self._free_names()
-
-    def _free_names(self) -> None:
-        """Remove the names of the workers' message queues in /dev/shm. Their memory is freed with its last process.
-
-        Ray kills a worker together with the process that would remove the name. Nobody else opens these queues: their
-        only reader is this process, which has them open.
-        """
         for queue in self.response_mqs:
-            # Workers on other machines have no such memory here.
-            if (memory := getattr(getattr(queue, "buffer", None), "shared_memory", None)) is not None:
-                (SHARED_MEMORY / memory.name).unlink(missing_ok=True)
+            free_name(queue)
 
     def shutdown(self) -> None:
         if not ray.is_initialized():
             # Ray ended first, and its workers with it. To kill them now, Ray would start another session.
             self.ray_worker_handles: list[Any] = []
         super().shutdown()
+
+
+def free_name(queue: Any) -> None:
+    """Remove the name of a worker's message queue in /dev/shm. Its memory is freed with the last process that has it.
+
+    Ray kills a worker together with the process that would remove the name. Call this once all readers have the queue
+    open. A queue to other machines only has no such memory.
+    """
+    if (memory := getattr(getattr(queue, "buffer", None), "shared_memory", None)) is not None:
+        (SHARED_MEMORY / memory.name).unlink(missing_ok=True)
 
 
 def choose_gloo_interface() -> None:
