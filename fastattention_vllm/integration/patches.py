@@ -119,6 +119,23 @@ PATCHES = (
         sites=("serving/server_end:limit_waiting:module.Server.shutdown",),
     ),
     Patch(
+        names=(
+            "vllm.v1.executor.multiproc_executor.MultiprocExecutor.shutdown",
+            "vllm.v1.executor.ray_executor_v2.RayExecutorV2.shutdown",
+            "vllm.v1.engine.async_llm.AsyncLLM.shutdown",
+            "uvicorn.server.Server.shutdown",
+        ),
+        why="A server whose engine has died exits with status 0, and its log ends in tracebacks that do not name the "
+        "worker that ended. Supervisors do not restart it.",
+        remove_when="vllm serve exits with an error after the engine's death and names the worker that ended",
+        versions="0.19.1 to 0.33",
+        sites=(
+            "serving/engine_end:_record_at_shutdown:executor.shutdown",
+            "serving/engine_end:note_stops:module.AsyncLLM.shutdown",
+            "serving/engine_end:fail_with_the_engine:module.Server.shutdown",
+        ),
+    ),
+    Patch(
         names=("uvicorn.server.Server.startup",),
         why="The metrics and the status of this backend are part of vLLM's own server. Its endpoint plugins have to be "
         "named in VLLM_PLUGINS.",
@@ -132,7 +149,7 @@ PATCHES = (
         sites=("serving/worker_stats:add_method:setattr",),
     ),
     Patch(
-        names=("the loaders of vllm.v1.engine.async_llm, vllm.v1.worker.worker_base and uvicorn.server",),
+        names=("the loaders of vllm.v1.engine.async_llm, worker_base, the executors and uvicorn.server",),
         why="What is replaced in them is replaced when they are imported. Importing them here would cost every process "
         "1.5 seconds.",
         remove_when="the patches of these modules are removed",

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.ascend import platform as ascend
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
-from fastattention_vllm.integration.serving import server_end, server_start
+from fastattention_vllm.integration.serving import engine_end, server_end, server_start
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
 PLATFORM_GROUP = "vllm.platform_plugins"
@@ -43,6 +43,7 @@ def register() -> None:
         start.install()
     ascend.install()
     server_end.install()
+    engine_end.install()
     server_start.install()
 
 

@@ -22,8 +22,14 @@ class Refusal(ValueError):
     """A start that cannot work, explained in one sentence: the value, the reason, the fix."""
 
 
+class EngineEnded(RuntimeError):
+    """A server that ended because its engine died, explained in one sentence."""
+
+
 def install_excepthook() -> None:
-    """Print refusals, and bad values that vLLM itself finds at start, as one sentence. The exit status stays 1.
+    """Print refusals, the end of an engine, and bad values that vLLM itself finds at start, as one sentence.
+
+    The exit status stays 1.
 
     This applies only to the process of the ``vllm`` command. A program that embeds vLLM keeps its tracebacks, and
     VLLM_LOGGING_LEVEL=DEBUG keeps them for the command too.
@@ -43,7 +49,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 def sentence(error: BaseException) -> str | None:
     """The line to show for ``error``. None if ``error`` is not a bad value, because then a traceback helps more."""
     for link in _chain(error):
-        if isinstance(link, Refusal):
+        if isinstance(link, Refusal | EngineEnded):
             return PREFIX + str(link)
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return (

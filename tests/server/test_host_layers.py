@@ -234,6 +234,8 @@ def test_a_second_server_has_its_own_pool_which_dies_with_it(server: Server, mod
         assert resident_bytes(holder, "RssShmem") < LARGE_POOL // 2, "shared memory may outlive its process"
         shared = set().union(*(shared_files(process) for process in family))
         holder.kill()
+        assert second.process.wait(120) == 1
+        assert "fastattention: the server ended because the engine died: " in second.log.read_text()
         assert psutil.wait_procs(family, timeout=120)[1] == []
         assert [name for name in shared if Path(name).exists()] == []
     assert server.ask(question(1234, 500)) == "1234"

@@ -154,6 +154,17 @@ class FastAttentionCpuPlatform(CpuPlatform):
         ray_executor.choose_gloo_interface()
 
     @staticmethod
+    def free_queue_names(vllm_config: VllmConfig) -> None:
+        """Leave no shared memory behind if Ray kills this worker, whose tensor-parallel group is now connected."""
+        if vllm_config.parallel_config.distributed_executor_backend == RAY_EXECUTOR:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            # Not at the top: only this executor needs Ray.
+            from fastattention_vllm.integration.cpu import ray_executor
+
+            ray_executor.free_name(get_tp_group().mq_broadcaster)
+
+    @staticmethod
     def _check_worker(vllm_config: VllmConfig) -> None:
         """A user's worker class must do what ours does."""
         if vllm_config.parallel_config.worker_cls == WORKER:

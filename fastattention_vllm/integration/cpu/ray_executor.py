@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class CpuRayExecutor(RayExecutorV2):
@@ -37,12 +39,24 @@ class CpuRayExecutor(RayExecutorV2):
                     num_gpus=max(current_platform.device_count(), self.parallel_config.world_size),
                 )
         super()._init_executor()
+        for queue in self.response_mqs:
+            free_name(queue)
 
     def shutdown(self) -> None:
         if not ray.is_initialized():
             # Ray ended first, and its workers with it. To kill them now, Ray would start another session.
             self.ray_worker_handles: list[Any] = []
         super().shutdown()
+
+
+def free_name(queue: Any) -> None:
+    """Remove the name of a worker's message queue in /dev/shm. Its memory is freed with the last process that has it.
+
+    Ray kills a worker together with the process that would remove the name. Call this once all readers have the queue
+    open. A queue to other machines only has no such memory.
+    """
+    if (memory := getattr(getattr(queue, "buffer", None), "shared_memory", None)) is not None:
+        (SHARED_MEMORY / memory.name).unlink(missing_ok=True)
 
 
 def choose_gloo_interface() -> None:

@@ -36,6 +36,7 @@ class FastAttentionCpuWorker(CPUWorker):
     def init_device(self) -> None:
         current_platform.prepare_worker(self.vllm_config)
         super().init_device()
+        current_platform.free_queue_names(self.vllm_config)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         row_parallel.install(self.vllm_config)
