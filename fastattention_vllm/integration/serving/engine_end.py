@@ -158,7 +158,6 @@ def fail_with_the_engine(module: Any) -> None:
     original = module.Server.shutdown
     if hasattr(original, "_fastattention_fails"):
         return
-    take()  # an earlier process with this id may have left one
 
     @functools.wraps(original)
     async def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.serving import engine_end
 from fastattention_vllm.integration.serving.once_imported import once_imported
 from fastattention_vllm.integration.serving.worker_stats import add_method
 
@@ -36,6 +37,7 @@ def attach_at_start(module: Any) -> None:
             from fastattention_vllm.integration.serving.page import PAGE
             from fastattention_vllm.integration.serving.routes import STATUS, attach
 
+            engine_end.take()  # an earlier process with this id may have left the reason of its end
             # The application has built its middleware by now, so it is wrapped from outside.
             self.config.loaded_app = attach(self.config.app, self.config.loaded_app)
             logger.info("Status of this backend: %s (page), %s (JSON), /metrics (fastattention:...).", PAGE, STATUS)
