@@ -167,7 +167,7 @@ def test_missing_requirements_are_named_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "count"), [*zip(sanitize_gpu.CHOSEN, (6, 2, 6, 4), strict=True), (sanitize_gpu.BROKEN, 2)]
+    ("chosen", "count"), [*zip(sanitize_gpu.CHOSEN, (9, 2, 9, 4), strict=True), (sanitize_gpu.BROKEN, 2)]
 )
 def test_the_selected_tests_exist(chosen: str, count: int) -> None:
     """Each selected test runs with the kernels of both architectures."""
