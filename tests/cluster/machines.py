@@ -85,7 +85,7 @@ class Machine:
 
     def shared_memory(self) -> set[str]:
         """Names in this machine's /dev/shm."""
-        return set(os.listdir(f"/proc/{self.init.pid}/root/dev/shm"))
+        return {path.name for path in Path("/proc", str(self.init.pid), "root", "dev", "shm").iterdir()}
 
 
 def missing() -> str:

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
@@ -26,7 +25,7 @@ from fastattention_vllm.demo.tokenizer import token_id
 from tests import reference_models as reference
 from tests.gpu.test_engine import ALLOWED, GPU, LENGTHS, Steps
 from tests.integration.engine import MAX_TOKENS, engine, generate
-from tests.integration.test_lora import RANK, make_adapter
+from tests.integration.test_lora import RANK, with_adapters
 from tests.reference_models import Answer, decoder_shape, hugging_face_answers, random_prompts, save_random
 
 Prompts = Sequence[list[int]]
@@ -141,13 +140,7 @@ def test_layouts_of_the_cache(layout: str, tmp_path: Path, monkeypatch: pytest.M
 def test_adapters(tmp_path: Path) -> None:
     base = saved(reference.llama(4, 2, 64), tmp_path / "base")
     prompts = random_prompts([300, 20, 700])
-    expected = [hugging_face_answers(base, prompts[:1], MAX_TOKENS)[0]]
-    loras: list[LoRARequest | None] = [None]
-    for number in (1, 2):
-        adapter, merged = tmp_path / f"adapter{number}", tmp_path / f"merged{number}"
-        make_adapter(base, adapter, merged, seed=number)
-        loras.append(LoRARequest(f"adapter{number}", number, str(adapter)))
-        expected += hugging_face_answers(merged, prompts[number : number + 1], MAX_TOKENS)
+    loras, expected = with_adapters(base, prompts, tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "loras": loras}
     compare(base, volta(), volta(2), prompts=prompts, expected=expected, **lora)
 

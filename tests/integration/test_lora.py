@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
-from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
+from tests.reference_models import Answer, hugging_face_answers, llama, random_prompts, save_random
 
 RANK, ALPHA = 8, 16
 SPREAD = 0.14
@@ -42,18 +43,26 @@ def make_adapter(base: Path, adapter: Path, merged: Path, seed: int) -> None:
     model.save_pretrained(merged)
 
 
+def with_adapters(
+    base: Path, prompts: Sequence[list[int]], folder: Path
+) -> tuple[list[LoRARequest | None], list[Answer]]:
+    """For three prompts: none and two random adapters of ``base``, made in ``folder``, and the answers with them."""
+    requests: list[LoRARequest | None] = [None]
+    expected = hugging_face_answers(base, prompts[:1], MAX_TOKENS)
+    for number in (1, 2):
+        adapter, merged = folder / f"adapter{number}", folder / f"merged{number}"
+        make_adapter(base, adapter, merged, seed=number)
+        requests.append(LoRARequest(f"adapter{number}", number, str(adapter)))
+        expected += hugging_face_answers(merged, prompts[number : number + 1], MAX_TOKENS)
+    return requests, expected
+
+
 @pytest.mark.parametrize("host_layers", [0, 2], ids=["device layers", "host layers"])
 def test_adapters_equal_hugging_face(tmp_path: Path, host_layers: int) -> None:
     options = {"fastattention": {"host_kv_layers": host_layers}}
     base = save_random(llama(4, 2, 64), tmp_path / "base")
     prompts = random_prompts([3, 20, 70])
-    expected = [hugging_face_answers(base, prompts[:1], MAX_TOKENS)[0]]
-    requests: list[LoRARequest | None] = [None]
-    for number in (1, 2):
-        adapter, merged = tmp_path / f"adapter{number}", tmp_path / f"merged{number}"
-        make_adapter(base, adapter, merged, seed=number)
-        expected += hugging_face_answers(merged, prompts[number : number + 1], MAX_TOKENS)
-        requests.append(LoRARequest(f"adapter{number}", number, str(adapter)))
+    requests, expected = with_adapters(base, prompts, tmp_path)
     with engine(base, enable_lora=True, max_loras=2, max_lora_rank=RANK, additional_config=options) as llm:
         check(generate(llm, prompts, lora_request=requests), expected)
         with pytest.raises(ValueError, match="prompt_logprobs=1"):
