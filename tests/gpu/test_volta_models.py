@@ -64,6 +64,19 @@ def saved(config: PretrainedConfig, path: Path) -> Path:
     return model
 
 
+def peaked(model: Path) -> Path:
+    """Make each token favour one next token, so that rounding decides between two good tokens much less often.
+
+    Compilation moves a random gpt-oss far enough to leave the reference's tokens in the first steps otherwise.
+    """
+    for file in model.glob("*.safetensors"):
+        weights = load_file(file)
+        favoured = weights["model.embed_tokens.weight"].roll(1, 0)
+        weights["lm_head.weight"] = (weights["lm_head.weight"] + 3 * favoured).half().float()
+        save_file(weights, file, metadata={"format": "pt"})
+    return model
+
+
 def answers(model: Path, prompts: Prompts, max_tokens: int, *, loras: Any = None, **settings: Any) -> list[Steps]:
     with engine(model, **(GPU | settings)) as llm:
         outputs = generate(llm, prompts, max_tokens, lora_request=loras)
@@ -114,7 +127,7 @@ def test_options(changes: dict[str, Any], name: str, tmp_path: Path, monkeypatch
     if "enforce_eager" in changes:
         # Engines in a process of their own: vLLM captures no graphs for a second engine in the same process.
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    compare(saved(MODELS[name](), tmp_path), volta(), **changes)
+    compare(peaked(saved(MODELS[name](), tmp_path)), volta(), **changes)
 
 
 def test_caches_of_8_bits(tmp_path: Path) -> None:
