@@ -88,7 +88,7 @@ class Variant:
 
     @property
     def pitch(self) -> int:
-        """Distance between rows in shared memory in chunks: a power of two; for decoding on the V100 a multiple of 8."""
+        """Distance between rows in shared memory in chunks: a power of two, or (decoding, V100) a multiple of 8."""
         if self.source == "decode.cu" and self.architecture == VOLTA and self.head_size > 128:
             return -(-self.head_size // CHUNK // 8) * 8
         return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
