@@ -2,6 +2,7 @@
 
     python benchmarks/volta_sim.py --json FILE --plot FILE.png
     python benchmarks/volta_sim.py --from FILE.json --plot FILE.png     # from a saved run
+    python benchmarks/volta_sim.py --no-peer --kinds ragged --head-sizes 64 80 96 112 128 192 256 --json FILE
 
 Run by: contributors who change a V100 kernel.
 Needs: `make setup-dev`, and hours of one core for all rows (--kinds, --tokens and --head-sizes choose some). No GPU.
@@ -31,9 +32,12 @@ from volta_launches import (
 )
 from volta_sim_report import (
     CONTEXTS,
+    GROUPS,
     HEAD_SIZES,
     OURS,
     PEER,
+    RAGGED,
+    SPECULATIVE,
     TOKENS,
     Measured,
     label,
@@ -45,7 +49,7 @@ from volta_sim_tables import draw, print_report
 from fastattention_vllm.bench.saved_report import saved_report
 from kernels.volta.sim import Cubin
 
-KINDS = ("method", "prefill", "decode", "masks")
+KINDS = ("method", "prefill", "decode", "masks", "speculative", "ragged")
 
 
 def sweep(
@@ -69,11 +73,22 @@ def sweep(
         if number == 0 and "decode" in kinds:
             for context, batch in CONTEXTS:
                 for head_size in head_sizes:
-                    for group in (1, 4, 8):
+                    for group in GROUPS:
                         for page in (16, 784):
                             jobs.append(functools.partial(decode_row, head_size, group, page, context, batch))
         if number == 0 and "masks" in kinds:
             jobs += [functools.partial(masks_row, h, 4096, causal) for h in head_sizes for causal in (False, True)]
+    if "ragged" in kinds:
+        keys, batch, page = RAGGED
+        jobs += [functools.partial(decode_row, h, group, page, keys, batch) for group in (6, 7) for h in head_sizes]
+    if "speculative" in kinds:
+        keys, group, kv_heads = SPECULATIVE
+        jobs += [
+            functools.partial(decode_row, h, group, 16, keys, batch, queries=queries, kv_heads=kv_heads)
+            for batch, new in ((1, (1, 2, 3, 4, 5)), (8, (1, 4)))
+            for h in head_sizes
+            for queries in new
+        ]
     return jobs
 
 

@@ -163,6 +163,7 @@ def decode_row(
         "head_size": head_size,
         "group": group,
         "queries": queries,
+        "kv_heads": kv_heads,
         "page": page,
         "tokens": tokens,
         "batch": batch,

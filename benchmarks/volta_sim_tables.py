@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from volta_launches import BATCH, HEADS, PAGE
-from volta_sim_report import FEED, HEAD_SIZES, OURS, PEER, TITLE, TOKENS, against_peer, kind, label, musts
+from volta_sim_report import FEED, HEAD_SIZES, OURS, PEER, TITLE, TOKENS, against_peer, kind, label, length, musts
 
 from fastattention_vllm.bench.report import Report, Row
 
@@ -38,15 +38,15 @@ def print_report(report: Report[Row], console: Console) -> None:
             ), f"{row['error']:.1e}", "" if peer is None else f"{peer['error']:.1e}", row["simulated"],
         )  # fmt: skip
     console.print(table)
-    decode = Table(title=f"Decode, {HEADS} query heads, fed at {FEED:.0f} GB/s. {TITLE}")
-    for name in ("head", "tokens", "batch", "GQA", "page", "GB/s", "of the feed", "static bound", "sum of parts",
-                 "error"):  # fmt: skip
+    decode = Table(title=f"Decode, fed at {FEED:.0f} GB/s. {TITLE}")
+    for name in ("head", "keys", "new tokens", "batch", "GQA", "page", "GB/s", "of the feed", "static bound",
+                 "sum of parts", "error"):  # fmt: skip
         decode.add_column(name)
     for row in rows:
         if row["kind"] == "decode":
             decode.add_row(
-                str(row["head_size"]), f"{row['tokens'] // 1024}K", str(row["batch"]), str(row["group"]),
-                str(row["page"]), f"{row['gbs']:.0f}", f"{100 * row['part_of_feed']:.1f} %",
+                str(row["head_size"]), length(row["tokens"]), str(row.get("queries", 1)), str(row["batch"]),
+                str(row["group"]), str(row["page"]), f"{row['gbs']:.0f}", f"{100 * row['part_of_feed']:.1f} %",
                 f"{row['bound_gbs']:.0f} {row['bound_unit']}",
                 f"{100 * row['combine_milliseconds'] / row['milliseconds']:.1f} %", f"{row['error']:.1e}",
             )  # fmt: skip

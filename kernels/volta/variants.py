@@ -88,7 +88,9 @@ class Variant:
 
     @property
     def pitch(self) -> int:
-        """Distance between rows in shared memory in chunks, a power of two."""
+        """Distance between rows in shared memory in chunks: a power of two, or (decoding, V100) a multiple of 8."""
+        if self.source == "decode.cu" and self.architecture == VOLTA and self.head_size > 128:
+            return -(-self.head_size // CHUNK // 8) * 8
         return max(8, 1 << (self.head_size // CHUNK - 1).bit_length())
 
 
@@ -108,7 +110,7 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:
     """The V100 gets small CTAs, as many as registers and memory allow: while one starts or ends, the others read."""
-    warps, ctas = 2, {64: 8, 128: 5}.get(head_size, 4 if head_size < 128 else 2)
+    warps, ctas = 2, {64: 8, 128: 5, 192: 3, 256: 2}.get(head_size, 4)
     if architecture == TURING:
         warps, ctas = 4 if head_size <= 128 else 2, 2 if head_size <= 64 else 1
     return Variant("decode.cu", "fa_volta_decode", head_size, warps, 32, ctas, cache=cache, architecture=architecture)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import volta_launches
 import volta_peer
+import volta_sim
 import volta_sim_report
 import volta_sim_rows
 from hypothesis import given
@@ -130,6 +131,46 @@ def test_the_worst_row_decides_whether_a_goal_is_missed() -> None:
     )
     assert verdicts(prefill_rows(75.9, 30))["prefill 64, not causal, 4K and up: at least 76 TFLOPS"] is False
     assert verdicts(prefill_rows(80, 30, error=3e-3))["error against float64 2e-3 at most"] is False
+
+
+def decode_rows(**changes: Any) -> list[dict[str, Any]]:
+    row = {"kind": "decode", "kernel": "ours", "head_size": 64, "tokens": 65536, "batch": 8, "group": 4, "page": 16}
+    return [{**row, "part_of_feed": 0.95, "error": 1e-4, "milliseconds": 2.0, **changes}]
+
+
+def test_goals_of_decoding_use_their_own_rows() -> None:
+    """One sequence with few KV heads does not fill the GPU, so the goals of large batches leave it out."""
+    goal = "decode 64, 64K: 92 % of the feed, sum of the parts included"
+    alone = decode_rows(batch=1, group=6, part_of_feed=0.7)
+    assert goal not in verdicts(alone)
+    assert verdicts(decode_rows() + alone + decode_rows(group=6, queries=4, part_of_feed=0.9))[goal] is True
+    assert verdicts(decode_rows(part_of_feed=0.919))[goal] is False
+    ragged = "decode 3000 keys, 6 and 7 query heads per KV head: 92 % of the feed"
+    assert ragged not in verdicts(decode_rows())
+    assert verdicts(decode_rows(tokens=3000, batch=32, group=7, page=48, part_of_feed=0.919))[ragged] is False
+
+
+def test_several_tokens_are_compared_with_one_of_the_same_launch() -> None:
+    goal = "decode 64K: 4 tokens take at most 1.25 times as long as one"
+    one = decode_rows(group=6, milliseconds=1.0) + decode_rows(group=6, batch=1, milliseconds=0.1)
+    four = decode_rows(group=6, queries=4, milliseconds=1.2)
+    assert [row["times"] for row in volta_sim_report.against_one_token(one + four)] == [1.2]
+    assert verdicts(one + four)[goal] is True
+    assert verdicts(one + decode_rows(group=6, queries=4, milliseconds=1.26))[goal] is False
+    assert goal not in verdicts(four), "without the row of one token there is no comparison"
+
+
+def test_the_sweep_of_new_tokens_and_of_odd_groups() -> None:
+    def shapes(*kinds: str) -> list[tuple[Any, ...]]:
+        jobs = volta_sim.sweep(None, (), (80, 256), kinds)
+        return [(*job.args, job.keywords.get("queries", 1)) for job in jobs]  # type: ignore[attr-defined]
+
+    assert shapes("ragged") == [(size, group, 48, 3000, 32, 1) for group in (6, 7) for size in (80, 256)]
+    found = shapes("speculative")
+    assert [shape for shape in found if shape[4] == 1] == [
+        (size, 6, 16, 65536, 1, new) for size in (80, 256) for new in range(1, 6)
+    ]
+    assert [shape[-1] for shape in found if shape[4] == 8] == [1, 4, 1, 4]
 
 
 def test_rows_have_the_fields_of_every_result() -> None:

@@ -132,3 +132,31 @@ def test_simulated_prefill(head_size: str, mask: str) -> None:
     ratios = [one["ratio"] for one in found if one["ratio"]]
     line = f"| head size {head_size}, {mask} | {min(speeds):.1f} to {max(speeds):.1f} |"
     assert f"{line} {min(ratios):.2f}x to {max(ratios):.2f}x |" in PERFORMANCE.read_text()
+
+
+DECODE = "2026-11-25-volta-simulated-decode"
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_simulated_decoding_of_several_tokens(head_size: int, batch: int) -> None:
+    times = {
+        one["queries"]: one["milliseconds"]
+        for one in rows(DECODE)
+        if (one["head_size"], one["batch"], one["tokens"]) == (head_size, batch, 65536)
+    }
+    assert {1, 4} <= times.keys()
+    cells = [f"{times[new] / times[1]:.2f}x" if new in times else "" for new in range(2, 6)]
+    name = "one sequence" if batch == 1 else f"{batch} sequences"
+    line = f"| head size {head_size}, {name} | {times[1]:.3f} ms | {' | '.join(cells)} |"
+    assert line in PERFORMANCE.read_text().splitlines()
+
+
+@pytest.mark.parametrize("group", [6, 7])
+def test_simulated_decoding_of_odd_groups(group: int) -> None:
+    found = [one for one in rows(DECODE) if (one["tokens"], one["group"]) == (3000, group)]
+    found.sort(key=lambda one: one["head_size"])
+    cells = [f"{one['part_of_feed']:.1%}".replace("%", " %") for one in found]
+    line = f"| {group} | {' | '.join(cells)} |"
+    assert len(found) == 7
+    assert line in PERFORMANCE.read_text().splitlines()

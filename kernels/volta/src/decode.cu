@@ -21,10 +21,11 @@ namespace fastattention {
 constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 8;
-constexpr int kTile = 32;                                           // keys
-constexpr int kChunks = HEAD_SIZE / 8;                              // chunks of 8 numbers
-constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // distance between rows, in chunks
-constexpr int kRowsOfPass = 32 / kPitch;                            // rows that a warp loads at once
+constexpr int kTile = 32;                                                // keys
+constexpr int kChunks = HEAD_SIZE / 8;                                   // chunks of 8 numbers
+constexpr int kLanesOfRow = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes that load a row
+constexpr int kPitch = decode_pitch(kChunks);                            // distance between rows, in chunks
+constexpr int kRowsOfPass = 32 / kLanesOfRow;                            // rows that a warp loads at once
 constexpr int kPasses = kTile / kRowsOfPass;
 constexpr int kThreadsOfRow = kThreads / kRows;  // threads that sum a row over the warps
 using WarpLane = DecodeLane<HEAD_SIZE, kPitch>;
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     const int number = divide(key, p.page);
     return first + p.block_table[pages + number] * block_stride + (key - number * p.page.divisor) * token_stride;
   };
-  const int own_chunk = lane.index % kPitch, own_row = lane.index / kPitch;
+  const int own_chunk = lane.index % kLanesOfRow, own_row = lane.index / kLanesOfRow;
   Eight coming[kPasses];
   const auto load = [&](const void* from, u32 offsets) {
     FA_UNROLL
@@ -81,8 +82,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   };
   const auto store = [&] {
     FA_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass)
-      tile[swizzled_chunk<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = to_halves(coming[pass]);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (kLanesOfRow == kPitch || own_chunk < kPitch)
+        tile[swizzled_chunk<kPitch>(pass * kRowsOfPass + own_row, own_chunk)] = to_halves(coming[pass]);
+    }
   };
 
   int begin = first_key + warp * kTile;

@@ -101,6 +101,9 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 
 // --- eight rows and 32 keys -----------------------------------------------------------------------------------------
 
+// Chunks from row to row for DecodeLane, a power of two because the addresses of chunks are exclusive ors.
+constexpr int decode_pitch(int chunks) { return chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32; }
+
 // Everything is transposed here, so that the eight rows are the narrow side of a product: scores are keys times
 // queries, and the output's columns are values times weights. Addresses are computed for each load in any case.
 template <int kHeadSize, int kPitch, bool kComputed = true>

@@ -128,6 +128,9 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
 
 // --- eight rows and 32 keys -----------------------------------------------------------------------------------------
 
+// Chunks from row to row for DecodeLane, a multiple of the eight that are swizzled.
+constexpr int decode_pitch(int chunks) { return chunks <= 8 ? 8 : chunks <= 16 ? 16 : (chunks + 7) / 8 * 8; }
+
 // The four quadpairs of a warp compute the scores of 8 keys each; a lane holds those of two rows and four keys. Each
 // quadpair takes a quarter of the output's columns, because all columns of a large head would not fit its registers, so
 // they exchange weights. If the head has no multiple of 64 columns, some quadpairs also multiply the zeros after it.
