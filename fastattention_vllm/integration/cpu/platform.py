@@ -13,6 +13,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.integration import binding, compat
+from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
@@ -62,6 +63,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if ours:
             check_supported(vllm_config)
             cls._check_kernels()
+            check_weights(vllm_config)
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = WORKER
             cls._check_worker(vllm_config)
