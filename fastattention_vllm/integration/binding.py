@@ -9,6 +9,8 @@ from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement.cpus import parse_cpu_list, physical_cpus
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+OWN_BIND = "FASTATTENTION_THREADS_BIND"
+"""Holds the value of THREADS_BIND that our platform has set, to distinguish it from a user's value."""
 NOBIND = "nobind"
 """The value of THREADS_BIND that leaves all threads unbound."""
 
@@ -23,12 +25,22 @@ def floats() -> bool:
     return os.environ.get(THREADS_BIND) == NOBIND
 
 
+def floats_by_our_choice() -> bool:
+    """Whether our platform leaves the threads unbound, and not the user."""
+    return floats() and os.environ.get(OWN_BIND) == NOBIND
+
+
 def cpus_of_rank(local_rank: int) -> list[int]:
     """The CPUs bound to ``local_rank`` by the environment (set by the platform or the user)."""
     groups = os.environ.get(THREADS_BIND, "").split("|")
     if local_rank < len(groups) and groups[local_rank] not in ("", "auto", NOBIND):
         return parse_cpu_list(groups[local_rank])
     return physical_cpus()
+
+
+def cpus_bound_by(text: str) -> set[int]:
+    """All CPUs that ``VLLM_CPU_OMP_THREADS_BIND`` names."""
+    return set() if text == NOBIND else {cpu for group in text.split("|") for cpu in parse_cpu_list(group)}
 
 
 def format_bind(groups: Iterable[Sequence[int]]) -> str:
