@@ -21,9 +21,7 @@ from fastattention_vllm.placement.cpus import physical_cpus
 
 
 def with_ranks(ranks: int) -> Any:
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(local_world_size=ranks, distributed_executor_backend="mp")
-    )
+    return SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=ranks, distributed_executor_backend="mp"))
 
 
 @pytest.fixture
