@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
+from vllm.logger import init_logger
+
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import cpu_claims
 from fastattention_vllm.placement.cpus import parse_cpu_list, physical_cpus
+
+logger = init_logger("vllm.fastattention")
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 OWN_BIND = "FASTATTENTION_THREADS_BIND"
@@ -67,3 +72,17 @@ def check_bind(text: str, ranks: int) -> None:
             f"{THREADS_BIND}={text} is not a list of CPUs for {ranks} rank(s); write it like "
             f"{format_bind([[2 * rank, 2 * rank + 1] for rank in range(ranks)])!r}, or unset it."
         )
+
+
+def share_with_other_servers(cpus: Sequence[int], everywhere: Iterable[int]) -> None:
+    """Unbind this worker's threads from ``cpus`` when another server of this machine computes there too."""
+
+    def say(common: list[int]) -> None:
+        logger.warning(
+            "Another server computes on CPUs %s now, so threads are not bound to CPUs any more. To give each server its "
+            "own CPUs, set %s.",
+            ",".join(map(str, common)),
+            THREADS_BIND,
+        )
+
+    cpu_claims.unbind_beside_others(cpus, everywhere, say)

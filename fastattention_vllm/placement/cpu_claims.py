@@ -1,4 +1,7 @@
-"""The CPUs that servers of this machine have bound threads to, so that no two servers bind to the same ones.
+"""The CPUs that servers of this machine compute on, so that no two servers bind threads to the same ones.
+
+Bound threads of two servers on the same CPUs wait for each other. So a server that finds another one on its CPUs binds
+nothing, and the other one, which watches for this, unbinds its threads. Linux then shares the CPUs among both.
 
 A server announces each of its CPUs by the name of a socket in Linux's abstract namespace, on which nothing listens.
 Linux lists these names to every user, and removes them with the last process that holds them. Containers whose network
@@ -7,10 +10,13 @@ is their own do not see each other's names.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fastattention_vllm.placement.cgroups import read_text
@@ -19,20 +25,17 @@ SERVER = "FASTATTENTION_SERVER"
 """The environment variable with the server's random name, which its processes inherit."""
 PREFIX = "fastattention-cpu"
 NAMES = Path("/proc/net/unix")
+LOOK_EVERY = 2.0
+"""Seconds."""
 
 _held: dict[int, socket.socket] = {}
+_watcher: threading.Thread | None = None
 
 
-def claim(cpus: Iterable[int], *, shared: bool = False) -> list[int]:
-    """Announce ``cpus`` until this process ends, unless other servers have announced some of them.
+def claim(cpus: Iterable[int]) -> list[int]:
+    """Announce ``cpus`` until this process ends. Returns those that other servers have announced too, ascending.
 
-    Two servers that do this at the same moment may both find the other one, but they never both claim a CPU.
-
-    Args:
-        shared: announce them in any case, because the user has chosen them.
-
-    Returns:
-        The CPUs that others have announced, ascending. Empty if there are none.
+    Two servers that do this at the same moment may both find the other one, but one of them does in any case.
     """
     own = os.environ.setdefault(SERVER, f"{os.getpid()}-{secrets.token_hex(4)}")
     wanted = sorted(set(cpus))
@@ -41,10 +44,34 @@ def claim(cpus: Iterable[int], *, shared: bool = False) -> list[int]:
     for cpu in wanted:
         if cpu not in _held:
             _announce(cpu, own)
-    taken = sorted(_announced_by_others(own).intersection(wanted))
-    if taken and not shared:
-        release()
-    return taken
+    return others_on(wanted)
+
+
+def others_on(cpus: Iterable[int]) -> list[int]:
+    """Those of ``cpus`` that other servers have announced, ascending."""
+    return sorted(_announced_by_others(os.environ.get(SERVER, "")).intersection(cpus))
+
+
+def unbind_beside_others(bound: Iterable[int], everywhere: Iterable[int], say: Callable[[list[int]], object]) -> None:
+    """Watch until another server announces one of the ``bound`` CPUs, then let this process's threads run ``everywhere``.
+
+    ``say`` is called with the CPUs in common, once. A process has one watcher; further calls change nothing.
+    """
+    global _watcher
+    if _watcher is not None and _watcher.is_alive():
+        return
+    watched, allowed = list(bound), set(everywhere)
+
+    def watch() -> None:
+        while not (common := others_on(watched)):
+            time.sleep(LOOK_EVERY)
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread), allowed)
+        say(common)
+
+    _watcher = threading.Thread(target=watch, name="fastattention-watch", daemon=True)
+    _watcher.start()
 
 
 def release() -> None:

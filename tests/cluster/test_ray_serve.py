@@ -55,7 +55,7 @@ def running(log: Path, environment: dict[str, str], config: Path) -> Iterator[su
     own = environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     with log.open("wb") as output:
         subprocess.run([ray, "start", *head, *size], env=environment, check=True, stdout=output, stderr=output)
-        command = [*serve, "run", "--app-dir", str(APPLICATION), str(config)]
+        command = [*serve, "run", str(config)]
         process = subprocess.Popen(command, env=own, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield process
@@ -108,7 +108,7 @@ def test_a_second_replica_starts_under_load_and_nothing_is_left(tmp_path: Path) 
     sockets.mkdir()
     log, url = tmp_path / "log", f"http://127.0.0.1:{port}"
     environment = USER_ENVIRONMENT | {
-        "PYTHONPATH": str(tmp_path / "packages"),
+        "PYTHONPATH": f"{APPLICATION}:{tmp_path / 'packages'}",
         "TMPDIR": tempfile.mkdtemp(prefix="s", dir="/tmp"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 alone

@@ -1,4 +1,4 @@
-"""Two servers on one machine: they do not bind threads to the same CPUs, share them evenly, and both get memory."""
+"""Two servers on one machine do not bind threads to the same CPUs, and share them evenly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.test_host_layers import HOST_BLOCKS, MODEL, Server, gib, quest
 
 SECONDS = 15
 UNFAIR = 2.0
-"""Linux gives both the same time. One server's threads stay on their CPUs, which is worth something."""
+"""With bound threads, one server was 3.7 to 7 times as fast as the other; without, 1.1 to 1.2 times."""
 
 
 def tokens_in_time(server: Server) -> int:
@@ -41,9 +41,12 @@ def test_two_servers_share_the_machine(tmp_path: Path) -> None:
         logs = [server.log.read_text() for server in (first, second)]
         assert re.search(r"pinned to CPUs \d", logs[0]), "another program of this machine has claimed the CPUs"
         assert "not pinned" in logs[1]
-        assert "Another server has bound its threads to CPUs" in logs[1]
+        assert "Another server computes on CPUs" in logs[1]
+        deadline = time.monotonic() + 60
+        while "threads are not bound to CPUs any more" not in first.log.read_text():
+            assert time.monotonic() < deadline, "the first server keeps its threads bound"
+            time.sleep(0.2)
         with concurrent.futures.ThreadPoolExecutor(2) as clients:
             counts = list(clients.map(tokens_in_time, (first, second)))
         assert min(counts) > 0
         assert max(counts) < UNFAIR * min(counts), counts
-        print("tokens of the two servers:", counts)

@@ -166,7 +166,9 @@ def _check_whole(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(64)
     if head[:5] == b"\x7fELF\x02":
-        begin, size, count = (int.from_bytes(head[at : at + width], "little") for at, width in ((40, 8), (58, 2), (60, 2)))
+        begin, size, count = (
+            int.from_bytes(head[at : at + width], "little") for at, width in ((40, 8), (58, 2), (60, 2))
+        )
         if path.stat().st_size < begin + size * count:
             raise OSError("the file is cut off")
 

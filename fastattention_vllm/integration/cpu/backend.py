@@ -161,6 +161,8 @@ def start_cpu_threads(vllm_config: Any) -> None:
         cpu_kernels.set_num_threads(threads, cpus)
     except ValueError as error:  # the user's list is wrong; the platform's own list contains usable CPUs only
         raise Refusal(f"{error} Name other CPUs in {binding.THREADS_BIND}, or unset it.") from error
+    if cpus and (bound := os.environ.get(binding.THREADS_BIND)) and bound == os.environ.get(binding.OWN_BIND):
+        binding.share_with_other_servers(cpus, binding.cpus_bound_by(bound))
     logger.info_once(
         "Attention kernel: fastattention CPU, instruction set %s (usable here: %s), %s; "
         "chosen because no accelerator was found.",

@@ -226,7 +226,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         asked = os.environ.get(binding.THREADS_BIND, "auto") or "auto"
         if asked not in ("auto", os.environ.get(binding.OWN_BIND)):
             binding.check_bind(asked, ranks)
-            cpu_claims.claim(binding.cpus_bound_by(asked), shared=True)
+            cpu_claims.claim(binding.cpus_bound_by(asked))
             return
         reserved = envs.VLLM_CPU_NUM_OF_RESERVED_CPU or 0
         if topology.quota_is_smaller():
@@ -249,8 +249,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
         with_ray = vllm_config.parallel_config.distributed_executor_backend in ("ray", RAY_EXECUTOR)
         if not with_ray and (taken := cpu_claims.claim(cpus)):
             logger.warning(
-                "Another server has bound its threads to CPUs %s, so the threads of this one are not bound: Linux "
-                "moves them, and both servers share the CPUs. To give each server its own, set %s.",
+                "Another server computes on CPUs %s too, so threads are not bound to CPUs, and Linux shares them among "
+                "the servers. To give each server its own CPUs, set %s.",
                 ",".join(map(str, taken)),
                 binding.THREADS_BIND,
             )

@@ -49,6 +49,8 @@ class AcceleratorRuntime:
         threads = options_of(self.vllm_config).cpu_threads or len(own)
         if binding.floats() or topology.quota_is_smaller() or cpu_claims.claim(own):
             own = []
+        elif own:
+            binding.share_with_other_servers(own, cpus)
         try:
             cpu_kernels.set_num_threads(threads, own)
             cpu_kernels.set_spin(SPIN_SECONDS)

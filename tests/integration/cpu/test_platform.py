@@ -14,9 +14,8 @@ from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement import cpu_claims
+from fastattention_vllm.placement import cpu_claims, host_memory
 from fastattention_vllm.placement import cpus as topology
-from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.cpus import physical_cpus
 
 
@@ -30,7 +29,7 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
     monkeypatch.setenv(OWN_BIND, "")
     # Other tests' engines may run at the same time.
-    monkeypatch.setattr(cpu_claims, "claim", lambda cpus, shared=False: [])
+    monkeypatch.setattr(cpu_claims, "claim", lambda cpus: [])
 
 
 @pytest.mark.usefixtures("unbound")
@@ -88,7 +87,7 @@ class TestBinding:
 
     def test_the_users_list_is_announced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         announced: list[set[int]] = []
-        monkeypatch.setattr(cpu_claims, "claim", lambda cpus, shared: announced.append(cpus))
+        monkeypatch.setattr(cpu_claims, "claim", announced.append)
         monkeypatch.setenv(THREADS_BIND, "0-2|5")
         assert self.bound(2) == ["0-2", "5"]
         assert announced == [{0, 1, 2, 5}]
