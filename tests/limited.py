@@ -51,14 +51,10 @@ def one_below(group: Path) -> Iterator[Path]:
         yield folder
     finally:
         deadline = time.monotonic() + 30
-        while True:  # a group with processes, even ended ones that nobody has waited for, cannot be removed
-            try:
-                folder.rmdir()
-                return
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+        # A group with processes, even ended ones that nobody has waited for, cannot be removed.
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Replicas of `vllm serve` under Ray Serve, as many as the load needs. docs/ray.md says how to run it.
 
-Each replica starts the `vllm` command and passes requests on to it through a Unix socket, so a replica is the same server
-as one without Ray Serve, and Ray needs no vLLM of its own choice.
+Each replica starts the `vllm` command and passes requests on to it through a Unix socket. So a replica is the same
+server as one without Ray Serve, of whatever vLLM is installed.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def share_with_other_servers(cpus: Sequence[int], everywhere: Iterable[int]) -> 
 
     def say(common: list[int]) -> None:
         logger.warning(
-            "Another server computes on CPUs %s now, so threads are not bound to CPUs any more. To give each server its "
-            "own CPUs, set %s.",
+            "Another server computes on CPUs %s now, so threads are not bound to CPUs any more. To give each server "
+            "its own CPUs, set %s.",
             ",".join(map(str, common)),
             THREADS_BIND,
         )

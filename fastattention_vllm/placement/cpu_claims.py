@@ -53,7 +53,7 @@ def others_on(cpus: Iterable[int]) -> list[int]:
 
 
 def unbind_beside_others(bound: Iterable[int], everywhere: Iterable[int], say: Callable[[list[int]], object]) -> None:
-    """Watch until another server announces one of the ``bound`` CPUs, then let this process's threads run ``everywhere``.
+    """Let this process's threads run ``everywhere`` as soon as another server announces one of the ``bound`` CPUs.
 
     ``say`` is called with the CPUs in common, once. A process has one watcher; further calls change nothing.
     """

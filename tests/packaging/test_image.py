@@ -63,7 +63,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 
 
 def pip_settings(folder: Path) -> list[str]:
-    """Options of buildah that give the build this machine's certificates and pip settings, and the folders they name."""
+    """Options that give the build this machine's certificates and pip settings, and the folders that these name."""
     shown = subprocess.check_output([sys.executable, "-m", "pip", "config", "list"], text=True)
     settings = dict(re.findall(r"^(?:global|:env:)\.([\w.-]+)='(.*)'$", shown, re.MULTILINE))
     settings = {name.lstrip("."): text for name, text in settings.items()}

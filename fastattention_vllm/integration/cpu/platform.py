@@ -204,8 +204,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _bind_cpus(vllm_config: VllmConfig, ranks: int | None = None) -> None:
-        """Bind every local rank to separate CPUs. Leave all ranks unbound if a quota allows fewer CPUs than there are, or
-        if another server has bound its threads to some of these CPUs.
+        """Bind every local rank to separate CPUs. Leave all ranks unbound if a quota allows fewer CPUs than there are,
+        or if another server computes on some of these CPUs.
 
         vLLM's "auto" requires one NUMA node per rank. As in vLLM, the CPUs that VLLM_CPU_NUM_OF_RESERVED_CPU reserves
         for other work are the last ones, and the user's own list takes precedence over it.
