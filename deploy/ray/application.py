@@ -48,7 +48,8 @@ class Arguments(BaseModel):
     downscale_delay_s: float = 600
 
 
-def application(arguments: Arguments) -> serve.Application:
+def application(given: dict[str, Any]) -> serve.Application:
+    arguments = Arguments.model_validate(given)
     scaling = AutoscalingConfig(
         min_replicas=arguments.min_replicas,
         max_replicas=arguments.max_replicas,

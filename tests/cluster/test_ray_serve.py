@@ -121,6 +121,7 @@ def test_a_second_replica_starts_under_load_and_nothing_is_left(tmp_path: Path) 
                 deadline = time.monotonic() + seconds
                 while not (healthy(url) if what == "healthy" else len(servers(where)) == 2):
                     assert process.poll() is None, log.read_text()[-6000:]
+                    assert "Exception importing application" not in log.read_text(), log.read_text()[-6000:]
                     assert time.monotonic() < deadline, f"not {what}:\n{log.read_text()[-6000:]}"
                     time.sleep(0.5)
 
