@@ -29,7 +29,7 @@ MAY_IMPORT = {
 LEVELS = (
     {"refusal", "patches"},
     {"compat", "options", "claims", "binding"},
-    {"support", "kv_size", "base"},
+    {"support", "kv_size", "base", "checkpoint"},
     {"tiling"},
     {"host_layers"},
     {"serving"},

@@ -1,5 +1,8 @@
 """The limits that control groups (version 1 and 2) set for this process: memory and CPU time.
 
+Version 2 has two limits of memory. Linux ends processes above ``memory.max``, and slows down those above
+``memory.high`` until they are of no use. So both count.
+
 A limit applies to all groups below it, so this reads the process's own group and all groups above it, and uses the
 tightest limit. In a container, the paths in /proc/self/cgroup may be those of the host, while only the container's own
 root is visible. Groups that are not visible are skipped.
@@ -20,7 +23,9 @@ def memory_left(root: Path | None = None) -> int | None:
     """Bytes until a group of this process is full; None without a limit. Reclaimable page cache counts as free."""
     root = root or ROOT
     left = [
-        _left(group, "memory.max", "memory.current", "inactive_file") for group in _groups(root, "", ("", "unified"))
+        _left(group, limit, "memory.current", "inactive_file")
+        for group in _groups(root, "", ("", "unified"))
+        for limit in ("memory.max", "memory.high")
     ] + [
         _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         for group in _groups(root, "memory", ("memory",))

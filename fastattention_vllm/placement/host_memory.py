@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof, c_char
 from pathlib import Path
 
@@ -28,6 +28,10 @@ KEEP = 512 << 20
 """Bytes that are always left to other programs."""
 PATIENCE = 20.0
 """Seconds to wait for memory. Some virtual machines get more memory only when the present amount is nearly used up."""
+SAY_EVERY = 3.0
+"""Seconds between two lines about the progress."""
+LONG_TO_PIN = 8 << 30
+"""Bytes from which on pinning takes seconds."""
 CGROUP = cgroups.ROOT
 MAP_NORESERVE = 0x4000  # from <sys/mman.h> on x86 and Arm; Python defines it from 3.13 on
 
@@ -40,11 +44,16 @@ def available_bytes() -> int:
 
 
 def commit(
-    size: int, nodes: Sequence[int] = (), *, pin: Pinning | None = None
+    size: int,
+    nodes: Sequence[int] = (),
+    *,
+    pin: Pinning | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> tuple[torch.Tensor, list[cpu_memory.MemoryPlacement]]:
     """``[size]`` uint8 zeros in huge pages on the NUMA ``nodes``. All pages are touched. Freed with the last view.
 
-    ``pin`` registers the memory with the device, which then copies to and from it at full speed.
+    ``pin`` registers the memory with the device, which then copies to and from it at full speed. ``say`` is called with
+    a line of text every few seconds.
 
     Raises:
         MemoryError: the machine or the cgroup has less memory, or the device's driver cannot pin that much. The text
@@ -59,7 +68,11 @@ def commit(
     base = addressof(c_char.from_buffer(mapping))
     begin = -(-base // HUGE_PAGE) * HUGE_PAGE
     placements = []
+    said = time.monotonic()
     for offset in range(0, whole, SLICE):
+        if time.monotonic() - said > SAY_EVERY:
+            said = time.monotonic()
+            say(f"{offset / GIB:.1f} of {size / GIB:.1f} GiB are allocated")
         step = min(SLICE, whole - offset)
         with _one_at_a_time():
             if not _wait_for(step):
@@ -67,6 +80,8 @@ def commit(
                 raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be allocated")
             placements.append(cpu_memory.place_memory(begin + offset, step, nodes, discard=True))
     if pin:
+        if whole > LONG_TO_PIN:
+            say(f"{size / GIB:.1f} GiB are allocated and are now pinned for the device")
         pin.register(begin, whole)
     memory = (c_char * size).from_address(begin)
     # Not at exit, because threads may still read it; Linux frees it anyway.

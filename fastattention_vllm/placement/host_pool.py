@@ -7,7 +7,7 @@ the second ones share the second slab, and so on, as vLLM does on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,7 @@ def create(
     nodes: Sequence[int] = (),
     *,
     pin: Pinning | None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> HostPool:
     """Allocate, place and (if there is a device) pin the memory of all host layers.
 
@@ -66,6 +67,7 @@ def create(
         budget: limit in bytes.
         nodes: NUMA nodes for the memory; several nodes are interleaved.
         pin: pins the memory for the device, so that copies run at full speed.
+        say: called with a line of text every few seconds.
 
     Raises:
         MemoryError: more than ``budget``, more than the machine has, or more than can be pinned; one sentence.
@@ -81,7 +83,7 @@ def create(
             f"the limit for host memory is {budget / GIB:.2f} GiB; raise host_kv_gib, or lower the number of blocks"
         )
     try:
-        memory, placements = host_memory.commit(total, nodes, pin=pin)
+        memory, placements = host_memory.commit(total, nodes, pin=pin, say=say)
     except MemoryError as error:
         raise MemoryError(f"the host layers' KV cache needs {total / GIB:.2f} GiB, but {error}") from error
     offsets = [sum(sizes[:slab]) for slab in range(len(sizes))]

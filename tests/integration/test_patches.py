@@ -25,7 +25,7 @@ NOT_VLLMS = {
     "compat:without_fp8_cache:cache.cache_dtype": "an option of vLLM's, for the time of one call",
     "compat:set_kv_bytes:cache.kv_cache_memory_bytes": "an option of vLLM's",
     "compat:set_kv_bytes:cache.cpu_kvcache_space_bytes": "an option of vLLM's",
-    "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[OWN_BIND]": "an environment variable",
+    "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[binding.OWN_BIND]": "an environment variable",
     "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[binding.THREADS_BIND]": "the same",
     "cpu/platform:FastAttentionCpuPlatform._size_kv_cache:model.max_model_len": "an option of vLLM's",
     "cpu/stand_ins/linear:_define:torch.library.Library": "an op in our own namespace",

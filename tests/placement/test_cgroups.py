@@ -53,6 +53,15 @@ def test_the_tightest_of_nested_groups_applies(tree: Path) -> None:
     assert cgroups.memory_left() == 300 * MIB
 
 
+def test_the_limit_above_which_linux_slows_processes_down_applies_too(tree: Path) -> None:
+    """As systemd's MemoryHigh= and the kubelet's memory QoS set it."""
+    own(tree, "0::/a/b\n")
+    files(tree, "a/b", memory__max="max", memory__high=str(300 * MIB), memory__current=str(100 * MIB))
+    assert cgroups.memory_left() == 200 * MIB
+    files(tree, "a", memory__max=str(250 * MIB), memory__high=str(900 * MIB), memory__current=str(100 * MIB))
+    assert cgroups.memory_left() == 150 * MIB
+
+
 def test_version_1_is_supported(tree: Path) -> None:
     own(tree, "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n")
     files(tree, "memory", memory__limit_in_bytes=NONE_V1, memory__usage_in_bytes="5")

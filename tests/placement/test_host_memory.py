@@ -140,6 +140,17 @@ def test_ranks_check_and_allocate_one_after_the_other(monkeypatch: pytest.Monkey
     assert sum(isinstance(one, str) for one in got) == 1
 
 
+@pytest.mark.usefixtures("small_slices")
+def test_a_long_allocation_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "GIB", 4 * MIB)
+    said: list[str] = []
+    host_memory.commit(16 * MIB, say=said.append)
+    assert said == [], "three seconds have not passed"
+    monkeypatch.setattr(host_memory, "SAY_EVERY", -1.0)
+    host_memory.commit(16 * MIB, say=said.append)
+    assert said == [f"{done}.0 of 4.0 GiB are allocated" for done in range(4)]
+
+
 def test_no_address_space_is_an_error_too() -> None:
     for size in (1 << 60, 1 << 70):
         with pytest.raises(

@@ -150,6 +150,21 @@ def test_missing_kernels(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+def test_weights_that_were_cut_off(tmp_path: Path) -> None:
+    weights = save_random(llama(4, 2, 64, layers=1), tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    line = ours(serve(str(tmp_path), *COMMON))
+    assert "model.safetensors" in line
+    assert "download or copy the model again" in line
+
+
+@pytest.mark.more
+def test_a_damaged_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    assert "not a valid JSON file" in vllms(serve(str(tmp_path), *COMMON))
+
+
+@pytest.mark.more
 def test_compiling_without_a_compiler(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, CXX="no-such-compiler"))
     assert "no-such-compiler" in line

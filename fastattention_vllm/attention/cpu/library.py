@@ -128,10 +128,16 @@ def library_path() -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded kernel library. ``RuntimeError`` if it is not built or has the wrong version."""
+    """The loaded kernel library. ``RuntimeError`` if it is not built, damaged, or of the wrong version."""
     path = library_path()
-    loaded = ctypes.CDLL(str(path))
-    found = loaded.fa_cpu_abi_version()
+    try:
+        _check_whole(path)
+        loaded = ctypes.CDLL(str(path))
+        found = loaded.fa_cpu_abi_version()
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(
+            f"{path} cannot be loaded as the CPU kernel library ({error}); run `make build`, or reinstall the wheel."
+        ) from error
     if found != ABI_VERSION:
         raise RuntimeError(
             f"{path} has version {found} of the CPU kernel interface, but this package needs version {ABI_VERSION}; "
@@ -149,6 +155,22 @@ def library() -> ctypes.CDLL:
         usable = loaded.fa_cpu_usable_isas().decode().replace(",", ", ")
         raise RuntimeError(f"FASTATTENTION_CPU_ISA is {forced!r}, but this machine supports: {usable}.")
     return loaded
+
+
+def _check_whole(path: Path) -> None:
+    """Raise ``OSError`` for a file that was cut off. To load it would end the process with SIGBUS.
+
+    The section headers are the last part of a library. Byte 40 of a 64-bit ELF file tells where they begin; bytes 58
+    and 60 tell their size and number.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head[:5] == b"\x7fELF\x02":
+        begin, size, count = (
+            int.from_bytes(head[at : at + width], "little") for at, width in ((40, 8), (58, 2), (60, 2))
+        )
+        if path.stat().st_size < begin + size * count:
+            raise OSError("the file is cut off")
 
 
 def check(status: int) -> None:

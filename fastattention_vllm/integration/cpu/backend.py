@@ -150,15 +150,19 @@ def start_cpu_threads(vllm_config: Any) -> None:
 
     rank = get_world_group().local_rank
     cpus = [] if binding.floats() else binding.cpus_of_rank(rank)
-    share = len(cpus) or topology.share_of_rank(rank, vllm_config.parallel_config.local_world_size)
+    local_ranks = vllm_config.parallel_config.local_world_size
+    share = len(cpus) or topology.share_of_rank(rank, local_ranks)
     threads = options_of(vllm_config).cpu_threads or share
-    if topology.quota_is_smaller() and not cpus:
-        # vLLM does this only if it binds threads. torch counts CPUs, and threads beyond the quota would be throttled.
+    if binding.floats_by_our_choice() or (topology.quota_is_smaller() and not cpus):
+        # vLLM does this only if it binds threads. torch counts CPUs, but threads beyond a quota would be throttled, and
+        # each of several ranks would have a thread on every CPU.
         cpu_ops.set_num_threads(share)
     try:
         cpu_kernels.set_num_threads(threads, cpus)
     except ValueError as error:  # the user's list is wrong; the platform's own list contains usable CPUs only
         raise Refusal(f"{error} Name other CPUs in {binding.THREADS_BIND}, or unset it.") from error
+    if cpus and (bound := os.environ.get(binding.THREADS_BIND)) and bound == os.environ.get(binding.OWN_BIND):
+        binding.share_with_other_servers(cpus, binding.cpus_bound_by(bound))
     logger.info_once(
         "Attention kernel: fastattention CPU, instruction set %s (usable here: %s), %s; "
         "chosen because no accelerator was found.",

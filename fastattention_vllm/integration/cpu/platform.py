@@ -13,6 +13,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.integration import binding, compat
+from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
@@ -21,6 +22,7 @@ from fastattention_vllm.integration.host_layers import plan as host_plan
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import check_supported
+from fastattention_vllm.placement import cpu_claims
 from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_memory import GIB
 
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.fastattention")
 
-# Holds the value of VLLM_CPU_OMP_THREADS_BIND that was set here, to distinguish it from a user's value.
-OWN_BIND = "FASTATTENTION_THREADS_BIND"
 PUNICA_WRAPPER = "fastattention_vllm.integration.cpu.stand_ins.lora.CpuPunicaWrapper"
 WORKER = "fastattention_vllm.integration.cpu.worker.FastAttentionCpuWorker"
 RAY_EXECUTOR = "fastattention_vllm.integration.cpu.ray_executor.CpuRayExecutor"
@@ -62,6 +62,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if ours:
             check_supported(vllm_config)
             cls._check_kernels()
+            check_weights(vllm_config)
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = WORKER
             cls._check_worker(vllm_config)
@@ -203,7 +204,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
 
     @staticmethod
     def _bind_cpus(vllm_config: VllmConfig, ranks: int | None = None) -> None:
-        """Bind every local rank to separate CPUs, or leave it unbound if a quota allows fewer CPUs than there are.
+        """Bind every local rank to separate CPUs. Leave all ranks unbound if a quota allows fewer CPUs than there are,
+        or if another server computes on some of these CPUs.
 
         vLLM's "auto" requires one NUMA node per rank. As in vLLM, the CPUs that VLLM_CPU_NUM_OF_RESERVED_CPU reserves
         for other work are the last ones, and the user's own list takes precedence over it.
@@ -222,8 +224,9 @@ class FastAttentionCpuPlatform(CpuPlatform):
         ranks = ranks or vllm_config.parallel_config.local_world_size
         # Replace a value that was set for a previous engine of this process or its parent, but never the user's value.
         asked = os.environ.get(binding.THREADS_BIND, "auto") or "auto"
-        if asked not in ("auto", os.environ.get(OWN_BIND)):
+        if asked not in ("auto", os.environ.get(binding.OWN_BIND)):
             binding.check_bind(asked, ranks)
+            cpu_claims.claim(binding.cpus_bound_by(asked))
             return
         reserved = envs.VLLM_CPU_NUM_OF_RESERVED_CPU or 0
         if topology.quota_is_smaller():
@@ -233,7 +236,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
                     "its number of CPUs, so threads are not bound to CPUs.",
                     reserved,
                 )
-            os.environ[OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.NOBIND
+            os.environ[binding.OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.NOBIND
             return
         cpus = topology.physical_cpus()
         if not 0 <= reserved < len(cpus):
@@ -241,8 +244,20 @@ class FastAttentionCpuPlatform(CpuPlatform):
                 f"VLLM_CPU_NUM_OF_RESERVED_CPU={reserved} is not between 0 and {len(cpus) - 1}, so none of the "
                 f"{len(cpus)} CPUs would be left for the server; set it to a smaller number, or unset it."
             )
-        groups = topology.split_cpus(cpus[: len(cpus) - reserved], ranks)
-        os.environ[OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.format_bind(groups)
+        cpus = cpus[: len(cpus) - reserved]
+        # Ray's workers do not inherit this process's environment, so they would take each other for other servers.
+        with_ray = vllm_config.parallel_config.distributed_executor_backend in ("ray", RAY_EXECUTOR)
+        if not with_ray and (taken := cpu_claims.claim(cpus)):
+            logger.warning(
+                "Another server computes on CPUs %s too, so threads are not bound to CPUs, and Linux shares them among "
+                "the servers. To give each server its own CPUs, set %s.",
+                ",".join(map(str, taken)),
+                binding.THREADS_BIND,
+            )
+            os.environ[binding.OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.NOBIND
+            return
+        groups = topology.split_cpus(cpus, ranks)
+        os.environ[binding.OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.format_bind(groups)
 
     @staticmethod
     def _size_kv_cache(vllm_config: VllmConfig) -> None:

@@ -13,6 +13,7 @@ import torch
 from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat, support
+from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -69,6 +70,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         if vllm_config.attention_config.backend is not compat.ensure_backend_member():
             return
         support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
+        check_weights(vllm_config)
         from fastattention_vllm.integration.cuda import xformers
 
         reason = xformers.why_volta_refuses(vllm_config)

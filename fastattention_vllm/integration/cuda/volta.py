@@ -249,6 +249,11 @@ class FastAttentionVoltaImpl(Layer):
         adjusted = self.softcap > 0 or self.alibi_slopes is not None
         vllm_config = get_current_vllm_config()
         target = volta.choose(options_of(vllm_config).volta_kernels)
+        if target.suffix == "ptx":
+            logger.info_once(
+                "The driver compiles the Volta kernels from PTX, which takes some seconds. It keeps the result for the "
+                "next start."
+            )
         try:
             volta.load(self.head_size, adjusted=adjusted, cache=self.fp8 or torch.float16)
         except ImageError as error:

@@ -12,7 +12,7 @@ from fastattention_vllm.integration import binding
 from fastattention_vllm.integration.host_layers.device import local_rank
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.placement import budget
+from fastattention_vllm.placement import budget, cpu_claims
 from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_attention import Device
 
@@ -47,8 +47,10 @@ class AcceleratorRuntime:
         cpus = self.cpus()
         own = cpus[1:] if len(cpus) > 1 else cpus
         threads = options_of(self.vllm_config).cpu_threads or len(own)
-        if binding.floats() or topology.quota_is_smaller():
+        if binding.floats() or topology.quota_is_smaller() or cpu_claims.claim(own):
             own = []
+        elif own:
+            binding.share_with_other_servers(own, cpus)
         try:
             cpu_kernels.set_num_threads(threads, own)
             cpu_kernels.set_spin(SPIN_SECONDS)

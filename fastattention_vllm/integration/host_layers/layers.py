@@ -110,9 +110,13 @@ class HostLayers:
         shapes = {
             name: page_shape(forward_context[name], forward_context[target]) for name, target in self.targets.items()
         }
+
+        def say(line: str) -> None:
+            logger.info("KV cache of host layers: %s.", line)
+
         try:
             self.pool = host_pool.create(
-                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.runtime.pin
+                shapes, host_pool.assign_slabs(tables), self.budget, self.nodes, pin=self.runtime.pin, say=say
             )
         except MemoryError as error:
             raise Refusal(f"{error}.") from error

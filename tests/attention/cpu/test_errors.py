@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import shutil
@@ -313,6 +314,23 @@ class TestLibrary:
         monkeypatch.setattr(cpu_library, "__file__", str(tmp_path / "checkout" / "attention" / "cpu" / "library.py"))
         monkeypatch.syspath_prepend(str(site))
         assert cpu_library.library_path() == library
+
+    @pytest.mark.parametrize("kept", [0, 40, 0.3, 0.999])
+    def test_a_library_that_is_cut_off(self, kept: float, tmp_path: Path) -> None:
+        """Copying it was interrupted, or the disk was full. Linux ends a process that reads beyond a file's end."""
+        whole = cpu_library.library_path().read_bytes()
+        part = tmp_path / "part.so"
+        part.write_bytes(whole[: int(kept if kept > 1 else kept * len(whole))])
+        done = python("cpu.isa()", FASTATTENTION_CPU_LIBRARY=str(part))
+        assert f"RuntimeError: {part} cannot be loaded as the CPU kernel library (" in done.stderr
+        assert done.stderr.endswith("; run `make build`, or reinstall the wheel.\n")
+
+    def test_a_library_of_something_else(self) -> None:
+        other = importlib.util.find_spec("_ctypes")
+        assert other is not None
+        done = python("cpu.isa()", FASTATTENTION_CPU_LIBRARY=str(other.origin))
+        assert "cannot be loaded as the CPU kernel library (" in done.stderr
+        assert "undefined symbol: fa_cpu_abi_version" in done.stderr
 
     def test_a_library_of_another_version(self, tmp_path: Path) -> None:
         compiler = shutil.which("c++") or shutil.which("g++")

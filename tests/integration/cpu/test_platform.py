@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.binding import THREADS_BIND
-from fastattention_vllm.integration.cpu.platform import OWN_BIND
+from fastattention_vllm.integration.binding import OWN_BIND, THREADS_BIND
 from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform as Platform
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import cpu_claims, host_memory
 from fastattention_vllm.placement import cpus as topology
-from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.cpus import physical_cpus
 
 
 def with_ranks(ranks: int) -> Any:
-    return SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=ranks))
+    return SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=ranks, distributed_executor_backend="mp"))
 
 
 @pytest.fixture
@@ -29,6 +28,8 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(THREADS_BIND, "")
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
     monkeypatch.setenv(OWN_BIND, "")
+    # Other tests' engines may run at the same time.
+    monkeypatch.setattr(cpu_claims, "claim", lambda cpus: [])
 
 
 @pytest.mark.usefixtures("unbound")
@@ -72,6 +73,24 @@ class TestBinding:
         monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", str(reserved))
         with pytest.raises(Refusal, match=f"VLLM_CPU_NUM_OF_RESERVED_CPU={reserved} is not between 0 and 7"):
             self.bound(1)
+
+    def test_cpus_of_another_server_bind_no_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[list[int]] = []
+        monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(8)))
+        monkeypatch.setattr(topology, "quota_is_smaller", lambda: False)
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
+        monkeypatch.setattr(cpu_claims, "claim", lambda cpus: asked.append([*cpus]) or [3])
+        assert self.bound(2) == ["nobind"]
+        assert asked == [list(range(7))]
+        monkeypatch.setattr(cpu_claims, "claim", lambda cpus: [])
+        assert len(self.bound(2)) == 2, "a second engine is bound once the other server has ended"
+
+    def test_the_users_list_is_announced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        announced: list[set[int]] = []
+        monkeypatch.setattr(cpu_claims, "claim", announced.append)
+        monkeypatch.setenv(THREADS_BIND, "0-2|5")
+        assert self.bound(2) == ["0-2", "5"]
+        assert announced == [{0, 1, 2, 5}]
 
     def test_a_binding_set_by_the_user_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_BIND, "0|0")

@@ -56,7 +56,7 @@ def test_a_worker_takes_cpus_of_its_own_machine(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(topology, "quota_is_smaller", lambda: False)
     monkeypatch.setattr(ray_executor, "choose_gloo_interface", lambda: None)
     monkeypatch.setenv(binding.THREADS_BIND, "0|1|2|3")
-    monkeypatch.setenv(platform.OWN_BIND, "0|1|2|3")
+    monkeypatch.setenv(binding.OWN_BIND, "0|1|2|3")
     platform.FastAttentionCpuPlatform.prepare_worker(parallel(4, [0]))
     assert binding.cpus_of_rank(0) == [4, 5, 6, 7]
     monkeypatch.setenv(binding.THREADS_BIND, "6")

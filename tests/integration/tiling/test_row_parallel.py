@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,36 @@ def test_a_choice_with_an_unavailable_collective_is_measured_again(
     monkeypatch.setattr(calibrate, "measure", lambda *given, **named: fresh)
     found = calibration.of(weight, lanes, lambda *given: given[0], 1, 8, {})
     assert found == (fresh if again else kept)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of one page, which is full."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        (folder / "other").write_bytes(b"x" * 4096)
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_on_a_full_disk_measurements_are_used_but_not_saved(full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: Any = {"gloo": SimpleNamespace(size=2, rank=0, totals=lambda numbers, device: [max(numbers)] * 2)}
+    weight, fresh = torch.zeros(8, 4), Choice((Trial(256, "", (256,), 1.0, 1.0, 1.0),))
+    said: list[str] = []
+    warn = functools.lru_cache(lambda text, *of: said.append(text % of))
+    monkeypatch.setattr(calibration.logger, "warning_once", lambda text, *of: warn(text, *map(str, of)))
+    monkeypatch.setattr(calibration, "file", lambda: full_disk / "tiling.json")
+    monkeypatch.setattr(calibrate, "measure", lambda *given, **named: fresh)
+    for _ in range(2):
+        assert calibration.of(weight, lanes, lambda *given: given[0], 1, 8, {}) == fresh
+    (warning,) = said
+    assert "could not be saved for the next start: [Errno 28] No space left on device" in warning
+    assert [path.name for path in full_disk.iterdir()] == ["other"], "no part of a file is left"
 
 
 def tiling_seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:

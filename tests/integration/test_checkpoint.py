@@ -1,0 +1,71 @@
+"""Damaged weights are refused before any process is started, and complete ones are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fastattention_vllm.integration.checkpoint import INDEX, check_weights
+from fastattention_vllm.integration.refusal import Refusal
+
+
+def config(folder: Path, load_format: str = "auto") -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(folder)), load_config=SimpleNamespace(load_format=load_format)
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Two shards, as Hugging Face writes them."""
+    names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    for name, file in names.items():
+        save_file({name: torch.ones(100), f"{name}2": torch.ones(3, 5)}, tmp_path / file, metadata={"format": "pt"})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    return tmp_path
+
+
+def test_complete_weights_pass(model: Path) -> None:
+    check_weights(config(model))
+    save_file({}, model / "empty.safetensors")
+    check_weights(config(model))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 20, 300, -1])
+def test_a_file_that_was_cut_off(model: Path, kept: int) -> None:
+    path = model / "model-2.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(Refusal, match=r"/model-2\.safetensors .*; download or copy the model again\.$"):
+        check_weights(config(model))
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 1000, b"version https://git-lfs.github.com/spec/v1\n", b"\0" * 1000])
+def test_a_file_of_another_kind(model: Path, content: bytes) -> None:
+    (model / "model-1.safetensors").write_bytes(content)
+    with pytest.raises(Refusal, match=r"/model-1\.safetensors is not a complete safetensors file"):
+        check_weights(config(model))
+
+
+def test_a_shard_that_is_missing(model: Path) -> None:
+    (model / "model-1.safetensors").unlink()
+    with pytest.raises(Refusal, match=r"names model-1\.safetensors, which is not in this folder; download or copy"):
+        check_weights(config(model))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_a_damaged_index(model: Path, content: str) -> None:
+    (model / INDEX).write_text(content)
+    with pytest.raises(Refusal, match="is not an index of weights"):
+        check_weights(config(model))
+
+
+def test_other_formats_and_models_of_a_hub_are_left_to_vllm(model: Path) -> None:
+    (model / "model-1.safetensors").write_bytes(b"")
+    check_weights(config(model, "dummy"))
+    check_weights(config(Path("owner/name")))
