@@ -9,7 +9,7 @@ import pytest
 from tests.docs.pages import DOCS, ROOT, node_exists
 
 TEXT = (DOCS / "v100.md").read_text()
-LEGEND = {"test", "PTX", "simulated", "faked", "read", "code", "reported"}
+LEGEND = {"test", "PTX", "H100", "simulated", "faked", "read", "code", "reported"}
 
 
 def rows(after: str) -> list[list[str]]:
@@ -48,7 +48,7 @@ def test_a_line_that_is_tested_or_simulated_names_a_test() -> None:
     for parameters in LINES:
         (row,) = parameters.values
         for part in row[-1].split("; "):
-            if part.startswith(("test", "PTX", "simulated")):
+            if part.startswith(("test", "PTX", "H100", "simulated")):
                 assert "`tests/" in part, part
 
 
