@@ -73,7 +73,7 @@ def masked_page(query, keys, values, place, inside, valid, hidden, top, total, a
 def attend(
     query, keys, values, table, page_stride, inside, position, rows_hidden, first, kept, begin, end,
     window, zero, cap, left_zero, scale,
-    ROWS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the pages ``begin`` to ``end - 1`` of one sequence. Returns each row's maximum, sum and result.
 
@@ -82,14 +82,13 @@ def attend(
         rows_hidden: addresses of the mask's first columns, ``[ROWS, PAGE]``; see ``masks.py``.
         first: position of the first row's token; ``kept``: number of keys of the sequence.
         window: keys before itself that a row sees.
-        SPAN: number of positions that the rows cover.
     """
     top = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
     # Pages that the left edge of the window crosses, then pages that every row sees, then the rest.
     begin = tl.maximum(begin, tl.maximum(first - window, 0) // PAGE)
-    inner = tl.maximum(tl.minimum((tl.maximum(first + SPAN - 1 - window, 0) + PAGE - 1) // PAGE, end), begin)
+    inner = tl.maximum(tl.minimum((tl.maximum(first + ROWS - 1 - window, 0) + PAGE - 1) // PAGE, end), begin)
     full = tl.maximum(tl.minimum(tl.minimum(tl.maximum(first + 1, 0), kept) // PAGE, end), inner)
     if STEP == 4:
         full = inner + (full - inner) // 4 * 4

@@ -10,16 +10,24 @@ import triton.language as tl
 from fastattention_vllm.attention.ascend_triton.blocks import attend, larger
 
 
-@triton.jit
+DECODE_ARGUMENTS = """
+    query key value part_acc part_top part_total mask table lengths query_sequence query_head query_row
+    page_stride token_stride kv_head_stride table_stride mask_stride scale window zero cap left_zero tokens
+    pages splits used
+""".split()
+
+
+@triton.jit(do_not_specialize=DECODE_ARGUMENTS)
 def decode(
-    query, key, value, part_acc, part_top, part_total, mask, table, starts, lengths,
+    query, key, value, part_acc, part_top, part_total, mask, table, lengths,
     query_sequence, query_head, query_row, page_stride, token_stride, kv_head_stride, table_stride, mask_stride,
-    scale, window, zero, cap, left_zero, pages, splits, used,
+    scale, window, zero, cap, left_zero, tokens, pages, splits, used,
     HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[sequences, kv_heads, splits]``; program ``[s, h, n]`` attends to ``pages`` pages from ``n * pages`` on.
 
     Args:
+        tokens: query tokens of each sequence.
         query: ``used`` rows for each sequence and KV head: its query heads, token by token.
         part_acc: ``[sequences, kv_heads, splits, ROWS, HEAD]`` fp32; ``part_top``, ``part_total``: without ``HEAD``.
         mask: see ``masks.py``. Row ``r`` belongs to the token of query row ``r``.
@@ -28,7 +36,6 @@ def decode(
     head = tl.program_id(1)
     split = tl.program_id(2)
     kept = tl.load(lengths + sequence)
-    new = tl.load(starts + sequence + 1) - tl.load(starts + sequence)
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, HEAD)
     position = tl.arange(0, PAGE)
@@ -39,8 +46,8 @@ def decode(
     inside = head * kv_head_stride + position[:, None] * token_stride + column[None, :]
     rows_hidden = mask + rows[:, None] * mask_stride + position[None, :]
     top, total, acc = attend(
-        asked, key, value, table + sequence * table_stride, page_stride, inside, position, rows_hidden, kept - new,
-        kept, split * pages, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, 1, DTYPE, ROWS,
+        asked, key, value, table + sequence * table_stride, page_stride, inside, position, rows_hidden, kept - tokens,
+        kept, split * pages, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, 1, DTYPE,
     )  # fmt: skip
     part = ((sequence * tl.num_programs(1) + head) * splits + split) * ROWS
     tl.store(part_acc + (part + rows)[:, None] * HEAD + column[None, :], acc)
@@ -48,7 +55,13 @@ def decode(
     tl.store(part_total + part + rows, total)
 
 
-@triton.jit
+COMBINE_ARGUMENTS = """
+    part_acc part_top part_total out lse lengths out_sequence out_head out_row lse_sequence lse_head pages
+    splits used
+""".split()
+
+
+@triton.jit(do_not_specialize=COMBINE_ARGUMENTS)
 def combine(
     part_acc, part_top, part_total, out, lse, lengths, out_sequence, out_head, out_row, lse_sequence, lse_head,
     pages, splits, used, HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,

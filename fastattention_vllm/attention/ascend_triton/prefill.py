@@ -6,7 +6,14 @@ import triton.language as tl
 from fastattention_vllm.attention.ascend_triton.blocks import attend, larger
 
 
-@triton.jit
+PREFILL_ARGUMENTS = """
+    query key value out lse mask table starts lengths tiles query_token query_head out_token out_head lse_head
+    page_stride token_stride kv_head_stride table_stride mask_stride scale group causal window zero cap
+    left_zero
+""".split()
+
+
+@triton.jit(do_not_specialize=PREFILL_ARGUMENTS)
 def prefill(
     query, key, value, out, lse, mask, table, starts, lengths, tiles,
     query_token, query_head, out_token, out_head, lse_head, page_stride, token_stride, kv_head_stride, table_stride,
@@ -46,7 +53,7 @@ def prefill(
     rows_hidden = mask + rows[:, None] * mask_stride + position[None, :]
     top, total, acc = attend(
         asked, key, value, table + sequence * table_stride, page_stride, inside, position, rows_hidden, first, kept,
-        0, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, 4, DTYPE, ROWS,
+        0, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, 4, DTYPE,
     )  # fmt: skip
     seen = larger(total, 1.0e-30)
     tl.store(out + tokens * out_token + head * out_head + column[None, :], (acc / seen[:, None]).to(DTYPE), mask=real)
