@@ -34,12 +34,3 @@ def teach_bf16(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(builder, "create_dot", create_dot)
     patch.setattr(builder, "cast_impl", cast_impl)
-    for name in ("create_fp_trunc", "create_fp_to_fp"):
-        if hasattr(builder, name):
-            original = getattr(builder, name)
-
-            def convert(self: Any, source: Any, dtype: Any, *rest: Any, original: Any = original) -> Any:
-                to_bf16 = source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16
-                return cast_impl(self, source, dtype) if to_bf16 else original(self, source, dtype, *rest)
-
-            patch.setattr(builder, name, convert)
