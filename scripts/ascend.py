@@ -97,7 +97,9 @@ def run(
     print(f"{name or described(environment.torch_npu)} ...", flush=True)
     started = time.monotonic()
     command = [str(environment.python), *arguments]
-    result = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment.variables, **(more or {})}, timeout=TIMEOUT_S)
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment.variables, **(more or {})}, timeout=TIMEOUT_S
+    )
     return result.returncode, time.monotonic() - started
 
 

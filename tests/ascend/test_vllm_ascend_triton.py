@@ -62,7 +62,9 @@ def test_captured_attention_stops_the_start(config: SimpleNamespace, mode: Any, 
 
 
 def test_a_head_size_without_kernels_stops_the_start(config: SimpleNamespace) -> None:  # noqa: F811
-    with pytest.raises(Refusal, match=r'ascend_kernel is "triton", but the head size is 96.*set ascend_kernel to "fused"'):
+    with pytest.raises(
+        Refusal, match=r'ascend_kernel is "triton", but the head size is 96.*set ascend_kernel to "fused"'
+    ):
         Engine(config, size=96)
 
 

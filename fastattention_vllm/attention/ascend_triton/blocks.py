@@ -101,7 +101,7 @@ def attend(
             place = tl.load(table + page).to(tl.int64) * page_stride
             top, total, acc = one_page(query, keys, values, place, inside, top, total, acc, scale, DTYPE)
     edges = inner - begin
-    for number in range(0, edges + tl.maximum(end - full, 0)):
+    for number in range(edges + tl.maximum(end - full, 0)):
         page = full + number - edges
         column = zero - tl.minimum(first - page * PAGE, cap)
         if number < edges:
@@ -110,7 +110,5 @@ def attend(
         place = tl.load(table + page).to(tl.int64) * page_stride
         hidden = tl.load(rows_hidden + column)
         valid = (position < kept - page * PAGE)[:, None]
-        top, total, acc = masked_page(
-            query, keys, values, place, inside, valid, hidden, top, total, acc, scale, DTYPE
-        )
+        top, total, acc = masked_page(query, keys, values, place, inside, valid, hidden, top, total, acc, scale, DTYPE)
     return top, total, acc

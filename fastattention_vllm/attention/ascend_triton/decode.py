@@ -9,7 +9,6 @@ import triton.language as tl
 
 from fastattention_vllm.attention.ascend_triton.blocks import attend, larger
 
-
 DECODE_ARGUMENTS = """
     query key value part_acc part_top part_total mask table lengths query_sequence query_head query_row
     page_stride token_stride kv_head_stride table_stride mask_stride scale window zero cap left_zero tokens
@@ -79,7 +78,7 @@ def combine(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
     parts = (tl.load(lengths + sequence) + PAGE * pages - 1) // (PAGE * pages)
-    for split in range(0, parts):
+    for split in range(parts):
         part = ((sequence * tl.num_programs(1) + head) * splits + split) * ROWS
         its_top = tl.load(part_top + part + rows)
         new_top = larger(top, its_top)

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from fastattention_vllm.attention.ascend_triton.blocks import attend, larger
 
-
 PREFILL_ARGUMENTS = """
     query key value out lse mask table starts lengths tiles query_token query_head out_token out_head lse_head
     page_stride token_stride kv_head_stride table_stride mask_stride scale group causal window zero cap

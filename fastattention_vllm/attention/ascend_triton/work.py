@@ -38,9 +38,7 @@ class Work:
     decodings: tuple[Decoding, ...]
 
 
-def divide(
-    new: Sequence[int], kept: Sequence[int], *, heads: int, kv_heads: int, tile_rows: int, causal: bool
-) -> Work:
+def divide(new: Sequence[int], kept: Sequence[int], *, heads: int, kv_heads: int, tile_rows: int, causal: bool) -> Work:
     """Divide a step.
 
     Args:
@@ -52,10 +50,7 @@ def divide(
     most = MAX_DECODE_TOKENS if causal else 1
     few = [0 < count <= most and count * group <= DECODE_ROWS[-1] for count in new]
     tiles = [
-        (sequence, row)
-        for sequence, count in enumerate(new)
-        if not few[sequence]
-        for row in range(0, count, tile_rows)
+        (sequence, row) for sequence, count in enumerate(new) if not few[sequence] for row in range(0, count, tile_rows)
     ]
     # Programs start in this order, so the short ones at the end fill the cores that are done.
     tiles.sort(key=lambda tile: new[tile[0]] - kept[tile[0]] - tile[1])
