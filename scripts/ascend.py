@@ -1,7 +1,7 @@
 """Runs the tests of the Ascend path with genuine torch_npu and vllm-ascend, on a machine without an NPU.
 
 Run by: contributors as `make test-ascend`, and by `make test-more`.
-Needs: Python, gcc and binutils, and a package index. It installs about 4 GB under build/ascend/ and keeps them.
+Needs: Python, gcc and binutils, and a package index. It installs about 5 GB under build/ascend/ and keeps them.
 
 The exit status is 1 if a test failed. docs/ascend.md says what is tested how.
 """

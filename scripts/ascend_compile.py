@@ -1,6 +1,6 @@
 """Compiles the NPU's Triton programs for the 910B, as far as possible without CANN.
 
-Used by: scripts/ascend_ladder.py.
+Used by: tests/scripts/test_ascend_compile.py.
 Needs: triton-ascend and ascendnpu-ir (`scripts/ascend.py` installs them).
 
 Stages: Triton to TTIR (triton-ascend), to linalg (its triton-adapter-opt), to HIVM (bishengir-compile: split into cube

@@ -56,30 +56,31 @@ def decode(
 
 COMBINE_ARGUMENTS = """
     part_acc part_top part_total out lse lengths out_sequence out_head out_row lse_sequence lse_head pages
-    splits used
+    splits part_rows used
 """.split()
 
 
 @triton.jit(do_not_specialize=COMBINE_ARGUMENTS)
 def combine(
     part_acc, part_top, part_total, out, lse, lengths, out_sequence, out_head, out_row, lse_sequence, lse_head,
-    pages, splits, used, HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    pages, splits, part_rows, used, HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of :func:`decode`: grid ``[sequences, kv_heads]``.
+    """Merge the parts of :func:`decode`: grid ``[sequences, kv_heads, part_rows / ROWS]``.
 
     Args:
+        part_rows: rows of a part.
         out: ``used`` rows for each sequence and KV head; ``lse``: the same, fp32, with adjacent rows.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    rows = tl.arange(0, ROWS)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, HEAD)
     top = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
     parts = (tl.load(lengths + sequence) + PAGE * pages - 1) // (PAGE * pages)
     for split in range(parts):
-        part = ((sequence * tl.num_programs(1) + head) * splits + split) * ROWS
+        part = ((sequence * tl.num_programs(1) + head) * splits + split) * part_rows
         its_top = tl.load(part_top + part + rows)
         new_top = larger(top, its_top)
         shrink = tl.exp(top - new_top)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastattention_vllm.attention.ascend_triton.masks import PAGE, UNLIMITED, Mask, tiling_mask
-from fastattention_vllm.attention.ascend_triton.specializations import OPTIONS, PREFILL_ROWS
+from fastattention_vllm.attention.ascend_triton.specializations import COMBINE_ROWS, OPTIONS, PREFILL_ROWS
 from fastattention_vllm.attention.ascend_triton.work import Decoding, Work, divide
 from fastattention_vllm.attention.pages import write_kv as write_kv
 from fastattention_vllm.attention.problem import AttentionProblem
@@ -181,7 +181,7 @@ def _decode(problem: AttentionProblem, decoding: Decoding, out: torch.Tensor, su
     found_sums = query.new_empty(found.shape[:-1], dtype=torch.float32)
     _launch(
         "combine",
-        (count, heads),
+        (count, heads, decoding.rows // COMBINE_ROWS),
         part_acc=part_acc,
         part_top=part_top,
         part_total=part_total,
@@ -195,8 +195,9 @@ def _decode(problem: AttentionProblem, decoding: Decoding, out: torch.Tensor, su
         lse_head=found_sums.stride(1),
         pages=decoding.pages,
         splits=decoding.splits,
+        part_rows=decoding.rows,
         used=used,
-        **constants,
+        **(constants | {"ROWS": COMBINE_ROWS}),
     )
     out[tokens] = found.transpose(1, 2).reshape(len(tokens), problem.num_heads, size)
     sums[:, tokens] = found_sums.transpose(1, 2).reshape(len(tokens), problem.num_heads).T

@@ -1,6 +1,6 @@
 """The programs that the kernels can ask the compiler for, and the compiler's options.
 
-Read by ``kernels.py``, which launches them, and by ``kernels/ascend/ladder``, which compiles every one of them.
+Read by ``kernels.py``, which launches them, and by ``tests/scripts/test_ascend_compile.py``, which compiles every one of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ PREFILL_ROWS = {64: 128, 128: 128, 256: 64}
 """Head size -> query tokens of a tile. 128 rows of 256 numbers do not fit the vector cores' memory."""
 DECODE_ROWS = (16, 32, 64)
 """The cube computes 16 rows at a time."""
+COMBINE_ROWS = 16
+"""Rows of a program that merges parts: the compiler does not share them between the two vector cores."""
 OPTIONS: dict[str, dict[str, Any]] = {
     # unit_flag: scores leave the cube's accumulator part by part while it computes.
     "prefill": {"unit_flag": True, "tile_mix_vector_loop": 1},
@@ -70,4 +72,4 @@ def every() -> Iterator[Specialization]:
             yield Specialization("prefill", dtype, size, rows)
             for few in DECODE_ROWS:
                 yield Specialization("decode", dtype, size, few)
-                yield Specialization("combine", dtype, size, few)
+            yield Specialization("combine", dtype, size, COMBINE_ROWS)
