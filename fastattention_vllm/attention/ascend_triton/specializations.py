@@ -1,6 +1,6 @@
 """The programs that the kernels can ask the compiler for, and the compiler's options.
 
-Read by ``kernels.py``, which launches them, and by ``tests/scripts/test_ascend_compile.py``, which compiles all of them.
+Read by ``kernels.py``, which launches them, and by ``tests/scripts/test_ascend_compile.py``, which compiles them all.
 """
 
 from __future__ import annotations
