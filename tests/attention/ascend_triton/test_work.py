@@ -13,7 +13,9 @@ ROWS = 128
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 700), st.integers(0, 5000)), min_size=1, max_size=9),
+    st.lists(
+        st.tuples(st.one_of(st.integers(0, 9), st.integers(10, 700)), st.integers(0, 5000)), min_size=1, max_size=9
+    ),
     st.sampled_from([(1, 1), (8, 2), (16, 1), (64, 1), (64, 8)]),
     st.booleans(),
 )
