@@ -63,7 +63,7 @@ CASES = {
     "bf16": paged((1, 40), (200, 168), dtype=torch.bfloat16),
     "128 numbers a head": paged((1, 30), (140, 158), head_size=128),
     "256 numbers a head": paged((1, 70), (140, 158), head_size=256),
-    "16 heads share keys": paged((1, 12), (150, 140), 16, 1),
+    "16 heads share keys": paged((1, 3), (150, 140), 16, 1),
     "one head": paged((1,), (260,), 1, 1),
     "full": paged((30, 1, 5), (130, 128, 400), causal=False),
     "window": paged((150, 1, 4), (500, 700, 130), window=(300, -1)),
