@@ -13,7 +13,7 @@ CORES = 24
 """Of the largest 910B. A smaller one runs the same programs in more rounds."""
 MAX_DECODE_TOKENS = 8
 MIN_PAGES = 8
-"""Pages of one decode program: with fewer, the first and the last page's waiting times dominate."""
+"""Smallest number of pages of one decode program. A guess: not yet measured on hardware."""
 
 
 @dataclass(frozen=True)
