@@ -20,7 +20,7 @@ if importlib.util.find_spec("ascendnpuir") is None:
 EVERY = list(specializations.every())
 CAPACITY = {"UB": 192 * 1024, "L1": 512 * 1024, "L0C": 128 * 1024}
 RUN_AHEAD = 4
-"""Marks of pipelined loops that the compiler leaves in each of the two programs, as observed; 0 if nothing runs ahead."""
+"""Marks of pipelined loops that the compiler leaves in each program, as observed; 0 if nothing runs ahead."""
 
 
 @functools.cache
