@@ -6,4 +6,6 @@ import os
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests run beside each other. Their engines and servers count as one server, or they would unbind each other's threads.
+os.environ.setdefault("FASTATTENTION_SERVER", "tests")
 USER_ENVIRONMENT = dict(os.environ)

@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from fastattention_vllm.demo.model import build_demo_model
+from fastattention_vllm.placement.cpu_claims import SERVER
 from fastattention_vllm.placement.cpus import physical_cpus, quota_is_smaller
+from tests.environment import USER_ENVIRONMENT
 from tests.server.test_host_layers import HOST_BLOCKS, MODEL, Server, gib, question, serving
 
 SECONDS = 15
@@ -32,9 +34,10 @@ def tokens_in_time(server: Server) -> int:
     return count
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.skipif(len(physical_cpus()) < 2 or quota_is_smaller(), reason="needs two CPUs without a quota")
-def test_two_servers_share_the_machine(tmp_path: Path) -> None:
+def test_two_servers_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(USER_ENVIRONMENT, SERVER)
     model = build_demo_model(tmp_path / "demo", MODEL)
     pool = gib(HOST_BLOCKS + 0.5)
     with serving(model, tmp_path / "first.log", pool) as first, serving(model, tmp_path / "second.log", pool) as second:
