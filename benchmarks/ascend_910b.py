@@ -9,14 +9,15 @@ Needs: CANN, torch_npu and this package; no vLLM.
 
 First every kind of step is compared with float64 (the exit status is 1 if one is off), then a layer whose keys and
 values are in host memory. Then the read rates of host memory are measured, and prefill and decoding are timed next to
-the same operator with a whole mask and next to attention written in torch, with the memory that each takes. A case
-that fails is kept with its message.
+the same operator with a whole mask, to this package's Triton kernels where triton-ascend is installed, and to attention
+written in torch, with the memory that each takes. A case that fails is kept with its message.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import platform
 import sys
 from importlib import metadata
@@ -28,6 +29,7 @@ from ascend_910b_speed import fast_steps, speed
 from ascend_910b_steps import check, right_steps
 
 from fastattention_vllm.attention import ascend
+from fastattention_vllm.attention.ascend_triton import kernels as ascend_triton
 from fastattention_vllm.bench.hardware_report import SEND, Check, hardware_report
 from fastattention_vllm.bench.report import Row
 
@@ -40,7 +42,12 @@ def main() -> int:
     options = parser.parse_args()
     ascend.operator()
     device = torch.device(options.device)
-    rows = [check(step, device) for step in right_steps()]
+    rows = [row for step in right_steps() if (row := check(step, device)) is not None]
+    missing = triton_missing()
+    if missing:
+        print(f"The Triton kernels are left out: {missing}", flush=True)
+    else:
+        rows += [row for step in right_steps() if (row := check(step, device, ascend_triton, ", Triton")) is not None]
     rows += host_layer(device)
     numbers = [as_check(row) for row in rows]
     wrong = [one for one in numbers if not one.right]
@@ -52,6 +59,11 @@ def main() -> int:
     hardware_report(name, {"npu": name}, versions(), numbers, rows).write(options.json)
     print(f"wrote {options.json}. {SEND}")
     return 1 if wrong else 0
+
+
+def triton_missing() -> str | None:
+    """Why the Triton kernels cannot run at all, in one sentence."""
+    return None if importlib.util.find_spec("triton") else "triton-ascend is not installed."
 
 
 def as_check(row: Row) -> Check:

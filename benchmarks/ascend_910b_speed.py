@@ -1,10 +1,11 @@
-"""Times of the NPU's attention, next to the same operator with a whole mask and to torch.
+"""Times of the NPU's attention, next to the Triton kernels, the same operator with a whole mask, and torch.
 
 Used by: ascend_910b.py.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from ascend_910b_steps import Step, reported
 
 from fastattention_vllm.attention import ascend
+from fastattention_vllm.attention.ascend_triton import kernels as ascend_triton
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.bench.report import Row, compared
 
@@ -31,10 +33,12 @@ def fast_steps() -> list[Step]:
 
 
 def speed(step: Step, device: torch.device, repeats: int) -> list[Row]:
-    """Our times and, for one long sequence, those of the same operator with a whole mask and of torch."""
+    """Times of the operator, of the Triton kernels and, for one long sequence, of a whole mask and of torch."""
     ways: dict[str, Callable[[AttentionProblem], Any]] = {"ours": ascend.run}
     if len(step.new) == 1 and step.new == step.kept:
         ways |= {"whole mask": with_whole_mask, "torch": in_torch}
+    if importlib.util.find_spec("triton"):  # a step that it refuses is kept with the reason
+        ways["triton"] = ascend_triton.run
     rows: list[Row] = []
     ours: float | None = None
     for name, way in ways.items():

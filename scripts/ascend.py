@@ -1,7 +1,7 @@
 """Runs the tests of the Ascend path with genuine torch_npu and vllm-ascend, on a machine without an NPU.
 
 Run by: contributors as `make test-ascend`, and by `make test-more`.
-Needs: Python, gcc and binutils, and a package index. It installs about 4 GB under build/ascend/ and keeps them.
+Needs: Python, gcc and binutils, and a package index. It installs about 5 GB under build/ascend/ and keeps them.
 
 The exit status is 1 if a test failed. docs/ascend.md says what is tested how.
 """
@@ -13,16 +13,31 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.ascend_env import TORCH, VLLM, AscendEnvironment  # noqa: E402
+from scripts.ascend_env import TORCH, TRITON, VLLM, AscendEnvironment  # noqa: E402
 from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
 TESTS = ["tests/ascend", "tests/benchmarks/test_ascend_910b.py"]
+TRITON_TESTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "Triton kernels, compiled for four chips": (
+        ["tests/scripts/test_ascend_compile.py"],
+        {"PYTHONPATH": f"{ROOT}:{TRITON}"},
+    ),
+    "Triton kernels, interpreted": (
+        ["tests/attention/ascend_triton"],
+        {"PYTHONPATH": f"{ROOT}:{TRITON}", "TRITON_INTERPRET": "1"},
+    ),
+    "Triton kernels in vllm-ascend, interpreted": (
+        ["tests/ascend/test_vllm_ascend_triton.py"],
+        {"FASTATTENTION_TRITON": str(TRITON), "TRITON_INTERPRET": "1"},
+    ),
+}
+"""Tests of the Triton kernels, and the environment variables of each run."""
 MUTATIONS = ROOT / "tests" / "mutations" / "genuine"
 TIMEOUT_S = 3600
 
@@ -42,15 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             environment.prepare()
             if not options.set_up_only:
                 command = mutate() if options.mutate else pytest(options.pytest)
-                statuses[version] = run(environment, command)
+                statuses[described(version)] = run(environment, command)
+            if version in VLLM and not (options.set_up_only or options.mutate or options.pytest):
+                for name, (tests, variables) in TRITON_TESTS.items():
+                    statuses[name] = run(environment, pytest(tests), variables, name)
     except (SetupError, subprocess.SubprocessError) as error:
         print(f"fastattention test-ascend: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nfastattention test-ascend: stopped.", file=sys.stderr)
         return 130
-    for version, (status, seconds) in statuses.items():
-        print(f"{described(version)}: {'passed' if status == 0 else f'FAILED (status {status})'} in {seconds:.0f} s")
+    for name, (status, seconds) in statuses.items():
+        print(f"{name}: {'passed' if status == 0 else f'FAILED (status {status})'} in {seconds:.0f} s")
     return int(any(status for status, _ in statuses.values()))
 
 
@@ -69,12 +87,19 @@ def mutate() -> list[str]:
     return ["scripts/mutate.py", *map(str, sorted(MUTATIONS.glob("*.toml")))]
 
 
-def run(environment: AscendEnvironment, arguments: Sequence[str]) -> tuple[int, float]:
-    """The exit status of the environment's Python with these arguments, and the seconds that it took."""
-    print(f"{described(environment.torch_npu)} ...", flush=True)
+def run(
+    environment: AscendEnvironment, arguments: Sequence[str], more: Mapping[str, str] | None = None, name: str = ""
+) -> tuple[int, float]:
+    """The exit status of the environment's Python with these arguments, and the seconds that it took.
+
+    ``more``: further environment variables.
+    """
+    print(f"{name or described(environment.torch_npu)} ...", flush=True)
     started = time.monotonic()
     command = [str(environment.python), *arguments]
-    result = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment.variables}, timeout=TIMEOUT_S)
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment.variables, **(more or {})}, timeout=TIMEOUT_S
+    )
     return result.returncode, time.monotonic() - started
 
 

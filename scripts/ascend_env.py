@@ -33,6 +33,15 @@ WITHOUT_VLLM = """
     psutil pydantic pydantic_core pytest pytest-timeout PyYAML Pygments setuptools sortedcontainers sympy
     typing-inspection typing_extensions
 """.split()
+TRITON = HOME / "triton"
+"""Folder of triton-ascend and what its programs are compiled with. It is on the path of only the tests that need it,
+because vllm-ascend's own Triton kernels ask for an NPU when they are imported."""
+TRITON_PACKAGES = [
+    "triton-ascend==3.2.0",  # vllm-ascend 0.23 requires 3.2.2, which is not on PyPI
+    "ascendnpu-ir==1.2.0",
+    "numpy==1.26.4",  # triton-ascend's interpreter fails with numpy 2.4
+    "pybind11==2.13.6",
+]
 BUILD_VLLM = ["cmake", "ninja", "wheel"]
 CPU_LIBRARY = "FASTATTENTION_CPU_LIBRARY"
 """Prefix of a name that already exists."""
@@ -105,6 +114,7 @@ class AscendEnvironment:
                 Step(f"{name}: install what vLLM {version} imports", self._install_imports, self._pins),
                 Step(f"{name}: install vLLM and vllm-ascend {version}", self._install_vllm, lambda: [version]),
             ]
+            steps.append(Step("install triton-ascend and its compiler", self._install_triton, lambda: TRITON_PACKAGES))
         if CPU_LIBRARY not in os.environ:
             steps.append(Step(f"{name}: build the CPU kernels", self._build_kernels, setup_env.package_inputs))
         setup_env.run_steps(steps, self.folder / "done.json")
@@ -159,6 +169,10 @@ class AscendEnvironment:
         if problem:
             raise SetupError(f"{problem}; remove {self.folder.relative_to(ROOT)} and run this again.")
         self._pip("--only-binary", ":all:", f"vllm-ascend=={version}")
+
+    def _install_triton(self) -> None:
+        shutil.rmtree(TRITON, ignore_errors=True)
+        self._pip("--target", str(TRITON), *TRITON_PACKAGES)
 
     def _pins(self) -> list[str]:
         return [self.torch_npu, TORCH[self.torch_npu], CONSTRAINTS.read_text(), *WITHOUT_VLLM]

@@ -60,6 +60,11 @@ class Options(BaseModel):
     """"xformers" runs models that these kernels refuse (fp32, other head sizes) with an installed xformers, more
     slowly. Not set: such models are refused."""
 
+    ascend_kernel: Literal["fused", "triton"] = "fused"
+    """"fused": torch_npu's attention operator on NPUs. "triton": this package's Triton kernels, which have not yet run
+    on hardware. They need eager mode or piecewise graphs, and head sizes 64, 128 or 256; other models are refused. Host
+    layers use the operator in both cases."""
+
 
 def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:
     """Replace ``host_kv_layers`` with the chosen layers.

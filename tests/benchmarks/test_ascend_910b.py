@@ -41,9 +41,13 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, operator: An
     return status, json.loads(out.read_text())
 
 
-def test_right_answers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_right_answers(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "triton_missing", lambda: "triton-ascend is not installed.")
     status, report = run(script, monkeypatch, tmp_path, ascend_operator.npu_fused_infer_attention_score)
     assert status == 0
+    assert "The Triton kernels are left out: triton-ascend is not installed." in capsys.readouterr().out
     rows = report["rows"]
     assert [one["right"] for one in report["numbers"]] == [True] * 8
     speeds = {row["way"]: row for row in rows if "way" in row}
@@ -53,6 +57,30 @@ def test_right_answers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert speeds["torch"]["ratio"] == speeds["torch"]["seconds"] / speeds["ours"]["seconds"]
     rates = next(row for row in rows if row["case"] == "host memory, 32 MiB")
     assert all(rates[name] > 0 for name in ("memory", "cpu", "link", "cpu_beside_link")), rates
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.1])
+def test_the_triton_kernels_are_compared_too(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shift: float
+) -> None:
+    """The operator answers for them here. Steps that they refuse are left out."""
+
+    def can_run(problem: Any) -> str | None:
+        return "an int8 cache" if problem.key.dtype == torch.int8 else None
+
+    def triton(problem: Any) -> Any:
+        out, _ = ascend.run(problem)
+        return out + shift, None
+
+    monkeypatch.setattr(script, "triton_missing", lambda: None)
+    monkeypatch.setattr(script.ascend_triton, "can_run", can_run)
+    monkeypatch.setattr(script.ascend_triton, "run", triton)
+    status, report = run(script, monkeypatch, tmp_path, ascend_operator.npu_fused_infer_attention_score)
+    right = {one["case"]: one["right"] for one in report["numbers"] if one["case"].endswith(", Triton")}
+    assert right
+    assert not any("int8" in case for case in right)
+    assert set(right.values()) == {shift == 0}
+    assert status == int(shift != 0)
 
 
 def test_an_additional_key_is_detected(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

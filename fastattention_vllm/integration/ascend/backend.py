@@ -16,6 +16,7 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionBackend, AscendAtt
 
 from fastattention_vllm.attention import ascend
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.integration.ascend import kernel_choice
 from fastattention_vllm.integration.ascend.device import AscendHostMetadataBuilder, AscendRuntime
 from fastattention_vllm.integration.claims import DeviceImplsOwn, DevicesOwn, owning
 from fastattention_vllm.integration.host_layers import layers as host_layers
@@ -84,13 +85,11 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
         if self.upstream_reason:
             logger.info_once("vllm-ascend's own backend runs these layers: %s.", self.upstream_reason)
             return
-        reason = ascend.can_run(self._any_problem())
-        if reason is not None:
-            raise Refusal(f"fastattention on an NPU: {reason}")
+        self.kernels = kernel_choice.choose(self.vllm_config, self._any_problem())
 
     @property
     def kernels_name(self) -> str:
-        return "vllm-ascend's own backend" if self.upstream_reason else "torch_npu's fused operator"
+        return "vllm-ascend's own backend" if self.upstream_reason else kernel_choice.NAMES[self.kernels]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
@@ -112,16 +111,23 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
             )
             return answer
         problem = self.step(query, key, value, attn_metadata, kv_cache)
-        out, _ = ascend.run(problem)
+        out, _ = self.kernels.run(problem)
         output[: len(out)] = out
         return output
 
     def step(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: AscendMetadata, kv_cache: Any
     ) -> AttentionProblem:
-        """vllm-ascend's metadata as a problem, over this step's tokens for new sequences, else over the cache."""
+        """vllm-ascend's metadata as a problem, over this step's tokens for new sequences, else over the cache.
+
+        The Triton kernels read the cache in both cases; it already holds this step's tokens.
+        """
         causal = one_causality(attn_metadata.causal)
-        key, value, page, table, _ = self._get_fia_params(key, value, attn_metadata, kv_cache)
+        if self.kernels is ascend:
+            key, value, page, table, _ = self._get_fia_params(key, value, attn_metadata, kv_cache)
+        else:
+            key, value, table = self.key_cache, self.value_cache, attn_metadata.block_tables
+            page = key.shape[1]
         # Padding for parallel layers is an additional sequence at the end, with more query tokens than keys.
         real = attn_metadata.num_actual_tokens
         ends = [min(end, real) for end in attn_metadata.actual_seq_lengths_q]

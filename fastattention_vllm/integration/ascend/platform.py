@@ -64,7 +64,6 @@ def _honouring(choose: Any) -> Any:
         if chosen != DENSE_PATH:
             logger.info_once("vllm-ascend's own backend runs these layers: %s is not dense attention on a 910.", chosen)
             return chosen
-        logger.info_once("Attention kernel: torch_npu's fused operator, with one 2048 x 2048 mask for all lengths.")
         return BACKEND_PATH
 
     get_attn_backend_cls._fastattention = True  # type: ignore[attr-defined]
