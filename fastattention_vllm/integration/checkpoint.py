@@ -26,6 +26,8 @@ def check_weights(vllm_config: VllmConfig) -> None:
     Raises:
         Refusal: a file is missing, cut off, or not a safetensors file.
     """
+    if vllm_config.model_config is None:
+        return
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "safetensors") or not folder.is_dir():
         return

@@ -179,8 +179,9 @@ def test_a_layer_with_unsupported_features_is_refused(asked: dict[str, object], 
 def test_an_unusable_cpu_stops_the_start_and_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(binding.THREADS_BIND, "0,100000")
     monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: SimpleNamespace(local_rank=0))
+    parallel = SimpleNamespace(local_world_size=1)
     with pytest.raises(Refusal, match=r"CPU 100000 is offline .* VLLM_CPU_OMP_THREADS_BIND, or unset it\."):
-        start_cpu_threads(SimpleNamespace(additional_config={}))
+        start_cpu_threads(SimpleNamespace(additional_config={}, parallel_config=parallel))
 
 
 @pytest.mark.parametrize(("rank", "ranks", "threads"), [(0, 1, 5), (1, 2, 3)])

@@ -122,8 +122,13 @@ def stub(
     **options: Any,
 ) -> Any:
     return SimpleNamespace(
+        load_config=SimpleNamespace(load_format="auto"),
         model_config=SimpleNamespace(
-            dtype=dtype, get_head_size=lambda: 128, use_mla=False, hf_config=SimpleNamespace(model_type=model_type)
+            model="a/model",
+            dtype=dtype,
+            get_head_size=lambda: 128,
+            use_mla=False,
+            hf_config=SimpleNamespace(model_type=model_type),
         ),
         attention_config=SimpleNamespace(backend=compat.ensure_backend_member() if backend == "ours" else backend),
         compilation_config=CompilationConfig(),
