@@ -76,7 +76,9 @@ class Replica:
         socket = self.folder / "socket"
         command = [str(Path(sys.executable).parent / "vllm"), "serve", model, "--attention-backend", "fastattention"]
         self.server = subprocess.Popen([*command, "--uds", str(socket), *options], preexec_fn=end_with_parent)
-        transport = httpx.AsyncHTTPTransport(uds=str(socket))
+        # vLLM itself queues requests. It closes idle connections, so none is kept for a later request.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=None)
         self.wait_until_ready(socket)  # Ray Serve sends requests as soon as this returns
 

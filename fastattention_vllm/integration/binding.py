@@ -74,15 +74,18 @@ def check_bind(text: str, ranks: int) -> None:
         )
 
 
-def share_with_other_servers(cpus: Sequence[int], everywhere: Iterable[int]) -> None:
-    """Unbind this worker's threads from ``cpus`` when another server of this machine computes there too."""
+def share_with_other_servers(cpus: Sequence[int], everywhere: Iterable[int], fix: str = f"set {THREADS_BIND}") -> None:
+    """Unbind this worker's threads from ``cpus`` when another server of this machine computes there too.
+
+    ``fix``: how a user gives each server its own CPUs.
+    """
 
     def say(common: list[int]) -> None:
         logger.warning(
             "Another server computes on CPUs %s now, so threads are not bound to CPUs any more. To give each server "
-            "its own CPUs, set %s.",
+            "its own CPUs, %s.",
             ",".join(map(str, common)),
-            THREADS_BIND,
+            fix,
         )
 
     cpu_claims.unbind_beside_others(cpus, everywhere, say)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 INDEX = "model.safetensors.index.json"
+MISTRAL = "consolidated"
+"""How the names of Mistral's own format begin. Where there are such files, vLLM may read only these."""
 LONGEST_HEAD = 100 << 20
 """Bytes. The limit of the safetensors library."""
 FIX = "download or copy the model again"
@@ -31,18 +33,21 @@ def check_weights(vllm_config: VllmConfig) -> None:
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "safetensors") or not folder.is_dir():
         return
+    # As vLLM, which ignores hidden files. A folder without these files may hold weights in another format.
+    files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(".")]
+    mistral = [path for path in files if path.name.startswith(MISTRAL)]
     index = folder / INDEX
-    if index.is_file():
+    if files and not mistral and index.is_file():
         for name in _files_of(index):
             if not (folder / name).is_file():
                 raise Refusal(f"{index} names {name}, which is not in this folder; {FIX}.")
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in mistral or files:
         _check(path)
 
 
 def _files_of(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        return sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{index} is not an index of weights ({error!r}); {FIX}.") from error
 

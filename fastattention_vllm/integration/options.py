@@ -62,8 +62,8 @@ class Options(BaseModel):
 
     ascend_kernel: Literal["fused", "triton"] = "fused"
     """"fused": torch_npu's attention operator on NPUs. "triton": this package's Triton kernels, which have not yet run
-    on hardware. They need eager mode or piecewise graphs, and head sizes 64, 128 or 256; other models are refused. Host
-    layers use the operator in both cases."""
+    on hardware. They need eager mode or piecewise graphs, and head sizes 64, 128 or 256; other models are refused.
+    Attention sinks and int8 caches stay with vllm-ascend's own code. Host layers use the operator in both cases."""
 
 
 def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:

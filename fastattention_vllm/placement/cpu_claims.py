@@ -63,8 +63,12 @@ def unbind_beside_others(bound: Iterable[int], everywhere: Iterable[int], say: C
     watched, allowed = list(bound), set(everywhere)
 
     def watch() -> None:
-        while not (common := others_on(watched)):
+        # Seen twice: a server that is refused at its start, or ends, must not unbind this one.
+        common: list[int] = []
+        before: list[int] = []
+        while not (common and before):
             time.sleep(LOOK_EVERY)
+            common, before = others_on(watched), common
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread), allowed)

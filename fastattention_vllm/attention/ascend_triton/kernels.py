@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +101,11 @@ def run(
     if work.tiles:
         _prefill(problem, work, out, sums)
     for decoding in work.decodings:
-        _decode(problem, decoding, out, sums)
+        programs = problem.num_kv_heads * max(decoding.splits, decoding.rows // COMBINE_ROWS)  # of one sequence
+        count = max(1, MAX_PROGRAMS // programs)
+        for first in range(0, len(decoding.sequences), count):
+            some = decoding.sequences[first : first + count]
+            _decode(problem, replace(decoding, sequences=some), out, sums)
     tokens = int(problem.query_start_loc[-1])
     if lse is not None:
         lse[:tokens].copy_(sums.T[:tokens])

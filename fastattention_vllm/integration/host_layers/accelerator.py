@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fastattention_vllm.placement.host_attention import Device
 
 logger = init_logger("vllm.fastattention")
 
+OWN_CPUS = "start each of them with `taskset`, as in `taskset -c 0-7 vllm serve ...`"
 SPIN_SECONDS = 0.003
 """How long attention threads spin. They stay awake between host layers, because their CPUs are idle while the device
 computes."""
@@ -47,10 +49,18 @@ class AcceleratorRuntime:
         cpus = self.cpus()
         own = cpus[1:] if len(cpus) > 1 else cpus
         threads = options_of(self.vllm_config).cpu_threads or len(own)
-        if binding.floats() or topology.quota_is_smaller() or cpu_claims.claim(own):
+        if binding.floats() or topology.quota_is_smaller():
             own = []
-        elif own:
-            binding.share_with_other_servers(own, cpus)
+        elif taken := cpu_claims.claim(own):
+            logger.warning(
+                "Another server computes on CPUs %s too, so threads are not bound to CPUs. To give each server its own "
+                "CPUs, %s.",
+                ",".join(map(str, taken)),
+                OWN_CPUS,
+            )
+            own = []
+        else:
+            binding.share_with_other_servers(own, os.sched_getaffinity(0), OWN_CPUS)
         try:
             cpu_kernels.set_num_threads(threads, own)
             cpu_kernels.set_spin(SPIN_SECONDS)
