@@ -69,3 +69,28 @@ def test_other_formats_and_models_of_a_hub_are_left_to_vllm(model: Path) -> None
     (model / "model-1.safetensors").write_bytes(b"")
     check_weights(config(model, "dummy"))
     check_weights(config(Path("owner/name")))
+
+
+def test_weights_in_another_format_are_left_to_vllm(model: Path) -> None:
+    for path in model.glob("*.safetensors"):
+        path.rename(path.with_suffix(".bin"))
+    check_weights(config(model))
+
+
+def test_hidden_files_are_ignored_as_in_vllm(model: Path) -> None:
+    (model / "._model-1.safetensors").write_bytes(b"\xff" * 100)
+    check_weights(config(model))
+
+
+def test_mistrals_own_files_need_no_others(model: Path) -> None:
+    (model / "model-1.safetensors").rename(model / "consolidated.safetensors")
+    check_weights(config(model))
+    (model / "consolidated.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(Refusal, match=r"/consolidated\.safetensors is not a complete"):
+        check_weights(config(model))
+
+
+def test_an_index_that_names_numbers(model: Path) -> None:
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": 3}}))
+    with pytest.raises(Refusal, match="names 3, which is not in this folder"):
+        check_weights(config(model))
