@@ -105,6 +105,18 @@ def test_random_batches(data: st.DataObject) -> None:
     assert_right(case.build())
 
 
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_more_programs_than_one_launch_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MAX_PROGRAMS", 4)
+    launches, launch = [], kernels._launch
+    monkeypatch.setattr(
+        kernels, "_launch", lambda name, grid, **more: (launches.append(grid), launch(name, grid, **more))
+    )
+    assert_right(CASES[name].build())
+    assert len(launches) > 3
+    assert all(torch.Size(grid).numel() <= 4 for grid in launches)
+
+
 def test_long_scores_do_not_overflow() -> None:
     """Scores of a thousand: hidden keys stay hidden, and the largest weight is 1."""
     assert_right(paged((40, 1), (200, 300), scale=20.0).build())
