@@ -110,6 +110,12 @@ def _ascend() -> Kernels:
     return ascend
 
 
+def _ascend_triton() -> Kernels:
+    from fastattention_vllm.attention.ascend_triton import kernels
+
+    return kernels
+
+
 OLDEST_GPU = (7, 0)
 FLASH_GPU = (8, 0)
 """The first compute capability that FlashAttention 2 supports."""
@@ -129,8 +135,11 @@ FAMILIES = (
     Family("flash", "vLLM's FlashAttention", lambda device: _is_gpu(device, FLASH_GPU) and device.vllm_flash, _flash),
     Family("torch_flash", "PyTorch's FlashAttention", lambda device: _is_gpu(device, FLASH_GPU), _torch_flash),
     Family("ascend", "torch_npu's fused attention", lambda device: device.kind == "npu", _ascend),
+    Family(
+        "ascend_triton", "Triton kernels of this package for NPUs", lambda device: device.kind == "npu", _ascend_triton
+    ),
 )
-"""The first one that serves a device is used."""
+"""The first one that serves a device is used, unless an option names another (``ascend_kernel``)."""
 
 
 def family_of(device: Device) -> Family:

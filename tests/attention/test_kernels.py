@@ -21,6 +21,8 @@ OF_FP8 = {"key_scale", "value_scale"}
 NOT_READ = {
     "fastattention_vllm.attention.flash": OF_FP8,
     "fastattention_vllm.attention.torch_flash": OF_FP8,
+    # Of contiguous keys only, which it refuses.
+    "fastattention_vllm.attention.ascend_triton.kernels": {"kv_start_loc"},
 }
 
 
