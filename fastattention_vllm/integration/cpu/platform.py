@@ -250,8 +250,9 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if not with_ray and (taken := cpu_claims.claim(cpus)):
             logger.warning(
                 "Another server computes on CPUs %s too, so threads are not bound to CPUs, and Linux shares them among "
-                "the servers. To give each server its own CPUs, set %s.",
+                "the servers%s. To give each server its own CPUs, set %s.",
                 ",".join(map(str, taken)),
+                f", and VLLM_CPU_NUM_OF_RESERVED_CPU={reserved} has no effect" if reserved else "",
                 binding.THREADS_BIND,
             )
             os.environ[binding.OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.NOBIND

@@ -10,6 +10,7 @@ import pytest
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.binding import OWN_BIND, THREADS_BIND
+from fastattention_vllm.integration.cpu import platform
 from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform as Platform
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
@@ -76,12 +77,16 @@ class TestBinding:
 
     def test_cpus_of_another_server_bind_no_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[list[int]] = []
+        said: list[str] = []
         monkeypatch.setattr(topology, "physical_cpus", lambda: list(range(8)))
         monkeypatch.setattr(topology, "quota_is_smaller", lambda: False)
+        monkeypatch.setattr(platform.logger, "warning", lambda text, *values: said.append(text % values))
         monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
         monkeypatch.setattr(cpu_claims, "claim", lambda cpus: asked.append([*cpus]) or [3])
         assert self.bound(2) == ["nobind"]
         assert asked == [list(range(7))]
+        assert "on CPUs 3 too" in said[0]
+        assert "VLLM_CPU_NUM_OF_RESERVED_CPU=1 has no effect" in said[0]
         monkeypatch.setattr(cpu_claims, "claim", lambda cpus: [])
         assert len(self.bound(2)) == 2, "a second engine is bound once the other server has ended"
 
