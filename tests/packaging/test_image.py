@@ -99,6 +99,8 @@ def pip_settings(folder: Path) -> list[str]:
     mounts = {str(file): "/etc/pip.conf", str(CERTIFICATES): str(CERTIFICATES)}
     for word in " ".join(settings.values()).split():
         path = Path(word.removeprefix("file://"))
+        if word.startswith("file://"):  # an index, whose pages may link to a folder beside it
+            path = path.parent
         if path.is_absolute() and path.exists() and CERTIFICATES not in path.parents:
             mounts[str(path)] = str(path)
     return [word for here, there in mounts.items() for word in ("--volume", f"{here}:{there}:ro")]
