@@ -58,15 +58,32 @@ class LinearVariant:
         return max(16 * 32 * warps * self.tiles, staged)
 
 
+@dataclass(frozen=True, slots=True)
+class UnpackVariant:
+    """The cubin that converts a format to fp16."""
+
+    weight: str
+    warps: int = 4
+    source: str = "unpack.cu"
+    kernel: str = "fa_volta_unpack"
+    architecture: int = 70
+
+    @property
+    def name(self) -> str:
+        return f"unpack_{self.weight}"
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {"WEIGHT": WEIGHTS.index(self.weight), "WARPS": self.warps}
+
+
 def shape(columns: int, k: int, variant: LinearVariant) -> tuple[int, int]:
     """CTAs and warps of a launch. CTAs fill the GPU a whole number of times, if there are enough tiles."""
     tiles, at_once = columns // TILE, SMS * variant.ctas_per_sm
     waves = -(-tiles // (at_once * variant.tiles))
     units = -(-k // variant.unit)
     # The most warps whose turns at the units leave few of them idle.
-    warps = max(
-        range(4, variant.warps + 1), key=lambda count: (units / (count * -(-units // count)) > 0.93, count)
-    )
+    warps = max(range(4, variant.warps + 1), key=lambda count: (units / (count * -(-units // count)) > 0.93, count))
     return min(tiles, waves * at_once), warps
 
 
@@ -75,3 +92,5 @@ VARIANTS = tuple(
     for weight in WEIGHTS
     for rows, tiles, warps in ((8, 7, 8), (8, 4, 8), (16, 7, 4), (16, 4, 6))
 )
+
+UNPACK = tuple(map(UnpackVariant, WEIGHTS))

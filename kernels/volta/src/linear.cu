@@ -3,7 +3,6 @@
 // Each CTA computes a few tiles of eight columns, over all of k. Its warps take turns at units of k, with all of the
 // CTA's tiles, so that a lane's numbers of x stay in registers. Each quadpair computes a quarter of the unit's k. At
 // the end, the sums of quadpairs and warps are added in a fixed order.
-#include "linear.h"
 #include "weights.cuh"
 
 #ifndef ROWS
@@ -21,9 +20,9 @@
 
 namespace fastattention {
 
-constexpr int kTiles = TILES;         // of a CTA, at most
-constexpr int kProducts = ROWS / 8;   // of eight rows
-constexpr int kPieces = kUnit / 32;   // of eight numbers of x, for each lane, product and unit
+constexpr int kTiles = TILES;        // of a CTA, at most
+constexpr int kProducts = ROWS / 8;  // of eight rows
+constexpr int kPieces = kUnit / 32;  // of eight numbers of x, for each lane, product and unit
 constexpr int kAll = kProducts * kPieces;
 constexpr bool kStaged = kProducts > 1;  // the next unit's x waits in shared memory, because registers are few
 constexpr int kAtOnce = (kAll + kTiles - 2) / (kTiles - 1);  // pieces of x that are requested with a tile
@@ -53,22 +52,18 @@ FA_DEVICE void multiply(float (&sums)[kProducts][8], const uint4 (&x)[kProducts]
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta_linear(const Linear p) {
   extern __shared__ uint4 shared[];
-  const int threads = blockDim.x, warps = threads / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int slot = (lane & 3) | lane >> 4 << 2, quadpair = lane >> 2 & 3;  // the lane's row of x, and its column
+  const int threads = blockDim.x, warps = threads / 32, warp = threadIdx.x / 32;
+  const WeightLane lane(threadIdx.x & 31);  // its slot is also its row of x
+  const Weights& w = p.weights;
+  const int quadpair = lane.quadpair;
   const int block = blockIdx.x, first = block * p.tiles + min(block, p.more), tiles = p.tiles + (block < p.more);
 
-  const uint4* const weights = static_cast<const uint4*>(p.weight) + static_cast<size_t>(first) * p.units * 32 + lane;
+  const uint4* const weights = lane.packed(w, first);
   const auto load = [&](int number, int tile) {
     Unit unit{make_uint4(0, 0, 0, 0), no_scale()};
-    if (number < p.units && tile < tiles) {
-      unit.weights = weights[(tile * p.units + number) * 32];
-      const int group = min((4 * number + quadpair) >> p.group_shift, p.groups - 1);
-#if WEIGHT == E4M3
-      const int column = (first + tile) >> p.scale_shift;
-#else
-      const int column = 8 * (first + tile) + slot;
-#endif
-      unit.scale = static_cast<const Scale*>(p.scales)[group * p.scale_stride + column];
+    if (number < w.units && tile < tiles) {
+      unit.weights = weights[(tile * w.units + number) * 32];
+      unit.scale = lane.scale(w, first + tile, number);
     }
     return unit;
   };
@@ -76,13 +71,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta
   bool has[kProducts];
   FA_UNROLL
   for (int m = 0; m < kProducts; ++m) {
-    has[m] = 8 * m + slot < p.rows;
+    has[m] = 8 * m + lane.slot < p.rows;
     rows[m] = reinterpret_cast<const uint4*>(static_cast<const Half*>(p.x) +
-                                             static_cast<size_t>(8 * m + slot) * p.x_stride);
+                                             static_cast<size_t>(8 * m + lane.slot) * p.x_stride);
   }
   const auto load_x = [&](int i, int number) {  // piece i of a unit
     const int chunk = (4 * number + quadpair) * kPieces + i % kPieces;
-    return has[i / kPieces] && chunk < p.chunks ? rows[i / kPieces][chunk] : make_uint4(0, 0, 0, 0);
+    return has[i / kPieces] && chunk < w.chunks ? rows[i / kPieces][chunk] : make_uint4(0, 0, 0, 0);
   };
 
   Unit next[2] = {load(warp, 0), load(warp, 1)};
@@ -100,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta
     for (int i = 0; i < kAll; ++i) shared[i * threads + threadIdx.x] = load_x(i, warp);
   }
 #pragma unroll 1
-  for (int number = warp; number < p.units; number += warps) {
+  for (int number = warp; number < w.units; number += warps) {
     uint4 x[kProducts][kPieces], coming[kAtOnce];
     FA_UNROLL
     for (int i = 0; i < kAll; ++i) {
@@ -119,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta
           if (now < kAll) coming[i] = load_x(now, number + warps);
         }
       }
-      // Missing tiles have weights of zero, so that most tiles need no branch, which would keep loads from moving ahead.
+      // Missing tiles have weights of zero, so that most tiles need no branch, which would keep loads from moving
+      // ahead.
       if (tile + 1 == kTiles && tile >= tiles) continue;
 #if WEIGHT == E4M3
       float group[kProducts][8];
@@ -132,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta
       FA_UNROLL
       for (int m = 0; m < kProducts; ++m) {
         FA_UNROLL
-        for (int e = 0; e < 8; ++e) sums[tile][m][e] += group[m][e] * unit.scale;
+        for (int e = 0; e < 8; ++e) sums[tile][m][e] += group[m][e] * factor_of(unit.scale);
       }
 #else
       multiply(sums[tile], x, unit);
@@ -142,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta
 
   // A lane's elements are two rows (bit 1 of the element) by four columns. Quadpairs 0 and 1 exchange one row each, and
   // so do 2 and 3. With sixteen rows, both pairs then exchange eight of them.
-  __syncthreads();
+  if (kStaged) __syncthreads();  // its x is overwritten
   float4* const parts = reinterpret_cast<float4*>(shared);
   FA_UNROLL
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -165,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta
         kept[0][i] = (quadpair & 2 ? upper : lower) + received;
       }
     }
-    parts[(warp * kTiles + tile) * 32 + lane] = make_float4(kept[0][0], kept[0][1], kept[0][2], kept[0][3]);
+    parts[(warp * kTiles + tile) * 32 + lane.index] = make_float4(kept[0][0], kept[0][1], kept[0][2], kept[0][3]);
   }
   __syncthreads();
   const float* const flat = reinterpret_cast<const float*>(shared);
@@ -176,14 +172,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) fa_volta
     const int element = (at & 1) | (at & 4) >> 1;
     float sum = 0.0f;
     FA_UNROLL
-    for (int w = 0; w < WARPS; ++w) {
-      if (w >= warps) continue;
-      const float* const own = flat + ((w * kTiles + at / 8) * 32 + of_lane) * 4 + element;
+    for (int of_warp = 0; of_warp < WARPS; ++of_warp) {
+      if (of_warp >= warps) continue;
+      const float* const own = flat + ((of_warp * kTiles + at / 8) * 32 + of_lane) * 4 + element;
       sum += kProducts > 1 ? own[0] : own[0] + own[8 * 4];
     }
-    if (p.factor != nullptr) sum *= p.factor[column];
+    if (w.factor != nullptr) sum *= w.factor[column];
     if (p.bias != nullptr) sum += to_float(p.bias[column]);
-    p.out[static_cast<size_t>(row) * p.columns + column] = to_half(sum);
+    p.out[static_cast<size_t>(row) * w.columns + column] = to_half(sum);
   }
 }
 

@@ -3,6 +3,7 @@
 #define FASTATTENTION_VOLTA_WEIGHTS_CUH
 
 #include "instructions.cuh"
+#include "linear.h"
 
 #define INT4 0
 #define INT8 1
@@ -16,7 +17,7 @@ namespace fastattention {
 // A lane's four words hold its k in order, eight of them in a word (4 bits) or four (8 bits). Within a word, k comes in
 // an order that takes few instructions to convert: {0, 2, 4, 6, 1, 3, 5, 7} from the lowest bits (4 bits), {0, 1, 2, 3}
 // (int8), {0, 2, 1, 3} (e4m3).
-constexpr int kPairs = WEIGHT == INT4 ? 4 : 2;  // of fp16 numbers in a word
+constexpr int kPairs = WEIGHT == INT4 ? 4 : 2;    // of fp16 numbers in a word
 constexpr int kUnit = WEIGHT == INT4 ? 128 : 64;  // k of a unit
 
 #if WEIGHT == E4M3
@@ -24,6 +25,7 @@ constexpr int kUnit = WEIGHT == INT4 ? 128 : 64;  // k of a unit
 // The factor of the results of a group, with the 2^8 that to_operands leaves out.
 using Scale = float;
 FA_DEVICE Scale no_scale() { return 0.0f; }
+FA_DEVICE float factor_of(Scale scale) { return scale; }  // that to_operands leaves to the results
 
 // Exponent and mantissa move down by one bit. That multiplies each number by 2^-8, subnormal ones too.
 FA_DEVICE void to_operands(u32 (&pairs)[kPairs], u32 word, Scale) {
@@ -37,6 +39,7 @@ FA_DEVICE void to_operands(u32 (&pairs)[kPairs], u32 word, Scale) {
 // point), rounded to fp16.
 using Scale = u32;
 FA_DEVICE Scale no_scale() { return 0; }
+FA_DEVICE float factor_of(Scale) { return 1.0f; }
 
 FA_DEVICE void to_operands(u32 (&pairs)[kPairs], u32 word, Scale of) {
   const u32 scale = __byte_perm(of, 0, 0x1010), minus = __byte_perm(of, 0, 0x3232);
@@ -56,6 +59,21 @@ FA_DEVICE void to_operands(u32 (&pairs)[kPairs], u32 word, Scale of) {
 }
 
 #endif
+
+// The work of a lane: its column of a tile, and its quarter of a unit's k.
+struct WeightLane {
+  int index, slot, quadpair;
+  FA_DEVICE explicit WeightLane(int lane) : index(lane), slot((lane & 3) | lane >> 4 << 2), quadpair(lane >> 2 & 3) {}
+
+  FA_DEVICE const uint4* packed(const Weights& w, int tile) const {  // of unit 0; the next unit is 32 further
+    return static_cast<const uint4*>(w.packed) + static_cast<size_t>(tile) * w.units * 32 + index;
+  }
+  FA_DEVICE Scale scale(const Weights& w, int tile, int unit) const {
+    const int group = min((4 * unit + quadpair) >> w.group_shift, w.groups - 1);
+    const int column = WEIGHT == E4M3 ? tile >> w.scale_shift : 8 * tile + slot;
+    return static_cast<const Scale*>(w.scales)[group * w.scale_stride + column];
+  }
+};
 
 }  // namespace fastattention
 

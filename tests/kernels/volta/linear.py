@@ -13,7 +13,7 @@ import numpy.typing
 
 from kernels.volta import variants
 from kernels.volta.emulator import Emulation
-from kernels.volta.linear_variants import TILE, VARIANTS, LinearVariant, shape
+from kernels.volta.linear_variants import TILE, UNIT_BYTES, UNPACK, VARIANTS, LinearVariant, UnpackVariant, shape
 from kernels.volta.manifest import SOURCES
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
@@ -25,14 +25,30 @@ ORDER = {"int4": (0, 2, 4, 6, 1, 3, 5, 7), "int8": (0, 1, 2, 3), "e4m3": (0, 2, 
 """Of k within a word, from its lowest bits."""
 
 
+class Weights(ctypes.Structure):
+    """``fastattention::Weights``."""
+
+    _fields_ = [
+        *((name, c_uint64) for name in ("packed", "scales", "factor")),
+        *((name, c_int32) for name in ("columns", "units", "chunks", "groups", "group_shift")),
+        *((name, c_int32) for name in ("scale_stride", "scale_shift")),
+    ]
+
+
 class Linear(ctypes.Structure):
     """``fastattention::Linear``."""
 
     _fields_ = [
-        *((name, c_uint64) for name in ("x", "weight", "scales", "factor", "bias", "out")),
-        *((name, c_int32) for name in ("rows", "columns", "units", "chunks", "x_stride", "groups", "group_shift")),
-        *((name, c_int32) for name in ("scale_stride", "scale_shift", "tiles", "more")),
+        ("weights", Weights),
+        *((name, c_uint64) for name in ("x", "bias", "out")),
+        *((name, c_int32) for name in ("rows", "x_stride", "tiles", "more")),
     ]
+
+
+class Unpack(ctypes.Structure):
+    """``fastattention::Unpack``."""
+
+    _fields_ = [("weights", Weights), ("out", c_uint64), ("first_tile", c_int32)]
 
 
 def value_of_e4m3(bits: Array) -> Array:
@@ -147,16 +163,31 @@ def packed_scales(given: Problem) -> Array:
     return given.scale.view(numpy.uint16).astype(numpy.uint32) | minus << numpy.uint32(16)
 
 
+def weights_on(machine: Any, given: Problem) -> Weights:
+    """The packed weights in the memory of ``machine``."""
+    scales, unit = packed_scales(given), 8 * UNIT_BYTES // (4 if given.weight == "int4" else 8) // TILE
+    return Weights(
+        packed=machine.map(packed(given.stored, given.weight)),
+        scales=machine.map(scales),
+        factor=0 if given.factor is None else machine.map(given.factor),
+        columns=given.columns,
+        units=-(-given.k // unit),
+        chunks=given.k // 8,
+        groups=len(scales),
+        group_shift=31 if given.group >= given.k else (given.group * QUARTERS // unit).bit_length() - 1,
+        scale_stride=scales.shape[1],
+        scale_shift=4 if given.scale.shape[1] > 1 else 31,
+    )
+
+
 def variant_of(given: Problem, tiles: int) -> LinearVariant:
     return next(
-        one
-        for one in VARIANTS
-        if one.weight == given.weight and len(given.x) <= one.rows and one.tiles == tiles
+        one for one in VARIANTS if one.weight == given.weight and len(given.x) <= one.rows and one.tiles == tiles
     )
 
 
 @functools.cache
-def cubin(variant: LinearVariant) -> Cubin:
+def cubin(variant: LinearVariant | UnpackVariant) -> Cubin:
     compiled = compile_cuda(
         (SOURCES / variant.source).read_text(),
         name=variant.source,
@@ -167,11 +198,11 @@ def cubin(variant: LinearVariant) -> Cubin:
     return Cubin(compiled.binary)
 
 
-def simulated(variant: LinearVariant) -> Simulation:
+def simulated(variant: LinearVariant | UnpackVariant) -> Simulation:
     return Simulation(cubin(variant), variant.kernel)
 
 
-def emulated(variant: LinearVariant) -> Emulation:
+def emulated(variant: LinearVariant | UnpackVariant) -> Emulation:
     return Emulation(SOURCES / variant.source, variant.kernel, defines=variant.defines)
 
 
@@ -192,26 +223,14 @@ def launch(given: Problem, variant: LinearVariant, machine: Any, ctas: int = 0, 
     """``ctas`` and ``warps``: by default those of :func:`shape`."""
     usual = shape(given.columns, given.k, variant)
     ctas, warps = ctas or usual[0], warps or usual[1]
-    quarter = variant.unit // QUARTERS
-    scales = packed_scales(given)
     out = numpy.full((len(given.x), given.columns), numpy.nan, numpy.float16)
-    one_group = given.group >= given.k
     parameters = Linear(
+        weights=weights_on(machine, given),
         x=machine.map(given.x),
-        weight=machine.map(packed(given.stored, given.weight)),
-        scales=machine.map(scales),
-        factor=0 if given.factor is None else machine.map(given.factor),
         bias=0 if given.bias is None else machine.map(given.bias),
         out=machine.map(out),
         rows=len(given.x),
-        columns=given.columns,
-        units=-(-given.k // variant.unit),
-        chunks=given.k // 8,
         x_stride=given.k,
-        groups=len(scales),
-        group_shift=31 if one_group else (given.group // quarter).bit_length() - 1,
-        scale_stride=scales.shape[1],
-        scale_shift=4 if given.scale.shape[1] > 1 else 31,
         tiles=given.columns // TILE // ctas,
         more=given.columns // TILE % ctas,
     )
@@ -222,3 +241,19 @@ def launch(given: Problem, variant: LinearVariant, machine: Any, ctas: int = 0, 
 def worst(found: Array, expected: Array) -> float:
     """The largest error, as a share of the results' root mean square. NaN if a result is missing."""
     return float(numpy.abs(found - expected).max() / numpy.sqrt((expected**2).mean()))
+
+
+def unpack(given: Problem, machines: Any, first: int = 0, count: int = 0) -> Array:
+    """fp16 ``[columns, k]`` of ``count`` tiles from ``first`` on; 0: all that follow."""
+    variant = next(one for one in UNPACK if one.weight == given.weight)
+    machine = machines(variant)
+    count = count or given.columns // TILE - first
+    out = numpy.full((count * TILE, given.k), numpy.nan, numpy.float16)
+    weights = weights_on(machine, given)
+    grid = (count, -(-weights.units // variant.warps), 1)
+    parameters = Unpack(weights=weights, out=machine.map(out), first_tile=first)
+    machine.launch(grid, (32 * variant.warps, 1, 1), bytes(parameters), 0)
+    for x in range(grid[0]):
+        for y in range(grid[1]):
+            machine.execute(x, y)
+    return out
