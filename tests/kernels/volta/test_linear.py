@@ -66,26 +66,26 @@ def test_drawn_problems(weight: str, rows: int, tiles: int, data: st.DataObject)
 
 @pytest.mark.parametrize("weight", ["int4", "int8"])
 def test_every_number_with_every_zero_point(weight: str) -> None:
-    """One row that selects a single k: the results are the weights themselves."""
+    """Each row selects a single k: the results are the weights themselves. All places in a word are selected."""
     most = 16 if weight == "int4" else 256
-    whole = linear.problem(weight, 1, 128, most, group=16 if weight == "int8" else 32)
+    whole = linear.problem(weight, 8, 128, most, group=16 if weight == "int8" else 32)
+    x = numpy.zeros_like(whole.x)
+    x[range(8), range(72, 80)] = 1
     for number in range(0, most, 1 if weight == "int4" else 17):
         stored = numpy.full_like(whole.stored, number)
         zero = numpy.tile(numpy.arange(most, dtype=numpy.uint8), (len(whole.zero), 1))
-        x = numpy.zeros_like(whole.x)
-        x[0, 77] = 1
         one = Problem(weight, x, stored, whole.scale, zero, whole.group)
-        assert numpy.array_equal(run(one, 4, most // TILE // 2, 1), one.weights()[77:78].astype(numpy.float16))
+        assert numpy.array_equal(run(one, 4, -(-most // TILE // 4), 1), one.weights()[72:80].astype(numpy.float16))
 
 
 def test_every_e4m3_number() -> None:
     """Subnormal numbers too; 0x7f and 0xff are NaN, which no checkpoint has."""
     every = numpy.array([number for number in range(256) if number & 0x7F != 0x7F][:248], numpy.uint8)
-    x = numpy.zeros((1, 64), numpy.float16)
-    x[0, 33] = 1
+    x = numpy.zeros((4, 64), numpy.float16)
+    x[range(4), range(32, 36)] = 1  # all places in a word
     stored = numpy.tile(every, (64, 1))
     one = Problem("e4m3", x, stored, numpy.ones((1, 1), numpy.float32), numpy.zeros((1, 1), numpy.uint8), 64)
-    assert numpy.array_equal(run(one, 4, 16, 1)[0].astype(float), linear.value_of_e4m3(every))
+    assert (run(one, 4, 8, 1).astype(float) == linear.value_of_e4m3(every)).all()
 
 
 @pytest.mark.parametrize("scale", [2.0**-14, 6.1e-5, 2000.0])
