@@ -55,6 +55,7 @@ mutate: setup-dev ## break the code in many places, one at a time, and check tha
 	$(VENV)/python scripts/mutate.py tests/mutations/integration.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/placement.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/volta.toml
+	$(VENV)/python scripts/mutate.py tests/mutations/volta_weights.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/parallel.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/ascend.toml
 	$(VENV)/python scripts/mutate.py tests/mutations/doctor.toml

@@ -98,6 +98,21 @@ FA_DEVICE u32 add_halves(u32 a, u32 b) {  // a and b are pairs
   asm("add.rn.f16x2 %0,%1,%2;" : "=r"(sums) : "r"(a), "r"(b));
   return sums;
 }
+FA_DEVICE u32 multiply_halves(u32 a, u32 b) {
+  u32 products;
+  asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(products) : "r"(a), "r"(b));
+  return products;
+}
+FA_DEVICE u32 multiply_add_halves(u32 a, u32 b, u32 c) {
+  u32 sums;
+  asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+  return sums;
+}
+FA_DEVICE u32 and_or(u32 a, u32 b, u32 c) {  // (a & b) | c, in one instruction
+  u32 d;
+  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 FA_DEVICE int round_to_int(float x) {  // ties to even; NaN becomes 0
   int y;
   asm("cvt.rni.s32.f32 %0,%1;" : "=r"(y) : "f"(x));

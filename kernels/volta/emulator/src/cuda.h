@@ -42,6 +42,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 #define threadIdx (::volta_emulator::thread_index())
 #define blockIdx (::volta_emulator::block_index())

@@ -82,6 +82,12 @@ unsigned add_halves(unsigned a, unsigned b) {
   return pack_halves(static_cast<double>(low_half(a)) + low_half(b), static_cast<double>(high_half(a)) + high_half(b));
 }
 
+unsigned multiply_add_halves(unsigned a, unsigned b, unsigned c) {  // rounded once
+  using namespace volta_sim;
+  return pack_halves(static_cast<double>(low_half(a)) * low_half(b) + low_half(c),
+                     static_cast<double>(high_half(a)) * high_half(b) + high_half(c));
+}
+
 int round_to_int(float x) {  // saturates
   if (std::isnan(x)) return 0;
   return static_cast<int>(std::nearbyint(std::fmin(std::fmax(x, -0x1p31), 0x1p31 - 1)));

@@ -13,6 +13,7 @@ float power_of_2(float x);
 unsigned short to_half(float x);
 float to_float(unsigned short x);
 unsigned add_halves(unsigned a, unsigned b);
+unsigned multiply_add_halves(unsigned a, unsigned b, unsigned c);
 int round_to_int(float x);
 }  // namespace volta_emulator
 
@@ -37,6 +38,11 @@ inline float exp2(float x) { return volta_emulator::power_of_2(x); }
 inline unsigned short to_half(float x) { return volta_emulator::to_half(x); }
 inline float to_float(unsigned short x) { return volta_emulator::to_float(x); }
 inline unsigned add_halves(unsigned a, unsigned b) { return volta_emulator::add_halves(a, b); }
+inline unsigned multiply_add_halves(unsigned a, unsigned b, unsigned c) {
+  return volta_emulator::multiply_add_halves(a, b, c);
+}
+inline unsigned multiply_halves(unsigned a, unsigned b) { return multiply_add_halves(a, b, 0x80008000); }
+inline unsigned and_or(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
 inline int round_to_int(float x) { return volta_emulator::round_to_int(x); }
 inline unsigned pack(float a, float b) { return to_half(a) | static_cast<unsigned>(to_half(b)) << 16; }
 

@@ -45,7 +45,7 @@ enum class SpecialRegister : uint8_t {
 };
 
 // The 16 bits of a register that the two lanes of an fp16 operation use.
-enum class HalfSelect : uint8_t { kBoth, kLow, kHigh };
+enum class HalfSelect : uint8_t { kBoth, kLow, kHigh, kFromFloat };  // the last: an fp32 number, rounded
 
 struct Operand {
   OperandKind kind = OperandKind::kImmediate;

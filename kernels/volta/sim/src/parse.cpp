@@ -60,8 +60,10 @@ void join_halves(std::vector<Operand>& operands) {
   }
 }
 
-void parse_operands(const std::string& text, Instruction& instruction) {
+void parse_operands(std::string text, Instruction& instruction) {
   const NumberFormat format = instruction.opcode->format;
+  // Half instructions write a constant with a space: c[0x0] [0x160].
+  for (size_t at; (at = text.find("] [")) != std::string::npos;) text.erase(at + 1, 1);
   for (const std::string& part : split(text, ',')) {
     // RET has no comma between register and offset.
     for (const std::string& word : split(part, ' ')) instruction.operands.push_back(parse_operand(word, format));

@@ -93,6 +93,8 @@ void apply_suffixes(std::string suffixes, Operand& operand) {
       operand.half = HalfSelect::kLow;
     } else if (word == "H1_H1") {
       operand.half = HalfSelect::kHigh;
+    } else if (word == "F32") {
+      operand.half = HalfSelect::kFromFloat;
     } else if (word == "ROW") {
       operand.row_major = true;
     } else if (word != "reuse" && word != "COL") {

@@ -74,6 +74,7 @@ Lanes Step::halves(size_t number) const {
   for (uint32_t& value : values) {
     if (from.half == HalfSelect::kLow) value = (value & 0xffff) | value << 16;
     if (from.half == HalfSelect::kHigh) value = value >> 16 | (value & 0xffff0000u);
+    if (from.half == HalfSelect::kFromFloat) value = pack_halves(as_float(value), as_float(value));
     if (from.absolute) value &= ~kHalfSignBits;
     if (from.negate) value ^= kHalfSignBits;
   }

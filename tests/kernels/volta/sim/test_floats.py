@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from tests.kernels.volta.machine import Array, compile_together, elementwise, more, types_of
+from tests.kernels.volta.machine import Array, compile_together, elementwise, more, run, types_of
 
 COUNT = 384
 ORDINARY = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 65504, 65520]
@@ -213,6 +213,35 @@ def test_a_multiply_add_of_fp16_is_rounded_once() -> None:
     result, _ = elementwise(code, *(array.view(numpy.uint16) for array in (a, b, c)), output=numpy.uint16)
     exact = a.astype(numpy.float64) * b.astype(numpy.float64) + c.astype(numpy.float64)
     assert_same(result.view(numpy.float16), exact.astype(numpy.float16))
+
+
+CONSTANT_HALVES = """extern "C" __global__ void constants(const unsigned* a, unsigned* out, unsigned b) {
+  const int i = threadIdx.x;
+  unsigned d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a[i]), "r"(b));
+  out[i] = d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a[i]), "r"(b));
+  out[i + 32] = d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a[i]), "r"(0x2c002c00), "r"(0xd480d480));
+  out[i + 64] = d;
+}"""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_constants_as_operands_of_fp16() -> None:
+    """nvdisasm writes them with a space: `c[0x0] [0x170]`. With .F32 they are fp32 numbers, used for both halves."""
+    a, b = HX[:64].copy(), numpy.array([1.25, 2.0], numpy.float16)
+    a[~numpy.isfinite(a)] = 3
+    out = numpy.zeros(3 * 32, numpy.uint32)
+    done = run(CONSTANT_HALVES, a.view(numpy.uint32), out, b.view(numpy.uint32)[0])
+    texts = [facts.text for facts in done.simulation.instructions]
+    assert any("HADD2" in text and text.endswith("c[0x0] [0x170]") for text in texts)
+    assert any("HMUL2" in text and text.endswith("c[0x0] [0x170]") for text in texts)
+    assert any("HADD2" in text and text.endswith("c[0x2] [0x0].F32") for text in texts)
+    added, multiplied, both = out.view(numpy.float16).reshape(3, 64)
+    assert_same(added, a + numpy.tile(b, 32))
+    assert_same(multiplied, a * numpy.tile(b, 32))
+    assert_same(both, (a.astype(numpy.float64) / 16 - 72).astype(numpy.float16))
 
 
 @pytest.mark.parametrize("compared", ["lt", more("geu"), more("neu")])

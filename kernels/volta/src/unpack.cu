@@ -1,0 +1,39 @@
+// Quantised weights as fp16, for products of many rows by a library. Each warp converts one unit.
+#include "weights.cuh"
+
+#ifndef WARPS
+#define WARPS 4
+#endif
+
+namespace fastattention {
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) fa_volta_unpack(const Unpack p) {
+  const WeightLane lane(threadIdx.x & 31);
+  const Weights& w = p.weights;
+  const int tile = p.first_tile + blockIdx.x, unit = blockIdx.y * WARPS + threadIdx.x / 32;
+  if (unit >= w.units) return;
+  const uint4 packed = lane.packed(w, tile)[unit * 32];
+  const Scale scale = lane.scale(w, tile, unit);
+  const float factor = factor_of(scale) * (w.factor == nullptr ? 1.0f : w.factor[8 * tile + lane.slot]);
+  const bool as_is = WEIGHT != E4M3 && w.factor == nullptr;
+  const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+  u32 pairs[4 * kPairs];
+  FA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    u32 found[kPairs];
+    to_operands(found, words[i], scale);
+    FA_UNROLL
+    for (int j = 0; j < kPairs; ++j) {
+      const float low = to_float(static_cast<Half>(found[j])), high = to_float(static_cast<Half>(found[j] >> 16));
+      pairs[i * kPairs + j] = as_is ? found[j] : pack(low * factor, high * factor);
+    }
+  }
+  uint4* const out = reinterpret_cast<uint4*>(p.out) + static_cast<size_t>(8 * blockIdx.x + lane.slot) * w.chunks;
+  FA_UNROLL
+  for (int i = 0; i < kPairs; ++i) {  // eight numbers each
+    const int chunk = (4 * unit + lane.quadpair) * kPairs + i;
+    if (chunk < w.chunks) out[chunk] = make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
+  }
+}
+
+}  // namespace fastattention
