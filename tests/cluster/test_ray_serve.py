@@ -53,6 +53,7 @@ def running(log: Path, environment: dict[str, str], config: Path) -> Iterator[su
     size = ["--num-cpus", "4", "--object-store-memory", "100000000", "--temp-dir", temporary]
     own = environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     with log.open("wb") as output:
+        subprocess.run([ray, "get-auth-token", "--generate"], env=environment, check=True, stdout=output, stderr=output)
         subprocess.run([ray, "start", *head, *size], env=environment, check=True, stdout=output, stderr=output)
         command = [*serve, "run", str(config)]
         process = subprocess.Popen(command, env=own, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -105,6 +106,8 @@ def test_a_second_replica_starts_under_load_and_no_server_is_left(tmp_path: Path
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     log, url = tmp_path / "log", f"http://127.0.0.1:{port}"
     environment = USER_ENVIRONMENT | {
+        "HOME": str(tmp_path),  # for a token of its own
+        "RAY_AUTH_MODE": "token",
         "PYTHONPATH": f"{APPLICATION}:{tmp_path / 'packages'}",
         "TMPDIR": tempfile.mkdtemp(prefix="s", dir="/tmp"),
         "RAY_USAGE_STATS_ENABLED": "0",
