@@ -56,7 +56,9 @@ def running(log: Path, environment: dict[str, str], config: Path) -> Iterator[su
         subprocess.run([ray, "get-auth-token", "--generate"], env=environment, check=True, stdout=output, stderr=output)
         subprocess.run([ray, "start", *head, *size], env=environment, check=True, stdout=output, stderr=output)
         command = [*serve, "run", str(config)]
-        process = subprocess.Popen(command, env=own, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=own, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=heed_ctrl_c
+        )
     try:
         yield process
     finally:
@@ -65,6 +67,11 @@ def running(log: Path, environment: dict[str, str], config: Path) -> Iterator[su
         for one in of_session(temporary):
             one.kill()
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def heed_ctrl_c() -> None:
+    """Runs in the child. Jobs in a shell's background inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def of_session(temporary: str) -> list[psutil.Process]:

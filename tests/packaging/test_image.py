@@ -30,16 +30,29 @@ PACKAGES = "python3,python3-venv,python3-pip,python3-dev,ca-certificates"
 USER = "10001"
 START_S = 400
 INSTALLED = """
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import fastattention_vllm
 from fastattention_vllm.attention.volta import images
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.utils import FlexibleArgumentParser
+
 assert images.variants(Path(fastattention_vllm.__file__).parent / "lib" / "volta")
 load_general_plugins()
+# Each configuration is read by the parser of its own vLLM.
+parser = FlexibleArgumentParser()
+ServeSubcommand().subparser_init(parser.add_subparsers())
+for name in sys.argv[1:]:
+    read = parser.parse_args(["serve", "--config", f"/fastattention/configs/{name}.yaml"])
+    assert str(read.attention_backend) == "fastattention", read
 print(version("vllm"), version("torch").partition("+")[0], AttentionBackendEnum["FASTATTENTION"].get_class().__name__)
 """
 CERTIFICATES = Path("/etc/ssl/certs")
@@ -156,15 +169,22 @@ def test_the_cpu_image_builds_and_answers(builder: Builder, tmp_path: Path) -> N
             process.wait()
 
 
-@pytest.mark.parametrize(("hardware", "vllm", "torch"), [("v100", "0.19.1", "2.10.0"), ("gpu", "0.23.0", "2.11.0")])
+@pytest.mark.parametrize(
+    ("hardware", "vllm", "torch", "configs"),
+    [
+        ("v100", "0.19.1", "2.10.0", ["v100-16g", "v100-32g", "v100-8x32g-256k"]),
+        ("gpu", "0.23.0", "2.11.0", ["t4-16g", "ampere-24g-256k", "ascend-910b-8x-128k"]),
+    ],
+    ids=["v100", "gpu"],
+)
 def test_the_images_of_gpus_contain_the_pair_and_the_kernels(
-    hardware: str, vllm: str, torch: str, builder: Builder, tmp_path: Path
+    hardware: str, vllm: str, torch: str, configs: list[str], builder: Builder, tmp_path: Path
 ) -> None:
     with container_of(hardware, builder, tmp_path) as container:
         # Not in the working directory, where the sources are.
         run = ("run", "--isolation", "chroot", "--workingdir", "/", container, "--")
         assert builder(*run, "id", "-u") == USER
-        shown = builder(*run, "python", "-c", INSTALLED).splitlines()
+        shown = builder(*run, "python", "-c", INSTALLED, *configs).splitlines()
         # Without a GPU, our CPU platform is used.
         assert shown[-1].split() == [vllm, torch, "FastAttentionBackend"]
 
