@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastattention_vllm.integration import compat
@@ -20,6 +21,8 @@ def layers_of(vllm_config: VllmConfig) -> Layers:
     layers = model.get_num_layers_by_block_type(parallel) - shared
     if model.attn_type == "encoder_only":
         layers = 0
+    if model.is_hybrid:
+        return Layers(full_attention_layers(text.layer_types))
     kinds = (getattr(text, "layer_types", None) or ["sliding_attention"] * layers)[:layers]
     has_window = [bool(_window(vllm_config)) and "sliding" in kind for kind in kinds]
     full, windowed = as_grouped(
@@ -30,6 +33,11 @@ def layers_of(vllm_config: VllmConfig) -> Layers:
     # The last layers of the model share the cache of the last unshared layer of their kind.
     fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if shared else frozenset()
     return Layers(full, windowed, fixed)
+
+
+def full_attention_layers(kinds: Sequence[str]) -> tuple[int, ...]:
+    """The layers of a hybrid model that attend to all tokens. The others keep a state of constant size."""
+    return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def as_grouped(
