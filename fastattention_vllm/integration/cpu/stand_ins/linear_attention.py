@@ -22,8 +22,8 @@ def replace_operator() -> None:
     """Must be called before the first layer is created, because its creation registers the operator. Idempotent."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    # torch derives the operator's schema from the annotations.
-    _operator.__annotations__ = typing.get_type_hints(gdn_attention.cpu_gdn_attention_core)
+    # torch derives the operator's schema from the annotations, and knows no NoneType.
+    _operator.__annotations__ = typing.get_type_hints(gdn_attention.cpu_gdn_attention_core) | {"return": None}
     gdn_attention.cpu_gdn_attention_core = _operator
 
 
