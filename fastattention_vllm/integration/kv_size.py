@@ -12,6 +12,9 @@ from fastattention_vllm.placement.plan import Layers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+DRAFTERS = ("mtp", "eagle", "eagle3")
+"""Methods of speculative decoding whose drafter has attention layers."""
+
 
 def layers_of(vllm_config: VllmConfig) -> Layers:
     """The layers with a separate KV cache, as far as the model's configuration shows."""
@@ -65,6 +68,7 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     layers = layers_of(vllm_config)
+    state_layers, state_blocks = _states(vllm_config)
     dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
     heads = model.get_num_kv_heads(parallel)
     return KvSize(
@@ -74,4 +78,39 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         windowed_layers=len(layers.windowed),
         window=_window(vllm_config),
         tokens_per_step=compat.max_tokens_in_flight(vllm_config),
+        state_layers=state_layers,
+        state_blocks=state_blocks,
+        draft_layers=_draft_layers(vllm_config),
     )
+
+
+def _states(vllm_config: VllmConfig) -> tuple[int, int]:
+    """The number of linear-attention layers, and of states that each keeps for a request.
+
+    Besides the current state, a request keeps one per speculated token, and with prefix caching the one at the end of
+    the last block.
+    """
+    model: Any = vllm_config.model_config
+    if not model.is_hybrid:
+        return 0, 0
+    kinds = model.hf_text_config.layer_types
+    cached = vllm_config.cache_config.mamba_cache_mode == "align"
+    speculative = vllm_config.speculative_config
+    drafted = 0 if speculative is None else speculative.num_speculative_tokens
+    return len(kinds) - len(full_attention_layers(kinds)), 1 + cached + drafted
+
+
+def _draft_layers(vllm_config: VllmConfig) -> int:
+    """The layers of an MTP or EAGLE drafter, if their blocks are as large as the model's.
+
+    vLLM then puts them into the same block tables.
+    """
+    speculative: Any = vllm_config.speculative_config
+    draft: Any = getattr(speculative, "draft_model_config", None)
+    if draft is None or speculative.method not in DRAFTERS:
+        return 0
+    parallel = vllm_config.parallel_config
+    models = (vllm_config.model_config, draft)
+    if len({(model.get_num_kv_heads(parallel), model.get_head_size()) for model in models}) > 1:
+        return 0
+    return int(getattr(draft.hf_config, "n_predict", None) or draft.get_num_layers(parallel))
