@@ -156,7 +156,8 @@ def test_bytes_and_blocks_are_vllms(name: str, host: int, how: str) -> None:
     assert placement.slabs == host
 
 
-def test_a_state_fills_less_than_a_block_and_half_a_block_is_too_small() -> None:
+def test_every_block_holds_a_state() -> None:
+    """A block with 128 tokens less would not."""
     for shape in SHAPES.values():
         state = dataclasses.replace(state_spec(shape, "align", 0), page_size_padded=None).page_size_bytes
         assert shape.page - 128 * shape.page // shape.block_size < state <= shape.page

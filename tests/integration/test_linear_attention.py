@@ -49,7 +49,7 @@ def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> No
         {"enforce_eager": False},
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         {"max_num_batched_tokens": 13, "max_num_seqs": 3},
-        {"kv_cache_dtype": "float32", "block_size": 8},
+        {"block_size": 8},
     ],
     ids=["compiled", "two ranks", "steps within chunks", "an enlarged block"],
 )

@@ -17,6 +17,7 @@ PUBLISHED = {
     "llama2-70b": 68.98e9,
     "llama3-8b": 8.030e9,
     "qwen3-32b": 32.76e9,
+    "qwen3.5-27b": 26.896e9,  # the language model, as transformers counts it
     "pangu-38b": 38e9,
     "pangu-71b": 71e9,
 }

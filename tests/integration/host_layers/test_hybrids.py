@@ -1,8 +1,46 @@
-"""Host layers beside linear-attention layers."""
+"""Host layers beside linear-attention layers: the plan against vLLM's block tables, and answers."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.placement.stream_split import StreamSplit
+from tests import reference_models as reference
 from tests.conformance.hybrid_block_tables import (  # noqa: F401  collected here for the installed vLLM
-    test_a_state_fills_less_than_a_block_and_half_a_block_is_too_small,
     test_bytes_and_blocks_are_vllms,
+    test_every_block_holds_a_state,
 )
+from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.reference_models import hugging_face_answers, random_prompts, save_random
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not compat.has_cpu_linear_attention(), reason="this vLLM's operator for states is not replaced")
+@pytest.mark.parametrize("cached", [False, True], ids=["no prefix caching", "prefix caching"])
+def test_tokens_and_logprobs_equal_hugging_face(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two full layers is in host memory, in blocks that vLLM has enlarged."""
+    lines: list[str] = []
+    monkeypatch.setattr(host_layers.logger, "info", lambda text, *values, **named: lines.append(text % values))
+    model, prompts = save_random(reference.qwen3_5(layers=8), tmp_path), random_prompts((1, 31, 65, 130, 300))
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    options = {"additional_config": {"fastattention": {"host_kv_layers": 1}}}
+    with engine(model, block_size=16, enable_prefix_caching=cached, **options) as llm:
+        placed = host_layers.find(llm.llm_engine.vllm_config)
+        assert placed is not None
+        assert placed.placement.host == (3,)
+        cache = llm.llm_engine.vllm_config.cache_config
+        assert cache.block_size == placed.placement.device_size.block_size == 32
+        assert cache.num_gpu_blocks == placed.placement.max_blocks(cache.kv_cache_memory_bytes, placed.budget)
+        check(generate(llm, prompts), expected)
+        placed.set_stream_split(StreamSplit(1 / 3))
+        again = generate(llm, prompts)
+        check(again, expected)
+    assert all((output.num_cached_tokens >= 32) == (cached and n > 32) for output, n in zip(again, map(len, prompts)))
+    assert any("6 linear-attention layers keep " in line for line in lines)
+    assert any(f"{cache.num_gpu_blocks} blocks of 32 tokens" in line for line in lines)
