@@ -186,13 +186,13 @@ def _automatic(layers: Layers, size: KvSize, limits: Limits) -> LayerPlacement:
         return min(fitting, key=lambda c: (_read_bytes(c.host_size, limits.tokens), len(c.host)))
     longest = _longest_request(candidates, limits)
     fits = f"; --max-model-len {longest} fits" if longest else ""
-    if size.state_layers and len(layers.full) > 1:
-        fits += f", and host_kv_layers {len(layers.full) - 1} keeps the fewest layers on the device"
+    fewest = f", and host_kv_layers {len(layers.full) - 1} leaves the fewest layers on the device"
+    more = fewest if size.state_layers and len(layers.full) > 1 else ""
     raise PlacementError(
         f"{limits.requests} request(s) of {limits.tokens} tokens do not fit: the layers that must stay on the device "
         f"need {min(_need(c.device_size, limits) for c in candidates) / GIB:.2f} GiB of its memory, where "
         f"{limits.device_bytes / GIB:.2f} GiB are free; all layers together need {_need(size, limits) / GIB:.2f} GiB, "
-        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit)."
+        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit{more})."
     )
 
 
