@@ -108,7 +108,11 @@ def qwen3_moe() -> Qwen3MoeConfig:
 def qwen3_next(layers: int = 4) -> Qwen3NextConfig:
     """Gated DeltaNet in three layers of four, experts and a shared expert, and gated attention."""
     return Qwen3NextConfig(
-        **decoder_shape(4, 2, 64, layers), **_linear_attention(), **_experts(), decoder_sparse_step=1, mlp_only_layers=[]
+        **decoder_shape(4, 2, 64, layers),
+        **_linear_attention(),
+        **_experts(),
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
     )
 
 

@@ -182,9 +182,7 @@ PATCHES = (
         "build for CPUs. Empty modules replace torchvision meanwhile.",
         remove_when="vLLM imports image processors for models with images only",
         versions="0.32",
-        sites=(
-            "cpu/stand_ins/vision:_empty_torchvision:setattr",
-        ),
+        sites=("cpu/stand_ins/vision:_empty_torchvision:setattr",),
     ),
     Patch(
         names=("vllm.model_executor.layers.utils.check_cpu_sgl_kernel",),

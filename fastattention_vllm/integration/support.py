@@ -128,13 +128,6 @@ def _linear_attention(config: VllmConfig) -> str:
     return str(_text_config(config).model_type) if config.model_config.is_hybrid else ""
 
 
-def _untested_states(config: VllmConfig) -> object:
-    mamba: Any = getattr(config, "mamba_config", None)
-    if getattr(config.cache_config, "use_replayssm", False):
-        return "--use-replayssm"
-    return getattr(mamba, "enable_stochastic_rounding", False) and "--enable-mamba-cache-stochastic-rounding"
-
-
 def _other_attention(config: VllmConfig) -> object:
     text = _text_config(config)
     if getattr(config.model_config, "rswa_window", None) is not None:
@@ -247,8 +240,8 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "linear attention (Gated DeltaNet) beside full attention",
-        "Qwen3-Next, and Qwen3.5 without images, dense and with experts, with a pure-Python vLLM 0.32; exact, but slow: "
-        "these layers are computed in torch",
+        "Qwen3-Next, and Qwen3.5 without images, dense and with experts, with a pure-Python vLLM 0.32; exact, but "
+        "slow, because these layers are computed in torch",
         "tests/integration/test_linear_attention.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(
@@ -354,12 +347,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "vLLM does not apply adapters to these layers on CPUs",
         "remove --enable-lora and merge the adapter into the weights",
         lambda c: c.lora_config is not None and _linear_attention(c),
-    ),
-    Unsupported(
-        "this storage of linear-attention states",
-        "it is untested with this backend",
-        "remove this option",
-        _untested_states,
     ),
     Unsupported(
         "a multimodal model",

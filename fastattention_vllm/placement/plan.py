@@ -192,7 +192,8 @@ def _automatic(layers: Layers, size: KvSize, limits: Limits) -> LayerPlacement:
         f"{limits.requests} request(s) of {limits.tokens} tokens do not fit: the layers that must stay on the device "
         f"need {min(_need(c.device_size, limits) for c in candidates) / GIB:.2f} GiB of its memory, where "
         f"{limits.device_bytes / GIB:.2f} GiB are free; all layers together need {_need(size, limits) / GIB:.2f} GiB, "
-        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit{more})."
+        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit"
+        f"{more})."
     )
 
 

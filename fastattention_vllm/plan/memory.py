@@ -30,8 +30,8 @@ from fastattention_vllm.plan.model import ModelShape
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 STATES = 2
-"""States that a request keeps in each linear-attention layer with prefix caching: the current one, and that of a block's
-end."""
+"""States that a request keeps in each linear-attention layer with prefix caching: the current one, and that at the
+end of a block."""
 MAX_NUM_SEQS = 256
 """vLLM's default of requests at once. It reserves memory for the logits of so many."""
 

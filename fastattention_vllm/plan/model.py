@@ -145,7 +145,9 @@ class ModelShape:
         possible = [
             n
             for n in range(1, heads + 1)
-            if heads % n == 0 and wide % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+            if heads % n == 0
+            and wide % n == 0
+            and (kv_heads % n == 0 or n % kv_heads == 0)
             and (self.linear is None or (self.linear.key_heads % n == 0 and self.linear.value_heads % n == 0))
         ]
         if ranks not in possible:

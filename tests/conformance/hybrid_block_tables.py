@@ -63,7 +63,9 @@ def state_spec(shape: Shape, mode: str, drafted: int) -> MambaSpec:
 
 
 def layer_specs(shape: Shape, mode: str, drafted: int) -> dict[str, Any]:
-    full = FullAttentionSpec(block_size=shape.block_size, num_kv_heads=shape.kv_heads, head_size=256, dtype=torch.bfloat16)
+    full = FullAttentionSpec(
+        block_size=shape.block_size, num_kv_heads=shape.kv_heads, head_size=256, dtype=torch.bfloat16
+    )
     state = state_spec(shape, mode, drafted)
     specs = {f"model.layers.{index}": full if index in shape.full else state for index in range(shape.layers)}
     return specs | ({"mtp.layers.0": full} if drafted else {})
@@ -93,9 +95,7 @@ def vllm_config(shape: Shape, mode: str, drafted: int) -> Any:
     one = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     return SimpleNamespace(
         cache_config=cache,
-        parallel_config=SimpleNamespace(
-            **one, decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(**one, decode_context_parallel_size=1, prefill_context_parallel_size=1),
         scheduler_config=SimpleNamespace(
             disable_hybrid_kv_cache_manager=False,
             max_num_batched_tokens=8192,

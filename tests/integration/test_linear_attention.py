@@ -25,6 +25,13 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3.5": reference.qwen3_5,
     "qwen3.5-moe": reference.qwen3_5_moe,
 }
+STORAGE = {
+    "enable_prefix_caching": True,
+    "mamba_cache_mode": "align",
+    "mamba_block_size": 128,
+    "mamba_cache_dtype": "float32",
+    "mamba_ssm_cache_dtype": "float32",
+}
 LENGTHS = (1, 3, 65, 130)
 """Shorter than the convolution, a step and one token, and several steps of 64 tokens."""
 
@@ -50,8 +57,9 @@ def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> No
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         {"max_num_batched_tokens": 13, "max_num_seqs": 3},
         {"block_size": 8},
+        STORAGE,
     ],
-    ids=["compiled", "two ranks", "steps within chunks", "an enlarged block"],
+    ids=["compiled", "two ranks", "steps within chunks", "an enlarged block", "storage"],
 )
 def test_settings_change_no_answer(settings: dict[str, Any], tmp_path: Path) -> None:
     compare(reference.qwen3_5(), tmp_path, (1, 64, 65, 300), **settings)

@@ -73,8 +73,11 @@ def test_linear_attention_reads_states_and_no_keys() -> None:
     assert prefill(plan).seconds == pytest.approx(expected)
     without = dataclasses.replace(plan.shape.linear, layers=())
     less = decode(dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, linear=without)))
-    states = 2 * 48 * plan.shape.linear.state_bytes(1) / (
-        1e9 * computer.device.gb_per_s * measured().device_memory_fraction.value
+    states = (
+        2
+        * 48
+        * plan.shape.linear.state_bytes(1)
+        / (1e9 * computer.device.gb_per_s * measured().device_memory_fraction.value)
     )
     assert decode(plan).parts["device memory"] - less.parts["device memory"] == pytest.approx(states)
 

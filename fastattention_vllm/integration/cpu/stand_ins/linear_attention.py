@@ -41,6 +41,8 @@ def copy_states(src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Ten
         ctypes.memmove(target, source, size)
 
 
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 KERNELS = {"vllm.v1.worker.mamba_utils.batch_memcpy_kernel": copy_states}
 
 
@@ -111,7 +113,7 @@ class _Layer:
         state.copy_(after)
         return out.to(x.dtype)
 
-    def _heads(self, convolved: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _heads(self, convolved: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Heads:
         """Queries, keys, values, decay and rate of every V head."""
         tokens, repeats = len(convolved), self.value_heads // self.key_heads
         query, key, value = self.activation(convolved).split(self.sizes, dim=-1)
