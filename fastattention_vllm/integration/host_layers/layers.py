@@ -352,8 +352,8 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
         size = placement.device_size
         states = size.states_of_request() / GIB
         lines.append(
-            f"  {size.state_layers} linear-attention layers keep {states:.3f} GiB of states per request in the device's "
-            "KV cache."
+            f"  {size.state_layers} linear-attention layers keep {states:.3f} GiB of states per request on the device, "
+            "in its KV cache."
         )
     lines.append(
         f"  {blocks} blocks of {placement.device_size.block_size} tokens; the longest request may have {tokens} "
