@@ -259,7 +259,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     options = options_of(vllm_config)
     if options.host_kv_layers in (0, []):
         return
-    names, layers, special = attention_layers(context, runtime, vllm_config)
+    names, layers, special = attention_layers(context, runtime.host_backend, vllm_config, runtime.beside_states)
     if special:
         _without_host_layers(vllm_config, special)
         return
@@ -376,13 +376,18 @@ def decode_rate(rates: Rates) -> float:
 
 
 def attention_layers(
-    context: dict[str, Any], runtime: DeviceRuntime, vllm_config: VllmConfig
+    context: dict[str, Any], host_backend: type[Any], vllm_config: VllmConfig, beside_states: bool = False
 ) -> tuple[dict[int, str], Layers, str]:
     """The layers with a separate KV cache: names by index, and kinds.
 
     The last element is empty if all of them can become host layers. Otherwise it names one that cannot, with the
     reason: its class or metadata does more than plain attention, which a host layer does not, and the plan does not
     know the size of its cache.
+
+    Args:
+        context: vLLM's layers by name.
+        host_backend: the backend of host layers on this device.
+        beside_states: leave out layers that keep a state instead of keys and values; otherwise they are such layers.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -401,9 +406,9 @@ def attention_layers(
             if layer.attn_type == "encoder_decoder":
                 return {}, Layers(()), f"layer {name} attends to an encoder"
             continue  # has no cache
-        if runtime.beside_states and compat.is_state_layer(layer):
+        if beside_states and compat.is_state_layer(layer):
             continue  # its state stays on the device
-        reason = _why_special(layer, runtime.host_backend)
+        reason = _why_special(layer, host_backend)
         if reason:
             return {}, Layers(()), f"layer {name} {reason}"
         index = extract_layer_index(name)
