@@ -26,8 +26,11 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.models.bloom.modeling_bloom import BloomGelu
 
@@ -100,6 +103,52 @@ def qwen3_moe() -> Qwen3MoeConfig:
         moe_intermediate_size=64,
         decoder_sparse_step=1,
     )
+
+
+def qwen3_next(layers: int = 4) -> Qwen3NextConfig:
+    """Gated DeltaNet in three layers of four, experts and a shared expert, and gated attention."""
+    return Qwen3NextConfig(
+        **decoder_shape(4, 2, 64, layers),
+        **_linear_attention(),
+        **_experts(),
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def qwen3_5(layers: int = 4) -> Qwen3_5TextConfig:
+    """As Qwen3-Next, but dense, and with another order of the projections' weights."""
+    return Qwen3_5TextConfig(**decoder_shape(4, 2, 64, layers), **_linear_attention(), **_quarter_rope())
+
+
+def qwen3_5_moe(layers: int = 4) -> Qwen3_5MoeTextConfig:
+    return Qwen3_5MoeTextConfig(
+        **decoder_shape(4, 2, 64, layers), **_linear_attention(), **_experts(), **_quarter_rope()
+    )
+
+
+def _linear_attention() -> dict[str, object]:
+    return {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+    }
+
+
+def _experts() -> dict[str, object]:
+    return {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
+
+
+def _quarter_rope() -> dict[str, object]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    return {"rope_parameters": rope | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}
 
 
 def mixtral() -> MixtralConfig:

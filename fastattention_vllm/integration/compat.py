@@ -405,6 +405,34 @@ def has_cpu_expert_router() -> bool:
     return importlib.util.find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None
 
 
+def settle_hybrid_block_size(vllm_config: VllmConfig, backend: type[Any]) -> None:
+    """Enlarge the blocks of a model with linear-attention layers until one holds a state, as vLLM does later.
+
+    >= 0.23: vLLM does it in the worker, when all layers exist. The plan needs the size before. The second time changes
+    nothing. (0.19 does it when it makes the configuration.)
+    """
+    from vllm.platforms import current_platform
+
+    current_platform._align_hybrid_block_size(vllm_config, backend)
+
+
+def is_state_layer(layer: Any) -> bool:
+    """Whether a layer keeps a state of constant size instead of keys and values."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    return isinstance(layer, MambaBase)
+
+
+def has_cpu_linear_attention() -> bool:
+    """0.32 yes, 0.28 no: whether this package can replace the CPU operator of Gated DeltaNet layers.
+
+    0.19 has no such operator. In 0.23 the operator exists, but was never replaced.
+    """
+    if has_compiled_cpu_ops() or not has_kernel_dispatcher():
+        return False
+    return importlib.util.find_spec("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention") is not None
+
+
 def has_kernel_dispatcher() -> bool:
     """>= 0.32: replacements of Triton kernels are registered by name when a worker requests them."""
     return importlib.util.find_spec("vllm.triton_utils.dispatcher") is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastattention_vllm.integration import compat
@@ -10,6 +11,9 @@ from fastattention_vllm.placement.plan import Layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+DRAFTERS = ("mtp", "eagle", "eagle3")
+"""Methods of speculative decoding whose drafter has attention layers."""
 
 
 def layers_of(vllm_config: VllmConfig) -> Layers:
@@ -20,6 +24,8 @@ def layers_of(vllm_config: VllmConfig) -> Layers:
     layers = model.get_num_layers_by_block_type(parallel) - shared
     if model.attn_type == "encoder_only":
         layers = 0
+    if model.is_hybrid:
+        return Layers(full_attention_layers(text.layer_types))
     kinds = (getattr(text, "layer_types", None) or ["sliding_attention"] * layers)[:layers]
     has_window = [bool(_window(vllm_config)) and "sliding" in kind for kind in kinds]
     full, windowed = as_grouped(
@@ -30,6 +36,11 @@ def layers_of(vllm_config: VllmConfig) -> Layers:
     # The last layers of the model share the cache of the last unshared layer of their kind.
     fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if shared else frozenset()
     return Layers(full, windowed, fixed)
+
+
+def full_attention_layers(kinds: Sequence[str]) -> tuple[int, ...]:
+    """The layers of a hybrid model that attend to all tokens. The others keep a state of constant size."""
+    return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def as_grouped(
@@ -57,6 +68,7 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     layers = layers_of(vllm_config)
+    state_layers, state_blocks = _states(vllm_config)
     dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
     heads = model.get_num_kv_heads(parallel)
     return KvSize(
@@ -66,4 +78,39 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         windowed_layers=len(layers.windowed),
         window=_window(vllm_config),
         tokens_per_step=compat.max_tokens_in_flight(vllm_config),
+        state_layers=state_layers,
+        state_blocks=state_blocks,
+        draft_layers=_draft_layers(vllm_config),
     )
+
+
+def _states(vllm_config: VllmConfig) -> tuple[int, int]:
+    """The number of linear-attention layers, and of states that each keeps for a request.
+
+    Besides the current state, a request keeps one per speculated token, and with prefix caching the one at the end of
+    the last block.
+    """
+    model: Any = vllm_config.model_config
+    if not model.is_hybrid:
+        return 0, 0
+    kinds = model.hf_text_config.layer_types
+    cached = vllm_config.cache_config.mamba_cache_mode == "align"
+    speculative = vllm_config.speculative_config
+    drafted = 0 if speculative is None else speculative.num_speculative_tokens
+    return len(kinds) - len(full_attention_layers(kinds)), 1 + cached + drafted
+
+
+def _draft_layers(vllm_config: VllmConfig) -> int:
+    """The layers of an MTP or EAGLE drafter, if their blocks are as large as the model's.
+
+    vLLM then puts them into the same block tables.
+    """
+    speculative: Any = vllm_config.speculative_config
+    draft: Any = getattr(speculative, "draft_model_config", None)
+    if draft is None or speculative.method not in DRAFTERS:
+        return 0
+    parallel = vllm_config.parallel_config
+    models = (vllm_config.model_config, draft)
+    if len({(model.get_num_kv_heads(parallel), model.get_head_size()) for model in models}) > 1:
+        return 0
+    return int(getattr(draft.hf_config, "n_predict", None) or draft.get_num_layers(parallel))

@@ -154,7 +154,7 @@ PATCHES = (
         "1.5 seconds.",
         remove_when="the patches of these modules are removed",
         sites=(
-            "serving/once_imported:once_imported:sys.meta_path.insert",
+            "serving/once_imported:_watch:sys.meta_path.insert",
             "serving/once_imported:_Watch.find_spec:spec.loader.exec_module",
         ),
     ),
@@ -164,6 +164,25 @@ PATCHES = (
         "If a vLLM includes the compiled ops, nothing is replaced.",
         remove_when="vLLM publishes CPU wheels",
         sites=("cpu/stand_ins/ops:define_missing_ops:torch.library.Library", "cpu/stand_ins/ops:_define:_library.impl"),
+    ),
+    Patch(
+        names=("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core",),
+        why="The operator of Gated DeltaNet layers takes bf16 only, and calls compiled kernels that a pure-Python vLLM "
+        "lacks.",
+        remove_when="vLLM publishes CPU wheels, and the operator takes fp32 and fp16",
+        versions="0.32",
+        sites=(
+            "cpu/stand_ins/linear_attention:replace_operator:gdn_attention.cpu_gdn_attention_core",
+            "cpu/stand_ins/linear_attention:replace_operator:_operator.__annotations__",
+        ),
+    ),
+    Patch(
+        names=("the import of transformers.models.qwen2_vl.image_processing_qwen2_vl",),
+        why="vLLM's module of Qwen3.5 imports it for text models too, and it imports torchvision, of which PyPI has no "
+        "build for CPUs. Empty modules replace torchvision meanwhile.",
+        remove_when="vLLM imports image processors for models with images only",
+        versions="0.32",
+        sites=("cpu/stand_ins/vision:_empty_torchvision:setattr",),
     ),
     Patch(
         names=("vllm.model_executor.layers.utils.check_cpu_sgl_kernel",),

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.ascend import platform as ascend
+from fastattention_vllm.integration.cpu.stand_ins import vision
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
 from fastattention_vllm.integration.serving import engine_end, server_end, server_start
 
@@ -42,6 +43,7 @@ def register() -> None:
 
         start.install()
     ascend.install()
+    vision.spare_torchvision()
     server_end.install()
     engine_end.install()
     server_start.install()

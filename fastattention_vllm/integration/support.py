@@ -25,8 +25,10 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHES)
 ATTENTION_TYPES = ("decoder", "encoder_only")
 SPECULATION = ("ngram",)
-EXPERT_MODELS = ("gpt_oss", "mixtral", "qwen3_moe")
+EXPERT_MODELS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
 """Model types whose routing was tested. vLLM's CPU router ignores a routing bias, which some other models need."""
+LINEAR_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Model types whose linear attention is computed here: Gated DeltaNet."""
 UNTESTED_ATTENTION = ("attention_chunk_size", "dual_chunk_attention_config", "param_sink_number")
 """Entries of a model's config that select an attention variant which is not tested here."""
 
@@ -115,10 +117,15 @@ def _kv_cache_quantisation(config: VllmConfig) -> object:
 
 def _not_attention_alone(config: VllmConfig) -> object:
     # This check comes first because attn_type is not reliable for pooling models.
-    model = config.model_config
+    model, kind = config.model_config, _text_config(config).model_type
     if model.is_hybrid or model.is_attention_free:
-        return _text_config(config).model_type
+        return kind not in LINEAR_MODELS and kind
     return False if model.attn_type in ATTENTION_TYPES else model.attn_type
+
+
+def _linear_attention(config: VllmConfig) -> str:
+    """The type of a model with linear-attention layers, or an empty string."""
+    return str(_text_config(config).model_type) if config.model_config.is_hybrid else ""
 
 
 def _other_attention(config: VllmConfig) -> object:
@@ -168,6 +175,7 @@ def _another_backend(config: VllmConfig) -> object:
 
 
 _ANOTHER_MODEL = "serve a decoder-only model with standard attention (Llama, Qwen, Mistral, Gemma, ...)"
+_ALSO_LINEAR = f"{_ANOTHER_MODEL}, Qwen3-Next or a text-only Qwen3.5"
 
 SUPPORTED: tuple[Supported, ...] = (
     Supported(
@@ -229,6 +237,12 @@ SUPPORTED: tuple[Supported, ...] = (
         "mixture-of-experts models",
         f"unquantised experts: {', '.join(EXPERT_MODELS)}",
         "tests/integration/test_models.py::test_tokens_and_logprobs_equal_hugging_face[qwen3-moe]",
+    ),
+    Supported(
+        "linear attention (Gated DeltaNet) beside full attention",
+        "Qwen3-Next, and Qwen3.5 without images, dense and with experts, with a pure-Python vLLM 0.32; exact, but "
+        "slow, because these layers are computed in torch",
+        "tests/integration/test_linear_attention.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(
         "dtypes",
@@ -313,8 +327,26 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         "a model with state-space or linear-attention layers",
         "fastattention has no kernels for these layers",
-        _ANOTHER_MODEL,
+        _ALSO_LINEAR,
         _not_attention_alone,
+    ),
+    Unsupported(
+        "linear attention with this vLLM",
+        "fastattention computes these layers only with vLLM 0.32 or newer, installed without compiled CPU kernels",
+        "install such a vLLM (`make setup` does so), or serve a model without linear-attention layers",
+        lambda c: _linear_attention(c) and not compat.has_cpu_linear_attention() and _linear_attention(c),
+    ),
+    Unsupported(
+        "speculative decoding of a model with linear-attention layers",
+        "the states after rejected tokens are untested on CPUs",
+        "remove --speculative-config",
+        lambda c: c.speculative_config is not None and _linear_attention(c),
+    ),
+    Unsupported(
+        "LoRA on a model with linear-attention layers",
+        "vLLM does not apply adapters to these layers on CPUs",
+        "remove --enable-lora and merge the adapter into the weights",
+        lambda c: c.lora_config is not None and _linear_attention(c),
     ),
     Unsupported(
         "a multimodal model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PADDING_TOLERATED = 1.5
-"""If the two kinds' layer counts differ by less than this factor, vLLM pads to the larger (get_kv_cache_groups)."""
+"""If the kinds' layer counts differ by less than this factor, vLLM pads to the larger (get_kv_cache_groups)."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,23 @@ class KvSize:
     """Number of tokens that a windowed layer sees."""
     tokens_per_step: int = 0
     """Maximum number of tokens of one request per step. A windowed layer holds them in addition to its window."""
+    state_layers: int = 0
+    """Linear-attention layers. Each keeps a state of constant size, which vLLM pads to one block."""
+    state_blocks: int = 0
+    """States that a request keeps in each of these layers, in blocks."""
+    draft_layers: int = 0
+    """Full-attention layers of a speculative decoder's drafter, of the same size. They always stay on the device."""
 
     def of_request(self, tokens: int) -> int:
         """Bytes that a request of ``tokens`` tokens needs, including vLLM's null block."""
-        if not self.full_layers + self.windowed_layers:
+        if not self.full_layers + self.windowed_layers + self.draft_layers:
             return 0
-        full, windowed = self._padded_layers()
+        full, windowed, states = self._padded_layers()
         in_window = min(self.window - 1 + self.tokens_per_step, tokens)
         # One more block, because a window rarely begins at the beginning of a block. vLLM asks for it even if the whole
         # request is in the window.
         windowed_blocks = -(-in_window // self.block_size) + 1
-        blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks
+        blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks + states * self.state_blocks
         return blocks * self.bytes_per_block + self.null_block()
 
     def null_block(self) -> int:
@@ -53,14 +59,24 @@ class KvSize:
 
     def groups(self) -> int:
         """Number of block tables that vLLM keeps for a request."""
-        full, windowed = self._padded_layers()
-        return (full + windowed) // self.layers_per_group()
+        return sum(self._padded_layers()) // self.layers_per_group()
+
+    def states_of_request(self) -> int:
+        """Bytes of one request that do not depend on its length, without padding layers."""
+        return self.state_layers * self.state_blocks * self.bytes_per_block
 
     def layers_per_group(self) -> int:
-        """Number of layers that share a block table in vLLM. Both kinds of layers fill whole groups."""
-        counts = sorted(count for count in (self.full_layers, self.windowed_layers) if count) or [1]
+        """Number of layers that share a block table in vLLM. Each kind of layers fills whole groups."""
+        counts = sorted(count for count in self._kinds() if count) or [1]
         return counts[-1] if counts[-1] < PADDING_TOLERATED * counts[0] else counts[0]
 
-    def _padded_layers(self) -> tuple[int, int]:
+    def full_tables(self) -> int:
+        """Number of block tables of full-attention layers."""
+        return -(-self._kinds()[0] // self.layers_per_group())
+
+    def _kinds(self) -> tuple[int, int, int]:
+        return self.full_layers + self.draft_layers, self.windowed_layers, self.state_layers
+
+    def _padded_layers(self) -> tuple[int, ...]:
         group = self.layers_per_group()
-        return -(-self.full_layers // group) * group, -(-self.windowed_layers // group) * group
+        return tuple(-(-count // group) * group for count in self._kinds())

@@ -21,6 +21,11 @@ from typing import Literal
 from fastattention_vllm.placement.kv_size import KvSize
 
 GIB = 1 << 30
+MIN_FULL_BESIDE_STATES = 4
+"""Full-attention layers that "auto" keeps on the device in a model with linear-attention layers.
+
+vLLM puts as many linear-attention layers into a block table as there are full-attention layers on the device. With
+fewer of these, a step prepares more tables: 12 for 48 layers with 4, 48 with 1."""
 
 
 class PlacementError(ValueError):
@@ -119,7 +124,8 @@ def blocks_needed(placement: LayerPlacement, limits: Limits) -> int:
 def longest_request(layers: Layers, size: KvSize, limits: Limits) -> int:
     """The longest request, up to ``limits.tokens``, of which ``limits.requests`` fit with "auto"; 0 if none does."""
     above = dataclasses.replace(limits, tokens=limits.tokens + size.block_size)
-    return min(limits.tokens, _longest_request(_candidates(layers, size), above))
+    candidates = [c for c in _candidates(layers, size) if _keeps_full_layers(c, size)]
+    return min(limits.tokens, _longest_request(candidates, above))
 
 
 def spread(layers: Sequence[int], count: int) -> tuple[int, ...]:
@@ -146,7 +152,7 @@ def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> LayerPlace
                 f"the block table; remove at least one of {indices_text(kind)} from the list."
             )
     placement = _placement(layers, size, set(host))
-    if placement.device_size.groups() > size.groups():
+    if not _keeps_tables(placement, size):
         raise PlacementError(
             f"host_kv_layers {indices_text(host)} leaves {placement.device_size.full_layers} full-attention and "
             f"{placement.device_size.windowed_layers} sliding-window layers on the device, which would need "
@@ -173,18 +179,21 @@ def _of_count(layers: Layers, size: KvSize, count: int) -> LayerPlacement:
 
 
 def _automatic(layers: Layers, size: KvSize, limits: Limits) -> LayerPlacement:
-    candidates = _candidates(layers, size)
+    candidates = [c for c in _candidates(layers, size) if _keeps_full_layers(c, size)]
     on_device = [c for c in candidates if _need(c.device_size, limits) <= limits.device_bytes]
     fitting = [c for c in on_device if c.host_bytes(blocks_needed(c, limits)) <= limits.host_bytes]
     if fitting:
         return min(fitting, key=lambda c: (_read_bytes(c.host_size, limits.tokens), len(c.host)))
     longest = _longest_request(candidates, limits)
     fits = f"; --max-model-len {longest} fits" if longest else ""
+    fewest = f", and host_kv_layers {len(layers.full) - 1} leaves the fewest layers on the device"
+    more = fewest if size.state_layers and len(layers.full) > 1 else ""
     raise PlacementError(
         f"{limits.requests} request(s) of {limits.tokens} tokens do not fit: the layers that must stay on the device "
         f"need {min(_need(c.device_size, limits) for c in candidates) / GIB:.2f} GiB of its memory, where "
         f"{limits.device_bytes / GIB:.2f} GiB are free; all layers together need {_need(size, limits) / GIB:.2f} GiB, "
-        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit)."
+        f"and the limit for host memory is {limits.host_bytes / GIB:.2f} GiB{fits} (host_kv_gib raises that limit"
+        f"{more})."
     )
 
 
@@ -215,9 +224,19 @@ def _candidates(layers: Layers, size: KvSize) -> Sequence[LayerPlacement]:
         for windowed in _device_counts(layers.windowed, layers.fixed):
             device = _chosen(layers.full, full, layers.fixed) | _chosen(layers.windowed, windowed, layers.fixed)
             placement = _placement(layers, size, {*layers.full, *layers.windowed} - device)
-            if placement.device_size.groups() <= size.groups():
+            if _keeps_tables(placement, size):
                 found.append(placement)
     return found
+
+
+def _keeps_tables(placement: LayerPlacement, size: KvSize) -> bool:
+    """Whether the layers on the device need no more block tables than all layers; states may need more."""
+    return bool(size.state_layers) or placement.device_size.groups() <= size.groups()
+
+
+def _keeps_full_layers(placement: LayerPlacement, size: KvSize) -> bool:
+    least = min(MIN_FULL_BESIDE_STATES, size.full_layers) if size.state_layers else 0
+    return placement.device_size.full_layers >= least
 
 
 def _device_counts(kind: Sequence[int], fixed: frozenset[int]) -> range:
@@ -235,18 +254,20 @@ def _chosen(kind: Sequence[int], count: int, fixed: frozenset[int]) -> set[int]:
 
 def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
     full, windowed = (tuple(index for index in kind if index in host) for kind in (layers.full, layers.windowed))
-    on_host = dataclasses.replace(size, full_layers=len(full), windowed_layers=len(windowed))
+    on_host = dataclasses.replace(
+        size, full_layers=len(full), windowed_layers=len(windowed), state_layers=0, draft_layers=0
+    )
     device = dataclasses.replace(
         size, full_layers=size.full_layers - len(full), windowed_layers=size.windowed_layers - len(windowed)
     )
     if not host:
         slabs = 0
-    elif device.groups() == 1:
+    elif device.groups() == 1 or (not windowed and device.full_tables() == 1):
         slabs = len(host)
     else:
         # One more than an even distribution: which layers vLLM puts together is its own business.
         group = device.layers_per_group()
-        kinds = ((full, device.full_layers), (windowed, device.windowed_layers))
+        kinds = ((full, device.full_layers + device.draft_layers), (windowed, device.windowed_layers))
         slabs = 1 + max(-(-len(kind) // -(-left // group)) for kind, left in kinds if kind)
     return LayerPlacement(
         host=tuple(sorted(host)),

@@ -29,6 +29,9 @@ from fastattention_vllm.plan.hardware import GIB, Machine, measured
 from fastattention_vllm.plan.model import ModelShape
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+STATES = 2
+"""States that a request keeps in each linear-attention layer with prefix caching: the current one, and that at the
+end of a block."""
 MAX_NUM_SEQS = 256
 """vLLM's default of requests at once. It reserves memory for the logits of so many."""
 
@@ -211,13 +214,16 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
     device = device_memory(shape, machine, request)
     per_token = 2 * shape.kv_heads_per_rank(machine.ranks) * shape.head_size * ELEMENT_BYTES[kv_dtype]
     layers = Layers(shape.full_layers, shape.windowed_layers)
+    block = block_size(shape, machine.ranks, per_token)
     size = KvSize(
-        block_size=HOST_BLOCK,
-        bytes_per_block=HOST_BLOCK * per_token,
+        block_size=block,
+        bytes_per_block=block * per_token,
         full_layers=len(layers.full),
         windowed_layers=len(layers.windowed),
         window=shape.window,
         tokens_per_step=request.batched_tokens,
+        state_layers=len(shape.linear_layers),
+        state_blocks=STATES if shape.linear else 0,
     )
     placement, budget, asked = _place(layers, size, device.kv, machine, request)
     if placement.host and ELEMENT_BYTES[kv_dtype] == 1:
@@ -244,6 +250,12 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         largest_batch=_largest_batch(layers, size, replace(bound, tokens=request.context), request.max_num_seqs),
         largest_batch_on_device=min(request.max_num_seqs, _batch_on_device(size, device.kv, request.context)),
     )
+
+
+def block_size(shape: ModelShape, ranks: int, per_token: int) -> int:
+    """Tokens per block. vLLM enlarges blocks until one holds a linear-attention layer's state."""
+    state = shape.linear.state_bytes(ranks) if shape.linear else 0
+    return HOST_BLOCK * max(1, -(-state // (HOST_BLOCK * per_token)))
 
 
 def _largest_budget(machine: Machine, request: Request) -> int:
@@ -320,5 +332,5 @@ def paper_placement(
     """
     free = ranks * device.kv  # M - A is the weights and the KV cache of a device
     layer_bytes = request.requests * request.context * per_token * ranks
-    on_device = max(0, min(shape.num_layers, free // layer_bytes))
-    return PaperPlacement(on_device, shape.num_layers - on_device, layer_bytes, free)
+    on_device = max(0, min(shape.kv_layers, free // layer_bytes))
+    return PaperPlacement(on_device, shape.kv_layers - on_device, layer_bytes, free)

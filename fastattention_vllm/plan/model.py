@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,14 @@ MLP_MATRICES = {
     "Gemma2ForCausalLM": GATED,
     "Gemma3ForCausalLM": GATED,
     "Phi3ForCausalLM": GATED,
+    "Qwen3_5ForCausalLM": GATED,
+    "Qwen3_5ForConditionalGeneration": GATED,
     "GPTNeoXForCausalLM": PLAIN,
 }
 """The architectures that the planner supports, each with the number of matrices in an MLP."""
 TIED_BY_DEFAULT = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+"""Architectures with Gated DeltaNet layers, and with full-attention layers whose output is gated."""
 GEMMA3_PATTERN = 6
 """In Gemma-3, every sixth layer sees the whole context."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -37,6 +41,34 @@ OTHER_ATTENTION = {
 """Keys of a config.json that select attention which the planner does not support."""
 SCALED_ALREADY = ("default", "su", "longrope", "llama3")
 """Kinds of RoPE scaling that do not multiply max_position_embeddings in vLLM."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The Gated DeltaNet layers of a model."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    convolution: int
+    """Width of the causal convolution."""
+
+    def channels(self, ranks: int) -> int:
+        """Inputs of the convolution: queries, keys and values."""
+        return (2 * self.key_heads * self.key_size + self.value_heads * self.value_size) // ranks
+
+    def state_bytes(self, ranks: int) -> int:
+        """One layer's state of one request: a matrix per head in fp32, and the last inputs of the convolution."""
+        matrices = 4 * self.value_heads // ranks * self.key_size * self.value_size
+        return matrices + 2 * (self.convolution - 1) * self.channels(ranks)
+
+    def parameters(self, hidden_size: int, ranks: int) -> int:
+        """One layer's projections and convolution, without its MLP. The gate and the output have a value's size."""
+        values = self.value_heads * self.value_size // ranks
+        inputs = self.channels(ranks) + values + 2 * self.value_heads // ranks
+        return hidden_size * (inputs + values) + self.channels(ranks) * self.convolution
 
 
 @dataclass(frozen=True)
@@ -58,10 +90,23 @@ class ModelShape:
     windowed_layers: tuple[int, ...]
     quantisation: str
     """The method by which the weights are quantised; empty if they are not."""
+    linear: LinearAttention | None = None
+    has_images: bool = False
+    """Whether the model also has an image encoder, which is not described here."""
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        return self.linear.layers if self.linear else ()
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        return tuple(index for index in range(self.num_layers) if index not in self.windowed_layers)
+        others = {*self.windowed_layers, *self.linear_layers}
+        return tuple(index for index in range(self.num_layers) if index not in others)
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with a KV cache."""
+        return self.num_layers - len(self.linear_layers)
 
     @property
     def heads_per_kv_head(self) -> int:
@@ -71,12 +116,19 @@ class ModelShape:
         """With more ranks than KV heads, vLLM keeps copies."""
         return max(1, self.num_kv_heads // ranks)
 
-    def layer_parameters(self, ranks: int = 1) -> int:
-        """One layer's matrices on one of ``ranks`` ranks."""
-        query_and_output = 2 * self.hidden_size * self.num_heads * self.head_size // ranks
-        key_and_value = 2 * self.hidden_size * self.kv_heads_per_rank(ranks) * self.head_size
+    def layer_parameters(self, ranks: int = 1, index: int | None = None) -> int:
+        """The matrices of layer ``index``, or of any layer with attention, on one of ``ranks`` ranks."""
         mlp = self.mlp_matrices * self.hidden_size * self.intermediate_size // ranks
+        if self.linear and index in self.linear.layers:
+            return self.linear.parameters(self.hidden_size, ranks) + mlp
+        gated = 3 if self.linear else 2
+        query_and_output = gated * self.hidden_size * self.num_heads * self.head_size // ranks
+        key_and_value = 2 * self.hidden_size * self.kv_heads_per_rank(ranks) * self.head_size
         return query_and_output + key_and_value + mlp
+
+    def layers_parameters(self, ranks: int = 1) -> int:
+        """The matrices of all layers on one rank."""
+        return sum(self.layer_parameters(ranks, index) for index in range(self.num_layers))
 
     def head_parameters(self, ranks: int = 1) -> int:
         """The matrix of logits on one rank."""
@@ -85,7 +137,7 @@ class ModelShape:
     def parameters(self, ranks: int = 1) -> int:
         """All matrices on one rank. Norms and biases, under 0.1 % of them, are left out."""
         embeddings = self.head_parameters(ranks) * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.layer_parameters(ranks) + embeddings
+        return self.layers_parameters(ranks) + embeddings
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ``PlanError`` if vLLM cannot divide the heads and MLPs among so many ranks."""
@@ -93,7 +145,10 @@ class ModelShape:
         possible = [
             n
             for n in range(1, heads + 1)
-            if heads % n == 0 and wide % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+            if heads % n == 0
+            and wide % n == 0
+            and (kv_heads % n == 0 or n % kv_heads == 0)
+            and (self.linear is None or (self.linear.key_heads % n == 0 and self.linear.value_heads % n == 0))
         ]
         if ranks not in possible:
             raise PlanError(
@@ -132,6 +187,9 @@ def read(model: str) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
+    has_images = isinstance(config.get("text_config"), dict)
+    if has_images:  # the language model of a model with images is described in a section of its own
+        config = {**config, **config["text_config"], "architectures": config.get("architectures")}
     architecture = _architecture(config, where)
 
     def size(*names: str, otherwise: int | None = None) -> int:
@@ -172,6 +230,23 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         window=window if windowed else 0,
         windowed_layers=windowed,
         quantisation=str(quantisation.get("quant_method", "an unnamed method")) if quantisation else "",
+        linear=_linear_attention(config, size, layers) if architecture in HYBRIDS else None,
+        has_images=has_images,
+    )
+
+
+def _linear_attention(config: Mapping[str, Any], size: Callable[..., int], layers: int) -> LinearAttention:
+    interval = config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types") or [
+        "full_attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(layers)
+    ]
+    return LinearAttention(
+        layers=tuple(index for index, kind in enumerate(kinds[:layers]) if kind == "linear_attention"),
+        key_heads=size("linear_num_key_heads"),
+        value_heads=size("linear_num_value_heads"),
+        key_size=size("linear_key_head_dim"),
+        value_size=size("linear_value_head_dim"),
+        convolution=size("linear_conv_kernel_dim"),
     )
 
 
@@ -185,7 +260,7 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
             "support; plan a dense model."
         )
     for key, attention in OTHER_ATTENTION.items():
-        if config.get(key):
+        if config.get(key) and not (key == "linear_num_value_heads" and architecture in HYBRIDS):
             raise PlanError(
                 f"{where} describes {attention} ({key} {config[key]}), which the planner does not support; plan a "
                 "model with full or sliding-window attention."

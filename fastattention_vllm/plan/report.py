@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from fastattention_vllm.plan import speed
-from fastattention_vllm.plan.hardware import Machine, measured
+from fastattention_vllm.plan.hardware import GIB, Machine, measured
 from fastattention_vllm.plan.memory import DeviceMemory, MemoryPlan
 from fastattention_vllm.plan.model import ModelShape
 
@@ -140,7 +140,7 @@ def report(plan: MemoryPlan, folder: str) -> PlanReport:
             layers=shape.num_layers,
             parameters=shape.parameters(),
             max_positions=shape.max_positions,
-            kv_bytes_per_token=plan.kv_bytes_per_token * shape.num_layers * ranks,
+            kv_bytes_per_token=plan.kv_bytes_per_token * shape.kv_layers * ranks,
         ),
         hardware=Hardware(
             device=machine.device.name,
@@ -255,6 +255,19 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
         found.append("The speeds do not include tiling-AllReduce, which hides a part of the all-reduces.")
     if shape.windowed_layers:
         found.append(f"{len(shape.windowed_layers)} layers see {shape.window} tokens and keep only these.")
+    if shape.linear:
+        states = plan.size.states_of_request() / GIB
+        found.append(
+            f"{len(shape.linear_layers)} linear-attention layers keep {states:.3f} GiB of states per request on each "
+            f"device, in blocks of {plan.size.block_size} tokens. The speeds include their matrices, but not the time "
+            "of their own kernels in a prompt."
+        )
+        found.append(
+            "Beside linear-attention layers, the server uses host layers on CPUs only so far, and keeps all KV caches "
+            "on this device. What is said here about host layers is not possible yet."
+        )
+    if shape.has_images:
+        found.append("The image encoder's weights are not counted; pass --weights-gib with the size of all weights.")
     constant = measured().launch_ms
     if plan.placement.host:
         found.append(

@@ -114,8 +114,10 @@ def _device_step(plan: MemoryPlan) -> Parts:
     on_device = plan.placement.device_size
     seen = on_device.full_layers * request.context + on_device.windowed_layers * min(plan.size.window, request.context)
     read += request.requests * seen * plan.kv_bytes_per_token
+    if shape.linear:  # every state is read and written
+        read += 2 * request.requests * len(shape.linear_layers) * shape.linear.state_bytes(machine.ranks)
     memory = read / (1e9 * machine.device.gb_per_s * constants.device_memory_fraction.value)
-    weights = shape.num_layers * shape.layer_parameters(machine.ranks) + shape.head_parameters(machine.ranks)
+    weights = shape.layers_parameters(machine.ranks) + shape.head_parameters(machine.ranks)
     flops = 2 * weights * request.requests / _linear_rate(machine)
     parts = Parts(float)
     parts["launches"] = 1e-6 * shape.num_layers * constants.layer_us.value
@@ -143,15 +145,18 @@ def prefill(plan: MemoryPlan) -> Prediction:
     ranks, host = machine.ranks, set(plan.placement.host)
     attention_rate = 1e12 * machine.device.tflops * machine.kernels.attention_fraction(shape.head_size)
     link = min(machine.host.link_bytes(ranks), 1e9 * machine.host.read_gb_per_s / ranks)
-    windowed = set(shape.windowed_layers)
-    counts = Counter((index in host, index in windowed) for index in range(shape.num_layers))
+    windowed, states = set(shape.windowed_layers), set(shape.linear_layers)
+    counts = Counter(
+        (index in host, index in windowed, index in states, shape.layer_parameters(ranks, index))
+        for index in range(shape.num_layers)
+    )
     parts = Parts(float)
     for begin in range(0, request.context, request.batched_tokens):
         new = min(request.batched_tokens, request.context - begin)
-        linear = 2 * shape.layer_parameters(ranks) * new / _linear_rate(machine)
-        reading = ELEMENT * shape.layer_parameters(ranks) / (1e9 * machine.device.gb_per_s)
-        for (on_host, has_window), layers in counts.items():
-            pairs = _pairs(begin, new, shape.window if has_window else 0)
+        for (on_host, has_window, has_state, weights), layers in counts.items():
+            linear = 2 * weights * new / _linear_rate(machine)
+            reading = ELEMENT * weights / (1e9 * machine.device.gb_per_s)
+            pairs = 0 if has_state else _pairs(begin, new, shape.window if has_window else 0)
             attention = 4 * pairs * shape.num_heads // ranks * shape.head_size / attention_rate
             streamed = min(begin, shape.window) if has_window else begin
             waiting = streamed * plan.kv_bytes_per_token / link if on_host else 0.0

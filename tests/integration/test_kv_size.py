@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PretrainedConfig
 
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.kv_size import kv_size_of
 from fastattention_vllm.placement.kv_size import KvSize
@@ -28,9 +29,13 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "a step of the whole request": reference.gemma3,
     "shared": reference.gemma3n,
     "fp8": lambda: reference.llama(4, 2, 64),
+    "states": lambda: reference.qwen3_5(layers=8),
+    "states and prefix caching": lambda: reference.qwen3_5(layers=8),
 }
+NEED_LINEAR_ATTENTION = ("states", "states and prefix caching")
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
+    "states and prefix caching": {"enable_prefix_caching": True},
     "a step of the whole request": {"max_num_batched_tokens": 1024},
 }
 
@@ -38,6 +43,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", core_first(MODELS, ["five to one", "a step of the whole request"]))
 def test_the_request_fits_into_exactly_its_kv_bytes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly this size runs a request of that length. One byte less than vLLM's own count does not start an engine."""
+    if kind in NEED_LINEAR_ATTENTION and not compat.has_cpu_linear_attention():
+        pytest.skip("this vLLM's operator for these layers is not replaced")
     model = save_random(MODELS[kind](), tmp_path)
     arguments = {"max_model_len": LENGTH, "block_size": 16, "max_num_seqs": 1} | ARGUMENTS.get(kind, {})
     with engine(model, **arguments) as llm:

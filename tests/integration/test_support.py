@@ -66,6 +66,17 @@ def engine_config(config: PretrainedConfig, path: Path, **arguments: Any) -> Any
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
+HYBRID = model(
+    "Qwen3NextConfig",
+    "Qwen3NextForCausalLM",
+    num_hidden_layers=4,
+    head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    num_experts=4,
+)
 QWEN3_MOE = model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=64, num_experts=4)
 
 # The model and the engine arguments for each row.
@@ -84,6 +95,9 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         {},
     ),
     "a model with state-space or linear-attention layers": (model("MambaConfig", "MambaForCausalLM"), {}),
+    "linear attention with this vLLM": (HYBRID, {}),
+    "speculative decoding of a model with linear-attention layers": (HYBRID, {"speculative_config": NGRAM}),
+    "LoRA on a model with linear-attention layers": (HYBRID, {"enable_lora": True}),
     "a multimodal model": (model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"), {}),
     "this attention variant": (plain(attention_chunk_size=64), {}),
     "this head size": (plain(head_size=512), {}),
@@ -189,6 +203,7 @@ def test_the_sentence_names_feature_reason_and_remedy(
     monkeypatch.setattr(
         compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM version"
     )
+    monkeypatch.setattr(compat, "has_cpu_linear_attention", lambda: feature != "linear attention with this vLLM")
     monkeypatch.setattr(compat, "pins_memory_without_a_gpu", lambda: feature == "LoRA with this vLLM version")
     monkeypatch.setattr(compat, "v2_runner_is_missing", lambda config: feature == "the V2 model runner")
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", feature == "batch invariance", raising=False)

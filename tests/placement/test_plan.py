@@ -42,6 +42,9 @@ def models(draw: st.DrawFn, most: int = 12, fixed: bool = True) -> tuple[Layers,
         windowed_layers=len(windowed),
         window=draw(st.integers(1, 500)),
         tokens_per_step=draw(st.integers(1, 300)),
+        state_layers=draw(st.sampled_from([0, 0, 5, 48])),
+        state_blocks=draw(st.integers(1, 5)),
+        draft_layers=draw(st.integers(0, 2)),
     )
     return Layers(full, windowed, frozenset(stay)), size
 
@@ -75,7 +78,10 @@ def check(placement: LayerPlacement, layers: Layers, size: KvSize) -> None:
         assert of.full_layers == len(set(part) & set(layers.full))
         assert of.windowed_layers == len(set(part) & set(layers.windowed))
         assert (of.block_size, of.bytes_per_block, of.window) == (size.block_size, size.bytes_per_block, size.window)
-    assert placement.device_size.groups() <= size.groups()
+    assert size.state_layers or placement.device_size.groups() <= size.groups()
+    for name in ("state_layers", "draft_layers"):  # they stay on the device
+        assert getattr(placement.device_size, name) == getattr(size, name)
+        assert getattr(placement.host_size, name) == 0
     assert (placement.slabs == 0) == (not placement.host)
     assert placement.slabs <= len(placement.host) + 1
 
@@ -121,7 +127,9 @@ def test_automatic_plans_fit_and_no_other_split_that_fits_reads_less_from_the_ho
     model: tuple[Layers, KvSize], limits: Limits
 ) -> None:
     layers, size = model
-    fitting = [split for split in every_split(layers, size) if fits(split, limits)]
+    least = min(4, size.full_layers) if size.state_layers else 0
+    splits = (split for split in every_split(layers, size) if split.device_size.full_layers >= least)
+    fitting = [split for split in splits if fits(split, limits)]
     chosen = try_plan(layers, size, "auto", limits)
     assert (chosen is not None) == bool(fitting)
     if chosen:
@@ -132,6 +140,23 @@ def test_automatic_plans_fit_and_no_other_split_that_fits_reads_less_from_the_ho
         assert plan(layers, size, "auto", limits) == chosen
         # The decision is passed to other processes as a list of layers.
         assert plan(layers, size, list(chosen.host), PLENTY) == chosen
+
+
+def test_four_full_layers_stay_beside_states_unless_asked() -> None:
+    """Qwen3.5-27B with one request of 256K tokens and prefix caching, in GiB as vLLM counts them."""
+    layers = Layers(tuple(range(3, 64, 4)))
+    size = KvSize(896, 3670016, full_layers=16, state_layers=48, state_blocks=2)
+    null = size.null_block()
+    assert round((size.of_request(1 << 18) - null) / GIB, 2) == 16.35
+    for gib, host in ((16.5, 0), (12.5, 4), (8.4, 8), (4.4, 12)):
+        chosen = plan(layers, size, "auto", Limits(int(gib * GIB), 1 << 40, 1 << 18))
+        assert len(chosen.host) == host
+        assert chosen.slabs == host
+    with pytest.raises(PlacementError, match="host_kv_layers 15 leaves the fewest layers on the device"):
+        plan(layers, size, "auto", Limits(4 * GIB, 1 << 40, 1 << 18))
+    asked = plan(layers, size, 15, PLENTY)
+    assert asked.device_size.groups() == 49
+    assert round((asked.device_size.of_request(1 << 18) - asked.device_size.null_block()) / GIB, 2) == 1.33
 
 
 @given(models(), LIMITS)

@@ -143,6 +143,31 @@ def test_without_host_memory_the_engines_block_manager_decides() -> None:
     assert found.longest_on_device == min(8192, size.longest_request(found.device.kv))
 
 
+@pytest.mark.parametrize(("ranks", "block", "kv_heads"), [(1, 896, 4), (2, 896, 2), (4, 896, 1), (8, 512, 1)])
+def test_blocks_hold_the_states_of_linear_attention(ranks: int, block: int, kv_heads: int) -> None:
+    """vLLM's numbers with the same shape; tests/integration/host_layers/test_hybrids.py compares them."""
+    found = plan_memory(shape("qwen3.5-27b"), machine("h200-141g", ranks), Request(K256))
+    assert found.size == KvSize(
+        block_size=block,
+        bytes_per_block=block * 2 * kv_heads * 256 * 2,
+        full_layers=16,
+        state_layers=48,
+        state_blocks=2,
+        tokens_per_step=8192,
+    )
+    assert found.layers.full == tuple(range(3, 64, 4))
+    assert found.paper.device_layers == 16
+    assert found.longest_context == K256
+
+
+def test_host_layers_leave_four_full_layers_beside_linear_attention() -> None:
+    model, computer = shape("qwen3.5-27b"), machine("h200-141g", 1)
+    found = plan_memory(model, computer, Request(K256, kv_cache_gib=4.6))
+    assert len(found.placement.host) == 12
+    with pytest.raises(DoesNotFitError):
+        plan_memory(model, computer, Request(K256, kv_cache_gib=4.3))
+
+
 @pytest.mark.parametrize(
     ("gpu", "kv_dtype", "element"),
     [("v100-32g", "auto", 2), ("v100-32g", "fp8", 1), ("h200-141g", "auto", 2), ("h200-141g", "fp8_e4m3", 1)],

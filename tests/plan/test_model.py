@@ -17,6 +17,7 @@ PUBLISHED = {
     "llama2-70b": 68.98e9,
     "llama3-8b": 8.030e9,
     "qwen3-32b": 32.76e9,
+    "qwen3.5-27b": 26.896e9,  # the language model, as transformers counts it
     "pangu-38b": 38e9,
     "pangu-71b": 71e9,
 }
@@ -69,6 +70,27 @@ def test_more_ranks_than_kv_heads_keep_copies() -> None:
     assert found.kv_heads_per_rank(2) == found.kv_heads_per_rank(8) == 1
     copied = 2 * found.hidden_size * found.head_size * found.num_layers
     assert found.parameters(4) * 4 - found.parameters() == 2 * copied
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_hybrid_has_two_kinds_of_layers(ranks: int) -> None:
+    found = shape("qwen3.5-27b")
+    assert found.full_layers == tuple(range(3, 64, 4))
+    assert found.kv_layers == 16
+    assert found.linear is not None
+    # 48 matrices of 128 x 128 in fp32, and 3 inputs of 10240 channels in 16 bits: 3 207 168 bytes.
+    assert found.linear.state_bytes(ranks) * ranks == 48 * 128 * 128 * 4 + 3 * 10240 * 2
+    assert found.parameters(ranks) * ranks == found.parameters()
+    with pytest.raises(PlanError, match="possible values: 1, 2, 4, 8"):
+        found.check_ranks(3)
+
+
+def test_layer_types_follow_from_the_interval() -> None:
+    text = json.loads((FOLDER / "qwen3.5-27b" / "config.json").read_text())["text_config"]
+    text |= {"architectures": ["Qwen3_5ForCausalLM"]}
+    named, unnamed = shape_of(text, "here"), shape_of({k: v for k, v in text.items() if k != "layer_types"}, "here")
+    assert named == unnamed
+    assert not named.has_images
 
 
 def test_head_size_and_ties_are_read() -> None:

@@ -60,6 +60,28 @@ def test_a_slow_link_limits_the_prompt_of_host_layers() -> None:
     assert prefill(slow).seconds > prefill(plan).seconds
 
 
+def test_linear_attention_reads_states_and_no_keys() -> None:
+    """A prompt of one chunk: all matrices once per token, and pairs of tokens in the 16 full layers only."""
+    computer, tokens = machine("h200-141g", 1), 4096
+    plan = plan_memory(shape("qwen3.5-27b"), computer, Request(tokens))
+    assert plan.shape.linear is not None
+    matrices = plan.shape.parameters() - 2 * plan.shape.head_parameters()
+    rate = 1e12 * computer.device.tflops
+    attention = 16 * 4 * (tokens * (tokens + 1) // 2) * 24 * 256
+    expected = 2 * matrices * tokens / (rate * measured().linear_fraction.value)
+    expected += attention / (rate * computer.kernels.attention_fraction(256))
+    assert prefill(plan).seconds == pytest.approx(expected)
+    without = dataclasses.replace(plan.shape.linear, layers=())
+    less = decode(dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, linear=without)))
+    states = (
+        2
+        * 48
+        * plan.shape.linear.state_bytes(1)
+        / (1e9 * computer.device.gb_per_s * measured().device_memory_fraction.value)
+    )
+    assert decode(plan).parts["device memory"] - less.parts["device memory"] == pytest.approx(states)
+
+
 def test_the_split_is_the_engines() -> None:
     """With 4 query heads per KV head the CPU does not reach the memory's rate, so the link helps; with 1 it does."""
     computer = machine("h200-141g", 1, "h200-16-cores")

@@ -121,6 +121,7 @@ class CpuRuntime:
 
     pin = None
     host_backend = HostLayerBackend
+    beside_states = True
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config

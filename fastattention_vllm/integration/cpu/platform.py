@@ -74,6 +74,11 @@ class FastAttentionCpuPlatform(CpuPlatform):
         else:
             super().check_and_update_config(vllm_config)
         cls._check_compiler(vllm_config)
+        if ours and vllm_config.model_config.is_hybrid:
+            # Not at the top: what it imports of vLLM needs the platform.
+            from fastattention_vllm.integration.cpu.backend import FastAttentionBackend
+
+            compat.settle_hybrid_block_size(vllm_config, FastAttentionBackend)
         cls._size_kv_cache(vllm_config)
         if vllm_config.parallel_config.distributed_executor_backend == "ray":
             vllm_config.parallel_config.distributed_executor_backend = RAY_EXECUTOR

@@ -29,6 +29,7 @@ class AcceleratorRuntime:
     """One GPU or NPU."""
 
     called = "GPU"
+    beside_states = False
 
     def __init__(
         self, vllm_config: Any, host_backend: type[Any], kernels: Device, named: str, device: torch.device

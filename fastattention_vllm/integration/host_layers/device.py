@@ -43,6 +43,9 @@ class DeviceRuntime(Protocol):
     host_backend: type[Any]
     """The ``AttentionBackend`` for host layers. Its builder creates :class:`HostMetadata`."""
 
+    beside_states: bool
+    """Whether host layers were tested in models with linear-attention layers, whose states stay on the device."""
+
     @property
     def pin(self) -> Pinning | None:
         """How host memory is pinned for the device. None if the "device" is the host itself."""

@@ -259,7 +259,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     options = options_of(vllm_config)
     if options.host_kv_layers in (0, []):
         return
-    names, layers, special = attention_layers(context, runtime.host_backend, vllm_config)
+    names, layers, special = attention_layers(context, runtime.host_backend, vllm_config, runtime.beside_states)
     if special:
         _without_host_layers(vllm_config, special)
         return
@@ -348,6 +348,13 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     ]
     pinned = "pinned, " if host_layers.pool.pinned else ""
     tokens = min(longest, host_layers.max_model_len)
+    if placement.device_size.state_layers:
+        size = placement.device_size
+        states = size.states_of_request() / GIB
+        lines.append(
+            f"  {size.state_layers} linear-attention layers keep {states:.3f} GiB of states per request on the device, "
+            "in its KV cache."
+        )
     lines.append(
         f"  {blocks} blocks of {placement.device_size.block_size} tokens; the longest request may have {tokens} "
         f"tokens; host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
@@ -369,13 +376,18 @@ def decode_rate(rates: Rates) -> float:
 
 
 def attention_layers(
-    context: dict[str, Any], host_backend: type[Any], vllm_config: VllmConfig
+    context: dict[str, Any], host_backend: type[Any], vllm_config: VllmConfig, beside_states: bool = False
 ) -> tuple[dict[int, str], Layers, str]:
     """The layers with a separate KV cache: names by index, and kinds.
 
     The last element is empty if all of them can become host layers. Otherwise it names one that cannot, with the
     reason: its class or metadata does more than plain attention, which a host layer does not, and the plan does not
     know the size of its cache.
+
+    Args:
+        context: vLLM's layers by name.
+        host_backend: the backend of host layers on this device.
+        beside_states: leave out layers that keep a state instead of keys and values; otherwise they are such layers.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -394,6 +406,8 @@ def attention_layers(
             if layer.attn_type == "encoder_decoder":
                 return {}, Layers(()), f"layer {name} attends to an encoder"
             continue  # has no cache
+        if beside_states and compat.is_state_layer(layer):
+            continue  # its state stays on the device
         reason = _why_special(layer, host_backend)
         if reason:
             return {}, Layers(()), f"layer {name} {reason}"
@@ -455,11 +469,12 @@ def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
     that every block table gets its share.
     """
     targets = {}
-    per_table = placement.device_size.layers_per_group()
-    for kind in (layers.full, layers.windowed):
+    size = placement.device_size
+    for kind, drafts in ((layers.full, size.draft_layers), (layers.windowed, 0)):
         device = [index for index in kind if index in placement.device]
         host = [index for index in kind if index in placement.host]
-        tables = -(-len(device) // per_table)
+        # A drafter's layers come last, so a table of its layers alone has none to point to.
+        tables = min(len(device), -(-(len(device) + drafts) // size.layers_per_group()))
         for number, index in enumerate(host):
             targets[index] = device[number % tables]
     return targets

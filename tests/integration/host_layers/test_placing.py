@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import (
     ChunkedLocalAttention,
     create_chunked_local_attention_backend,
 )
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.integration.cuda.flash import (
@@ -112,6 +113,16 @@ def test_a_layer_that_computes_more_than_attention_is_named(special: Callable[[]
 )
 def test_layers_with_different_pages_are_refused(other: Callable[[], Any]) -> None:
     assert "have different numbers of KV heads, head sizes or KV cache dtypes" in why_not([layer(), other()])
+
+
+def test_layers_with_states_are_left_out_only_where_host_layers_were_run_beside_them() -> None:
+    class State(MambaBase):
+        get_state_shape = get_state_dtype = mamba_type = None  # type: ignore[assignment]
+
+    context = model_of([State(), layer()])
+    assert "is an instance of State" in attention_layers(context, HostLayerFlashBackend, config_of())[2]
+    names, kinds, why = attention_layers(context, HostLayerFlashBackend, config_of(), beside_states=True)
+    assert (names, kinds.full, why) == ({1: name(1)}, (1,), "")
 
 
 def test_two_layers_in_one_decoder_layer_are_refused() -> None:
@@ -233,6 +244,7 @@ class Runtime:
     """A device with separate, small memory."""
 
     host_backend = HostLayerFlashBackend
+    beside_states = False
     pin = SimpleNamespace()
 
     def __init__(self) -> None:

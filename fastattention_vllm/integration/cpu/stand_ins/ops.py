@@ -20,6 +20,7 @@ from torch import (
 )
 
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cpu.stand_ins import linear_attention
 from fastattention_vllm.integration.cpu.stand_ins import moe as cpu_moe
 from fastattention_vllm.integration.cpu.stand_ins import speculation as cpu_speculation
 from fastattention_vllm.placement.cpus import parse_cpu_list
@@ -64,6 +65,8 @@ def define_missing_ops() -> None:
         "Tensor topk_weights, Tensor topk_ids, bool skip_weighted, str act, str isa) -> ()",
         cpu_moe.cpu_fused_moe,
     )
+    # vLLM calls it for bf16 on CPUs with AVX-512 bf16: model_executor/layers/utils.py
+    _define("causal_conv1d_weight_pack(Tensor weight) -> Tensor", linear_attention.pack_convolution)
     if not compat.compiled_cpu_ops_are_loaded() and not compat.has_kernel_dispatcher():
         compat.replace_triton_kernels(cpu_speculation.KERNELS)
 
@@ -79,7 +82,9 @@ def register_kernel_overrides() -> None:
         return
     _kernels_replaced = True
     compat.replace_triton_kernels(
-        {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping} | cpu_speculation.KERNELS
+        {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping}
+        | cpu_speculation.KERNELS
+        | linear_attention.KERNELS
     )
 
 

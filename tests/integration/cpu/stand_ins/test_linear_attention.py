@@ -1,0 +1,101 @@
+"""The operator of Gated DeltaNet layers: which states it reads and writes. tests/integration compares whole models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import forward_context
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cpu.stand_ins import linear_attention
+
+KEY_HEADS, VALUE_HEADS, SIZE, WIDTH, SLOTS = 2, 4, 8, 4, 6
+CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
+
+pytestmark = pytest.mark.skipif(not compat.has_cpu_linear_attention(), reason="nothing is replaced in this vLLM")
+
+
+def layer(dtype: torch.dtype = torch.float32) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return SimpleNamespace(
+        prefix="model.layers.0.linear_attn",
+        tp_size=1,
+        num_k_heads=KEY_HEADS,
+        num_v_heads=VALUE_HEADS,
+        key_dim=KEY_HEADS * SIZE,
+        value_dim=VALUE_HEADS * SIZE,
+        activation="silu",
+        conv1d=SimpleNamespace(weight=torch.randn(CHANNELS, 1, WIDTH, generator=generator), bias=None),
+        A_log=torch.rand(VALUE_HEADS, generator=generator),
+        dt_bias=torch.rand(VALUE_HEADS, generator=generator),
+        # What other requests left in the slots.
+        kv_cache=(
+            torch.full((SLOTS, WIDTH - 1, CHANNELS), 7.0, dtype=dtype),
+            torch.full((SLOTS, VALUE_HEADS, SIZE, SIZE), 7.0),
+        ),
+    )
+
+
+def run(one: Any, monkeypatch: pytest.MonkeyPatch, x: Any, b: Any, a: Any, steps: list[tuple[int, int, bool]]) -> Any:
+    """``steps``: of each request its tokens, its slot, and whether it decodes."""
+    decodes = sum(decodes for _, _, decodes in steps)
+    metadata = SimpleNamespace(
+        spec_sequence_masks=None,
+        num_actual_tokens=len(x),
+        num_decodes=decodes,
+        num_prefills=len(steps) - decodes,
+        non_spec_state_indices_tensor=torch.tensor([slot for _, slot, _ in steps], dtype=torch.int32),
+        non_spec_query_start_loc=torch.tensor([0, *(tokens for tokens, _, _ in steps)]).cumsum(0),
+        has_initial_state=torch.tensor([decoding for _, _, decoding in steps]),
+    )
+    context = SimpleNamespace(no_compile_layers={one.prefix: one}, attn_metadata={one.prefix: metadata})
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+    out = torch.zeros(len(x), VALUE_HEADS, SIZE)
+    linear_attention._operator(x, b, a, out, one.prefix)
+    return out
+
+
+def test_decoding_continues_each_prompt_in_its_own_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of two prompts is decoded; the answers are those of the prompts as a whole."""
+    generator = torch.Generator().manual_seed(4)
+    x, b, a = (torch.randn(9, width, generator=generator) for width in (CHANNELS, VALUE_HEADS, VALUE_HEADS))
+    whole, first, second = layer(), slice(0, 4), slice(4, 9)
+    expected = run(whole, monkeypatch, x, b, a, [(4, 2, False), (5, 5, False)])
+    assert expected[first].any()
+    assert expected[second].any()
+
+    parts, all_but_last, last = layer(), [0, 1, 2, 4, 5, 6, 7], [8, 3]
+    run(parts, monkeypatch, x[all_but_last], b[all_but_last], a[all_but_last], [(3, 2, False), (4, 5, False)])
+    decoded = run(parts, monkeypatch, x[last], b[last], a[last], [(1, 5, True), (1, 2, True)])
+    torch.testing.assert_close(decoded, expected[last])
+    for got, wanted in zip(parts.kv_cache, whole.kv_cache, strict=True):
+        torch.testing.assert_close(got, wanted)
+        assert (got[[0, 1, 3, 4]] == 7).all(), "the other slots are not touched"
+
+
+def test_profiling_runs_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = layer()
+    context = SimpleNamespace(no_compile_layers={one.prefix: one}, attn_metadata=None)
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+    out = torch.full((3, VALUE_HEADS, SIZE), 5.0)
+    linear_attention._operator(torch.empty(3, CHANNELS), None, None, out, one.prefix)
+    assert (out == 5).all()
+
+
+def test_packed_weights_are_a_copy_of_the_shape_that_vllm_keeps() -> None:
+    weight = torch.randn(6, 4)
+    packed = linear_attention.pack_convolution(weight)
+    assert packed.shape == (6, 1, 4)
+    assert torch.equal(packed.view(6, 4), weight)
+    assert packed.data_ptr() != weight.data_ptr()
+
+
+def test_states_are_copied_by_address() -> None:
+    source, target = torch.arange(12, dtype=torch.float32), torch.zeros(12)
+    addresses = torch.tensor([source.data_ptr() + 8, source.data_ptr()])
+    targets = torch.tensor([target.data_ptr(), target.data_ptr() + 40])
+    linear_attention.copy_states(addresses, targets, torch.tensor([12, 8], dtype=torch.int32), BLOCK_SIZE=1024)
+    assert target.tolist() == [2, 3, 4] + [0] * 7 + [0, 1]

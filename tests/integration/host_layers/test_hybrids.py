@@ -1,0 +1,84 @@
+"""Host layers beside linear-attention layers: the plan against vLLM's block tables, and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cpu import platform
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
+from fastattention_vllm.placement.host_memory import GIB
+from fastattention_vllm.placement.stream_split import StreamSplit
+from fastattention_vllm.plan.hardware import machine
+from fastattention_vllm.plan.memory import Request, plan_memory
+from tests import reference_models as reference
+from tests.conformance.hybrid_block_tables import (  # noqa: F401  collected here for the installed vLLM
+    test_bytes_and_blocks_are_vllms,
+    test_every_block_holds_a_state,
+)
+from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.plan.shapes import folder, shape
+from tests.reference_models import hugging_face_answers, random_prompts, save_random
+
+needs_replacement = pytest.mark.skipif(
+    not compat.has_cpu_linear_attention(), reason="this vLLM's operator for states is not replaced"
+)
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+
+
+@pytest.mark.more
+@needs_replacement
+@pytest.mark.parametrize(
+    ("arguments", "states", "drafts"),
+    [({"enable_prefix_caching": False}, 1, 0), ({}, 2, 0), (MTP, 5, 1)],
+    ids=["no prefix caching", "prefix caching", "prefix caching and MTP"],
+)
+def test_the_sizes_of_vllms_configuration_are_the_planners(
+    arguments: dict[str, Any], states: int, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5-27B: `fastattention plan` reads config.json alone, the engine what vLLM makes of it."""
+    text = json.loads((Path(folder("qwen3.5-27b")) / "config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(text | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    monkeypatch.setattr(platform, "check_supported", lambda config: None)  # MTP is refused on CPUs
+    settings: dict[str, Any] = {"attention_backend": "fastattention", "dtype": "bfloat16", "enforce_eager": True}
+    settings |= {"kv_cache_memory_bytes": 24 * GIB, "skip_tokenizer_init": True, "max_num_batched_tokens": 8192}
+    config = EngineArgs(model=str(tmp_path), **settings, **arguments).create_engine_config()
+    planned = plan_memory(shape("qwen3.5-27b"), machine("h200-141g", 1), Request(1 << 18))
+    assert layers_of(config) == planned.layers
+    assert kv_size_of(config) == dataclasses.replace(planned.size, state_blocks=states, draft_layers=drafts)
+
+
+@pytest.mark.more
+@needs_replacement
+@pytest.mark.parametrize("cached", [False, True], ids=["no prefix caching", "prefix caching"])
+def test_tokens_and_logprobs_equal_hugging_face(cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two full layers is in host memory, in blocks that vLLM has enlarged."""
+    lines: list[str] = []
+    monkeypatch.setattr(host_layers.logger, "info", lambda text, *values, **named: lines.append(text % values))
+    model, prompts = save_random(reference.qwen3_5(layers=8), tmp_path), random_prompts((1, 31, 65, 130, 300))
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    options = {"additional_config": {"fastattention": {"host_kv_layers": 1}}}
+    with engine(model, block_size=16, enable_prefix_caching=cached, **options) as llm:
+        placed = host_layers.find(llm.llm_engine.vllm_config)
+        assert placed is not None
+        assert placed.placement.host == (7,)
+        cache = llm.llm_engine.vllm_config.cache_config
+        assert cache.block_size == placed.placement.device_size.block_size == 32
+        blocks = placed.placement.max_blocks(cache.kv_cache_memory_bytes, placed.budget)
+        assert cache.num_gpu_blocks == blocks
+        check(generate(llm, prompts), expected)
+        placed.set_stream_split(StreamSplit(1 / 3))
+        again = generate(llm, prompts)
+        check(again, expected)
+    for output in again:
+        assert (output.num_cached_tokens >= 32) == (cached and len(output.prompt_token_ids) > 32)
+    log = "\n".join(lines)
+    assert "6 linear-attention layers keep " in log
+    assert f"  {blocks} blocks of 32 tokens; " in log
