@@ -1,4 +1,4 @@
-"""What the plugin calls its Triton programs with, as the model of the 910B needs it: numbers, and the arrays that steer.
+"""What the plugin calls its Triton programs with, as the model of the 910B needs it: numbers, and arrays of numbers.
 
 Used by: scripts/ascend_predict.py.
 """

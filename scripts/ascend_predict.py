@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from fastattention_vllm.attention.ascend_triton import kernels, specializations
-from fastattention_vllm.attention.ascend_triton.masks import PAGE, UNLIMITED
+from fastattention_vllm.attention.ascend_triton.masks import PAGE
 from fastattention_vllm.attention.ascend_triton.specializations import Specialization
 from kernels.ascend.removal import noticed, without_each
 from kernels.ascend.simulation import Bodies, Predicted, bodies, simulate

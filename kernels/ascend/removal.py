@@ -8,7 +8,7 @@ from dataclasses import replace
 from kernels.ascend.pipes import DeadlockError
 from kernels.ascend.simulation import Bodies, Launch, simulate
 from kernels.ascend.tables import Chip, Tables
-from kernels.ascend.text import Operation, Statement
+from kernels.ascend.text import Branch, Operation, Statement
 
 FLAGS = ("set_flag", "wait_flag", "sync_block_set", "sync_block_wait")
 
@@ -29,8 +29,9 @@ def _shorter(body: tuple[Statement, ...]) -> Iterator[tuple[Operation, tuple[Sta
             continue
         for flag, inner in _shorter(one.body):
             yield flag, (*before, replace(one, body=inner), *after)
-        for flag, inner in _shorter(getattr(one, "otherwise", ())):
-            yield flag, (*before, replace(one, otherwise=inner), *after)  # type: ignore[call-arg]
+        if isinstance(one, Branch):
+            for flag, inner in _shorter(one.otherwise):
+                yield flag, (*before, replace(one, otherwise=inner), *after)
 
 
 def noticed(programs: Bodies, launch: Launch, chip: Chip, tables: Tables) -> bool:

@@ -62,7 +62,7 @@ class _Flags:
 
     def send(self, kind: str, number: int, flag: int, time: float) -> None:
         for receiver in [("AIV", 0), ("AIV", 1)] if kind == "AIC" else [("AIC", number)]:
-            self.set[*receiver, flag].append(time)
+            self.set[(*receiver, flag)].append(time)
 
     def take(self, kind: str, number: int, flag: int) -> float | None:
         queues = [self.set[kind, one, flag] for one in ((0, 1) if kind == "AIC" else (number,))]
