@@ -50,7 +50,7 @@ class Specialization:
     @property
     def constants(self) -> dict[str, int]:
         found = {"HEAD": self.head_size, "ROWS": self.rows, "PAGE": PAGE}
-        return found | ({"STEP": self.step} if self.program == "decode" else {})
+        return found | ({"STEP": self.step} if self.program != "combine" else {})
 
     @property
     def step(self) -> int:
