@@ -72,7 +72,7 @@ def prefill(
                     asked, key, value, pages, page, page_stride, inside, top, total, acc, scale, DTYPE
                 )
         else:
-            for page in range(0, full):
+            for page in range(full):
                 place = tl.load(pages + page).to(tl.int64) * page_stride
                 top, total, acc = one_page(asked, key, value, place, inside, top, total, acc, scale, DTYPE)
     for page in range(full, end):
