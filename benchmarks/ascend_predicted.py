@@ -1,11 +1,11 @@
 """What two-level tiling, the tiling-mask, skipping and running ahead are worth on a 910B: predicted, not measured.
 
-    PYTHON=build/ascend/2.10.0.post4/venv/bin/python
-    PYTHONPATH=.:build/ascend/triton $PYTHON benchmarks/ascend_predicted.py --json FILE
+    PYTHONPATH=.:build/ascend/triton PYTHON benchmarks/ascend_predicted.py --json FILE
 
-Run by: contributors, after `scripts/ascend.py --set-up-only`. It takes some minutes.
-Needs: no NPU and no CANN. Every form of the kernel is compiled for a 910B1 and timed by the model in kernels/ascend; its
-README says how far these times can be trusted. ascend_predicted_tables.py makes the tables and the chart of
+Run by: contributors, after `scripts/ascend.py --set-up-only`. PYTHON is build/ascend/2.10.0.post4/venv/bin/python. It
+takes some minutes.
+Needs: no NPU and no CANN. Every form of the kernel is compiled for a 910B1 and timed by the model in kernels/ascend,
+whose README says how far its times can be trusted. ascend_predicted_tables.py makes the tables and the chart of
 docs/ascend.md from the result.
 
 Rows that lose stay. The exit status is 1 if a goal of the project is missed.

@@ -20,8 +20,10 @@ from scripts import ascend_calls, ascend_compile, ascend_predict
 from scripts.ascend_calls import Heads
 from scripts.ascend_predict import FIRST, makespan
 
-EXACT = 40
-"""Prefill tiles up to this page are timed. Later ones take equally longer for every four pages."""
+EXACT = 48
+"""Prefill tiles up to this page are timed."""
+PERIOD = 16
+"""Every further 16 pages, four steps of four pages, take equally long: the compiler unrolls four steps."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,13 @@ def prefill_seconds(
 
 
 def tile_cycles(form: Form, heads: Heads, number: int, chip: str, window: int) -> float:
-    pages = form.one.rows * (number + 1) // PAGE
-    if window < UNLIMITED and pages > EXACT:  # as many pages as an earlier tile at the same place of a step
-        number -= (pages - EXACT + 3) // 4 * 4 * PAGE // form.one.rows
-        pages = 0
-    if pages <= EXACT:
-        return tile(form, heads, number, chip, window).cycles
-    tiles = 4 * PAGE // form.one.rows
-    steps = -(-(pages - EXACT) // 4)
-    last = number - steps * tiles
-    grown = tile(form, heads, last, chip).cycles - tile(form, heads, last - 4 * tiles, chip).cycles
-    return tile(form, heads, last, chip).cycles + grown * steps / 4
+    pages = -(-form.one.rows * (number + 1) // PAGE)
+    periods = max(0, -(-(pages - EXACT) // PERIOD))
+    tiles = PERIOD * PAGE // form.one.rows
+    known = tile(form, heads, number - periods * tiles, chip, window).cycles
+    if not periods or window < UNLIMITED:  # a window shows as many pages to every later tile
+        return known
+    return known + periods * (known - tile(form, heads, number - (periods + 1) * tiles, chip).cycles)
 
 
 def full_cycles(form: Form, heads: Heads, pages: int, chip: str) -> float:
