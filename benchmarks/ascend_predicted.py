@@ -182,7 +182,7 @@ def chip_rows() -> Iterator[Row]:
 
 def decode_rows() -> Iterator[Row]:
     limit = ascend_predict.tables().bandwidth["GM", "L2"] * TABLE_CLOCK_MHZ / 1e3
-    for size in (64, 128, 256):
+    for size in PREFILL_ROWS:
         for group in (1, 4, 8, 16, 32, 64):
             heads = Heads(8 * group, 8, size)
             for kept, sequences in ((1024, 16), (4096, 1), (4096, 16), (32768, 1), (32768, 16), (131072, 1)):

@@ -12,11 +12,11 @@ from typing import Any
 from fastattention_vllm.attention.ascend_triton.masks import PAGE
 
 DTYPES = ("fp16", "bf16")
-PREFILL_ROWS = {64: 128, 128: 128, 256: 64}
-"""Head size -> query tokens of a tile. 128 rows of 256 numbers do not fit the vector cores' memory."""
+PREFILL_ROWS = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+"""Head size -> query tokens of a tile. 128 rows of 192 numbers do not fit the vector cores' memory."""
 DECODE_ROWS = (16, 32, 64)
 """The cube computes 16 rows at a time."""
-FOUR_PAGES = {(64, 16), (64, 32), (64, 64), (128, 32), (128, 64)}
+FOUR_PAGES = {(64, 16), (64, 32), (64, 64), (96, 16), (96, 32), (96, 64), (128, 32), (128, 64), (192, 64)}
 """Head size and rows of decode programs that take four pages a step, because results leave the cube slowly. For the
 others, one page a step starts to compute earlier. By predicted times, not yet by measured ones."""
 COMBINE_ROWS = 16

@@ -62,6 +62,8 @@ CASES = {
     "mixed": paged((1, 20, 1, 0, 3), (300, 148, 5, 60, 3), 4, 2),
     "bf16": paged((1, 40), (200, 168), dtype=torch.bfloat16),
     "128 numbers a head": paged((1, 30), (140, 158), head_size=128),
+    "96 numbers a head": paged((1, 30), (140, 158), head_size=96),
+    "192 numbers a head": paged((1, 70), (140, 158), head_size=192),
     "256 numbers a head": paged((1, 70), (140, 158), head_size=256),
     "16 heads share keys": paged((1, 3), (150, 140), 16, 1),
     "four pages a step of 20 heads": paged((1,), (1100,), 20, 1, head_size=128),
@@ -137,7 +139,7 @@ def test_the_result_is_allocated_if_it_is_not_given() -> None:
     ("changes", "sentence"),
     [
         ({"softcap": 5.0}, "soft cap"),
-        ({"head_size": 96}, "head size is 96"),
+        ({"head_size": 80}, "head size is 80"),
         ({"dtype": torch.float32}, "--dtype bfloat16"),
         ({"alibi": "shared"}, "ALiBi"),
         ({"sinks": 0.0}, "sinks"),
