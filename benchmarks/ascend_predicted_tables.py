@@ -40,7 +40,8 @@ def rates(rows: Rows, case: str) -> dict[str, float]:
 
 
 def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ("---",) * len(head), *lines))
+    first, *rest = ("| " + " | ".join(line) + " |" for line in (head, *lines))
+    return "\n".join((first, "|---" * len(head) + "|", *rest))
 
 
 def tiling(rows: Rows) -> str:
@@ -76,7 +77,7 @@ def masks(rows: Rows) -> str:
             continue
         memory = f"{row['mask_bytes'] / MIB:.2f} MiB" if row["mask_bytes"] else "none"
         if row.get("refused"):
-            lines.append((row["peer_name"], memory, "", "", "", f"refused: {row['refused']}"))
+            lines.append((row["peer_name"], memory, "", "", "", "refused by the compiler"))
             continue
         read = row["tile_bytes"]["to UB"] / MIB
         lines.append(
@@ -89,7 +90,7 @@ def masks(rows: Rows) -> str:
                 f"{row['peer']:.1f}",
             )
         )
-    head = ("mask", "matrix in memory", "MiB to UB, last tile", "KiB of UB", "thousand vector cycles, last tile")
+    head = ("mask", "matrix in memory", "MiB to UB", "KiB of UB", "thousand vector cycles")
     return table((*head, "predicted TFLOPS, causal 8K"), lines)
 
 

@@ -83,29 +83,52 @@ def test_equals_float64(name: str) -> None:
     assert_right(CASES[name].build())
 
 
-@settings(max_examples=8)
-@given(data=st.data())
-def test_random_batches(data: st.DataObject) -> None:
-    draw = data.draw
-    count = draw(st.integers(1, 2))
-    q_lens = tuple(draw(st.one_of(st.integers(1, 8), st.integers(9, 140))) for _ in range(count))
-    kv_lens = tuple(q_len + draw(st.one_of(st.just(0), st.integers(0, 400))) for q_len in q_lens)
-    # 4 and 16 query heads share keys in decoding alone, where they are rows of one tile.
-    groups = [(1, 1), (2, 1), (1, 3), *([(2, 4), (1, 16)] if max(q_lens) <= 4 else [])]
+def drawn(draw: st.DrawFn, q_lens: tuple[int, ...], context: int, groups: tuple[tuple[int, int], ...]) -> Case:
+    """A batch on contexts of up to ``context`` keys; ``groups``: KV heads and query heads of each, to choose from."""
+    kv_lens = tuple(q_len + draw(st.one_of(st.just(0), st.integers(0, context))) for q_len in q_lens)
     kv_heads, group = draw(st.sampled_from(groups))
     causal = draw(st.booleans())
-    window = draw(st.one_of(st.just(-1), st.integers(0, 400))) if causal else -1
-    case = paged(
+    # Narrow windows, whose two edges share a page, and wide ones.
+    window = draw(st.one_of(st.just(-1), st.integers(0, 300), st.integers(0, context))) if causal else -1
+    return paged(
         q_lens,
         kv_lens,
         kv_heads * group,
         kv_heads,
+        head_size=draw(st.sampled_from([64, 64, 96, 128])),
         dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
         causal=causal,
         window=(window, -1),
+        padding=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 1000)),
     )
-    assert_right(case.build())
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_random_prefill(data: st.DataObject) -> None:
+    """Ragged prompts and chunks of them on longer contexts, with ends inside of pages. Pages are shuffled."""
+    draw = data.draw
+    q_lens = tuple(draw(st.lists(st.integers(9, 140), min_size=1, max_size=2)))
+    assert_right(drawn(draw, q_lens, 1200, ((1, 1), (2, 1), (1, 2), (1, 3))).build())
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_random_decoding(data: st.DataObject) -> None:
+    """1 to 8 tokens on contexts of many parts, 1 to 16 query heads per KV head."""
+    draw = data.draw
+    q_lens = tuple(draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 5, 8]), min_size=1, max_size=4)))
+    assert_right(drawn(draw, q_lens, 2500, ((1, 1), (2, 1), (3, 1), (2, 2), (1, 4), (2, 4), (1, 7), (1, 16))).build())
+
+
+@settings(max_examples=5)
+@given(data=st.data())
+def test_random_mixed_batches(data: st.DataObject) -> None:
+    draw = data.draw
+    few = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    q_lens = tuple(draw(st.permutations([*few, draw(st.integers(9, 140)), *draw(st.sampled_from([[], [0]]))])))
+    assert_right(drawn(draw, q_lens, 700, ((1, 1), (2, 1), (1, 2))).build())
 
 
 @pytest.mark.parametrize("name", ["decode", "mixed"])
