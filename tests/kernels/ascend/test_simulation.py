@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kernels.ascend import removal
@@ -50,6 +52,23 @@ def test_the_time_is_that_of_the_chain_from_the_first_copy_to_the_last_vector() 
     left = multiplied + 1024 / 32 + 26 + 200 + 280
     loaded = left + 6 + 512 / 64 + 200
     assert run(count=1).cycles == loaded + 4 + 24
+
+
+def test_the_cube_waits_for_the_slower_vector_core() -> None:
+    """The second vector core, number 1, runs one more instruction before it sets the flag."""
+    expand = re.search(r"    hivm\.hir\.vexp .*\n", VECTOR)
+    assert expand
+    more = (
+        "  %20 = hivm.hir.get_sub_block_idx -> i64\n"
+        "  %21 = arith.index_cast %20 : i64 to index\n"
+        "  scf.for %arg10 = %c0 to %21 step %c1 {\n" + expand[0] + "  }\n"
+        "  hivm.hir.sync_block_set[<VECTOR>, <PIPE_V>, <PIPE_S>] flag = 2\n  return"
+    )
+    wait = "  hivm.hir.sync_block_wait[<CUBE>, <PIPE_V>, <PIPE_S>] flag = 2\n  return"
+    found = run(CUBE.replace("  return", wait), VECTOR.replace("  return", more), count=1)
+    assert found.left_over == 0
+    # The two instructions, and the way of the flag to the cube. The first core runs one, with 24 cycles after it.
+    assert found.cycles == run(count=1).cycles - 24 + 4 + 24 + 280
 
 
 def test_keys_from_global_memory_share_its_bandwidth() -> None:
