@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastattention_vllm.attention.ascend_triton import kernels
 from fastattention_vllm.attention.ascend_triton.masks import PAGE, UNLIMITED
 from fastattention_vllm.attention.ascend_triton.specializations import COMBINE_ROWS, DECODE_ROWS, Specialization
 from fastattention_vllm.attention.ascend_triton.work import pages_per_program
@@ -40,7 +41,7 @@ class Form:
     def _function(self) -> Any:
         if self.masks:
             return importlib.import_module("ascend_masks_triton").prefill
-        return ascend_predict.kernels.program_of(self.one.program)
+        return kernels.program_of(self.one.program)
 
     @functools.cached_property
     def _constants(self) -> dict[str, int]:

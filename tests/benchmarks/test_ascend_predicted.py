@@ -14,16 +14,16 @@ import ascend_predicted
 import ascend_predicted_forms as forms
 from ascend_predicted import HEADS, ONE_LEVEL, PREFILL, TWO_LEVEL
 
+from fastattention_vllm.attention.ascend_triton.masks import UNLIMITED
 from kernels.ascend.tables import CHIPS
-from scripts import ascend_calls, ascend_predict
+from scripts import ascend_calls
 
 
 @pytest.mark.parametrize("number", [49, 62, 63])
 def test_late_tiles_are_extrapolated_exactly(number: int) -> None:
     call = ascend_calls.prefill(HEADS, 8192, number, PREFILL.rows, causal=True)
     simulated = forms.run(TWO_LEVEL, call).cycles
-    unlimited = ascend_predict.UNLIMITED
-    assert forms.tile_cycles(TWO_LEVEL, HEADS, number, "910B1", unlimited) == pytest.approx(simulated, rel=0.003)
+    assert forms.tile_cycles(TWO_LEVEL, HEADS, number, "910B1", UNLIMITED) == pytest.approx(simulated, rel=0.003)
 
 
 def test_long_tiles_are_extrapolated_exactly() -> None:
