@@ -13,17 +13,19 @@ from fastattention_vllm.attention.ascend_triton import specializations
 from fastattention_vllm.attention.ascend_triton.specializations import Specialization
 from scripts import ascend_predict
 
-EVERY = list(specializations.every())
+HALF = [one for one in specializations.every() if one.dtype == "fp16"]
+"""Programs for bf16 have the same flags and nearly the same times."""
 
 
-@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", HALF, ids=lambda one: one.name)
 def test_every_program_ends_with_all_flags_used(one: Specialization) -> None:
     for call in (ascend_predict.usual_call(one), ascend_predict.call_of_every_flag(one)):
         assert ascend_predict.predict(one, call).left_over == 0
 
 
-@pytest.mark.parametrize("one", [one for one in EVERY if one.dtype == "fp16"], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [one for one in HALF if one.head_size in (128, 256)], ids=lambda one: one.name)
 def test_every_flag_that_is_taken_out_is_noticed(one: Specialization) -> None:
+    """`python -m scripts.ascend_predict --flags` does it for all programs."""
     assert list(ascend_predict.unnoticed_flags(one)) == []
 
 
