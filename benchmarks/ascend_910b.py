@@ -78,7 +78,7 @@ def hardware(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("torch", "torch-npu", "fastattention-vllm", "vllm", "vllm-ascend"):
+    for name in ("torch", "torch-npu", "triton-ascend", "fastattention-vllm", "vllm", "vllm-ascend"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     cann = Path("/usr/local/Ascend/ascend-toolkit/latest/version.cfg")

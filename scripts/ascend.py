@@ -24,8 +24,14 @@ from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
 TESTS = ["tests/ascend", "tests/benchmarks/test_ascend_910b.py"]
 TRITON_TESTS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "Triton kernels, compiled for four chips": (
-        ["tests/scripts/test_ascend_compile.py"],
+    "Triton kernels, compiled for four chips and timed by a model": (
+        [
+            "tests/scripts/test_ascend_compile.py",
+            "tests/scripts/test_ascend_predict.py",
+            "tests/kernels/ascend",
+            "tests/benchmarks/test_ascend_predicted.py",
+            "tests/attention/ascend_triton/test_compilation.py",
+        ],
         {"PYTHONPATH": f"{ROOT}:{TRITON}"},
     ),
     "Triton kernels, interpreted": (

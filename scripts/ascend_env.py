@@ -39,6 +39,7 @@ because vllm-ascend's own Triton kernels ask for an NPU when they are imported."
 TRITON_PACKAGES = [
     "triton-ascend==3.2.0",  # vllm-ascend 0.23 requires 3.2.2, which is not on PyPI
     "ascendnpu-ir==1.2.0",
+    "msopmodeling==1.0.9",  # only its tables are read
     "numpy==1.26.4",  # triton-ascend's interpreter fails with numpy 2.4
     "pybind11==2.13.6",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from fastattention_vllm.attention.ascend_triton import kernels
+from fastattention_vllm.attention.ascend_triton import compilation, kernels
 from fastattention_vllm.integration.refusal import Refusal
 from tests.ascend import operator as ascend_operator
 from tests.ascend.test_vllm_ascend import STEPS, Engine, config  # noqa: F401  a fixture
@@ -63,9 +63,9 @@ def test_captured_attention_stops_the_start(config: SimpleNamespace, mode: Any, 
 
 def test_a_head_size_without_kernels_stops_the_start(config: SimpleNamespace) -> None:  # noqa: F811
     with pytest.raises(
-        Refusal, match=r'ascend_kernel is "triton", but the head size is 96.*set ascend_kernel to "fused"'
+        Refusal, match=r'ascend_kernel is "triton", but the head size is 80.*set ascend_kernel to "fused"'
     ):
-        Engine(config, size=96)
+        Engine(config, size=80)
 
 
 def test_without_triton_the_start_names_the_package(
@@ -75,3 +75,35 @@ def test_without_triton_the_start_names_the_package(
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Refusal, match="triton-ascend is not installed"):
         Engine(config)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_kernels_are_compiled_once_after_the_weights_are_loaded(
+    config: SimpleNamespace,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    works: bool,
+) -> None:
+    from fastattention_vllm.integration.ascend import (
+        backend,
+        kernel_choice,
+    )  # after vllm_ascend, as its tests import it
+
+    compiled: list[tuple[Any, ...]] = []
+
+    def compile_programs(*arguments: Any) -> None:
+        compiled.append(arguments[:3])
+        if not works:
+            raise RuntimeError("prefill bf16 D64 rows 128 could not be compiled (OSError: no compiler)")
+
+    monkeypatch.setattr(compilation, "compile_programs", compile_programs)
+    monkeypatch.setattr(backend, "AscendRuntime", lambda *arguments: None)  # which asks for the NPU
+    monkeypatch.setattr(backend.host_layers, "set_up", lambda *arguments: None)
+    kernel_choice.compile_at_start.cache_clear()
+    engines = [Engine(config, heads=4, kv_heads=2, size=64) for _ in range(2)]
+    for engine in engines:
+        if works:
+            engine.impl.process_weights_after_loading(engine.dtype)
+            continue
+        with pytest.raises(Refusal, match=r'no compiler\); set ascend_kernel to "fused"'):
+            engine.impl.process_weights_after_loading(engine.dtype)
+    assert compiled == [(engines[0].dtype, 64, 2)] * (1 if works else 2)

@@ -14,6 +14,8 @@ import torch
 
 import fastattention_vllm
 from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
+from fastattention_vllm.attention.ascend_triton import compilation
+from fastattention_vllm.attention.ascend_triton.kernels import program_of
 from fastattention_vllm.attention.cpu import kernels, library
 from fastattention_vllm.attention.volta import images
 from fastattention_vllm.attention.volta.kernels import IMAGES
@@ -34,6 +36,12 @@ def worst_error(dtype: torch.dtype) -> float:
     wide = [tensor.double().transpose(1, 2) for tensor in (query, key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
     return (out.double() - expected.transpose(1, 2)).abs().max().item()
+
+
+def npu_programs() -> list[str]:
+    """The Triton programs for the NPU, read by the Triton that comes with torch. It reads their sources."""
+    programs = {one.program for one in compilation.programs(torch.float16, 128, 4)}
+    return sorted(name for name in programs if f"def {name}(" in program_of(name).src)
 
 
 def main() -> None:
@@ -57,6 +65,7 @@ def main() -> None:
                 "isas": kernels.usable_isas(),
                 "errors": {str(dtype): worst_error(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
                 "volta": sorted({variant.architecture for variant in variants.values()}),
+                "npu_programs": npu_programs(),
                 "entry_points": entry_points,
             }
         )

@@ -124,6 +124,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, folder: Path, vers
     assert found["errors"].keys() == EPSILON.keys()
     assert all(error < EPSILON[dtype] for dtype, error in found["errors"].items()), found["errors"]
     assert found["volta"] == [70, 75]
+    assert found["npu_programs"] == ["combine", "decode", "prefill"]
     assert found["entry_points"] == {
         "console_scripts": [PROJECT["scripts"]["fastattention"]],
         "vllm.general_plugins": [PROJECT["entry-points"]["vllm.general_plugins"]["fastattention"]],

@@ -21,7 +21,7 @@ def decode(
     query, key, value, part_acc, part_top, part_total, mask, table, lengths,
     query_sequence, query_head, query_row, page_stride, token_stride, kv_head_stride, table_stride, mask_stride,
     scale, window, zero, cap, left_zero, tokens, pages, splits, used,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[sequences, kv_heads, splits]``; program ``[s, h, n]`` attends to ``pages`` pages from ``n * pages`` on.
 
@@ -46,7 +46,7 @@ def decode(
     rows_hidden = mask + rows[:, None] * mask_stride + position[None, :]
     top, total, acc = attend(
         asked, key, value, table + sequence * table_stride, page_stride, inside, position, rows_hidden, kept - tokens,
-        kept, split * pages, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, 1, DTYPE,
+        kept, split * pages, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, STEP, DTYPE,
     )  # fmt: skip
     part = ((sequence * tl.num_programs(1) + head) * splits + split) * ROWS
     tl.store(part_acc + (part + rows)[:, None] * HEAD + column[None, :], acc)

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fastattention_vllm.attention.ascend_triton.device_work import DecodePart, DeviceWork, on_device
 from fastattention_vllm.attention.ascend_triton.masks import PAGE, UNLIMITED, Mask, tiling_mask
-from fastattention_vllm.attention.ascend_triton.specializations import COMBINE_ROWS, OPTIONS, PREFILL_ROWS
-from fastattention_vllm.attention.ascend_triton.work import Decoding, Work, divide
+from fastattention_vllm.attention.ascend_triton.specializations import COMBINE_ROWS, PREFILL_ROWS, Specialization
 from fastattention_vllm.attention.pages import write_kv as write_kv
 from fastattention_vllm.attention.problem import AttentionProblem
 
 ANY_PAGE_SIZE = False
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 MAX_QUERIES_PER_KV_HEAD = 64
 MAX_NUMBERS = 2**31 - 1
 """Of a tensor other than the cache: the programs' addresses are int32."""
-MAX_PROGRAMS = 65535
-"""Of one launch: CANN's limit."""
 
 
 def can_run(problem: AttentionProblem) -> str | None:
@@ -87,25 +84,22 @@ def run(
         raise ValueError(reason)
     if out is None:
         out = torch.empty_like(problem.query, memory_format=torch.contiguous_format)
-    new = torch.diff(problem.query_start_loc).tolist()
-    work = divide(
-        new,
-        problem.seq_lens.tolist(),
+    device = problem.query.device
+    work = on_device(
+        tuple(problem.query_start_loc.tolist()),
+        tuple(problem.seq_lens.tolist()),
         heads=problem.num_heads,
         kv_heads=problem.num_kv_heads,
         tile_rows=PREFILL_ROWS[problem.head_size],
         causal=problem.causal,
+        device=device,
     )
     # Head by head, so that a tile's sums are adjacent.
     sums = problem.query.new_empty(problem.num_heads, len(problem.query), dtype=torch.float32)
-    if work.tiles:
-        _prefill(problem, work, out, sums)
-    for decoding in work.decodings:
-        programs = problem.num_kv_heads * max(decoding.splits, decoding.rows // COMBINE_ROWS)  # of one sequence
-        count = max(1, MAX_PROGRAMS // programs)
-        for first in range(0, len(decoding.sequences), count):
-            some = decoding.sequences[first : first + count]
-            _decode(problem, replace(decoding, sequences=some), out, sums)
+    for tiles in work.tiles:
+        _prefill(problem, work, tiles, out, sums)
+    for part in work.decodings:
+        _decode(problem, part, out, sums)
     tokens = int(problem.query_start_loc[-1])
     if lse is not None:
         lse[:tokens].copy_(sums.T[:tokens])
@@ -114,64 +108,54 @@ def run(
     return out, lse if return_lse else None
 
 
-def _prefill(problem: AttentionProblem, work: Work, out: torch.Tensor, sums: torch.Tensor) -> None:
-    query, device = problem.query, problem.query.device
-    rows = PREFILL_ROWS[problem.head_size]
-    mask = tiling_mask(rows, 1 if problem.causal else rows, _window(problem), device)
-    starts, lengths = (numbers.to(device, torch.int32) for numbers in (problem.query_start_loc, problem.seq_lens))
-    tiles = torch.tensor(work.tiles, dtype=torch.int32, device=device)
-    for some in tiles.split(MAX_PROGRAMS // problem.num_heads):
-        _launch(
-            "prefill",
-            (len(some), problem.num_heads),
-            query=query,
-            **_cache(problem, problem.block_table),
-            out=out,
-            lse=sums,
-            starts=starts,
-            lengths=lengths,
-            tiles=some.contiguous(),
-            query_token=query.stride(0),
-            query_head=query.stride(1),
-            out_token=out.stride(0),
-            out_head=out.stride(1),
-            lse_head=sums.stride(0),
-            group=problem.num_heads // problem.num_kv_heads,
-            causal=int(problem.causal),
-            **_masked(problem, mask),
-            HEAD=problem.head_size,
-            ROWS=rows,
-            PAGE=PAGE,
-        )
+def _prefill(
+    problem: AttentionProblem, work: DeviceWork, tiles: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
+) -> None:
+    query = problem.query
+    one = _specialization("prefill", problem, PREFILL_ROWS[problem.head_size])
+    mask = tiling_mask(one.rows, 1 if problem.causal else one.rows, _window(problem), query.device)
+    _launch(
+        one,
+        (len(tiles), problem.num_heads),
+        query=query,
+        **_cache(problem, problem.block_table),
+        out=out,
+        lse=sums,
+        starts=work.starts,
+        lengths=work.lengths,
+        tiles=tiles,
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        out_token=out.stride(0),
+        out_head=out.stride(1),
+        lse_head=sums.stride(0),
+        group=problem.num_heads // problem.num_kv_heads,
+        causal=int(problem.causal),
+        **_masked(problem, mask),
+    )
 
 
-def _decode(problem: AttentionProblem, decoding: Decoding, out: torch.Tensor, sums: torch.Tensor) -> None:
-    query, device = problem.query, problem.query.device
+def _decode(problem: AttentionProblem, part: DecodePart, out: torch.Tensor, sums: torch.Tensor) -> None:
+    query, device, decoding = problem.query, problem.query.device, part.decoding
     count, heads, size = len(decoding.sequences), problem.num_kv_heads, problem.head_size
     group = problem.num_heads // heads
     used = decoding.tokens * group
-    chosen = torch.tensor(decoding.sequences)
-    first = problem.query_start_loc[chosen].long()
-    tokens = (first[:, None] + torch.arange(decoding.tokens)).flatten().to(device)
     # [sequences, KV heads, tokens, group, size]: the rows of a program are adjacent.
-    asked = query[tokens].view(count, decoding.tokens, heads, group, size).transpose(1, 2).contiguous()
+    asked = query[part.tokens].view(count, decoding.tokens, heads, group, size).transpose(1, 2).contiguous()
     parts = (count, heads, decoding.splits, decoding.rows)
     part_acc = query.new_empty(*parts, size, dtype=torch.float32)
     part_top, part_total = (query.new_empty(parts, dtype=torch.float32) for _ in range(2))
     mask = tiling_mask(decoding.rows, group, _window(problem), device)
     assert problem.block_table is not None
-    table = problem.block_table[chosen.to(device)]
-    lengths = problem.seq_lens[chosen].to(device, torch.int32)
-    constants = {"HEAD": size, "ROWS": decoding.rows, "PAGE": PAGE}
     _launch(
-        "decode",
+        _specialization("decode", problem, decoding.rows),
         (count, heads, decoding.splits),
         query=asked,
-        **_cache(problem, table),
+        **_cache(problem, problem.block_table[part.sequences]),
         part_acc=part_acc,
         part_top=part_top,
         part_total=part_total,
-        lengths=lengths,
+        lengths=part.lengths,
         query_sequence=asked.stride(0),
         query_head=asked.stride(1),
         query_row=size,
@@ -180,19 +164,18 @@ def _decode(problem: AttentionProblem, decoding: Decoding, out: torch.Tensor, su
         pages=decoding.pages,
         splits=decoding.splits,
         used=used,
-        **constants,
     )
     found = torch.empty_like(asked)
     found_sums = query.new_empty(found.shape[:-1], dtype=torch.float32)
     _launch(
-        "combine",
+        _specialization("combine", problem, COMBINE_ROWS),
         (count, heads, decoding.rows // COMBINE_ROWS),
         part_acc=part_acc,
         part_top=part_top,
         part_total=part_total,
         out=found,
         lse=found_sums,
-        lengths=lengths,
+        lengths=part.lengths,
         out_sequence=found.stride(0),
         out_head=found.stride(1),
         out_row=size,
@@ -202,10 +185,13 @@ def _decode(problem: AttentionProblem, decoding: Decoding, out: torch.Tensor, su
         splits=decoding.splits,
         part_rows=decoding.rows,
         used=used,
-        **(constants | {"ROWS": COMBINE_ROWS}),
     )
-    out[tokens] = found.transpose(1, 2).reshape(len(tokens), problem.num_heads, size)
-    sums[:, tokens] = found_sums.transpose(1, 2).reshape(len(tokens), problem.num_heads).T
+    out[part.tokens] = found.transpose(1, 2).reshape(len(part.tokens), problem.num_heads, size)
+    sums[:, part.tokens] = found_sums.transpose(1, 2).reshape(len(part.tokens), problem.num_heads).T
+
+
+def _specialization(program: str, problem: AttentionProblem, rows: int) -> Specialization:
+    return Specialization(program, DTYPES[problem.query.dtype], problem.head_size, rows)
 
 
 def _window(problem: AttentionProblem) -> int:
@@ -239,14 +225,12 @@ def _masked(problem: AttentionProblem, mask: Mask) -> dict[str, Any]:
     }
 
 
-def _launch(name: str, grid: tuple[int, ...], **arguments: Any) -> None:
-    if not all(grid):
-        return
+def _launch(one: Specialization, grid: tuple[int, ...], **arguments: Any) -> None:
     triton: Any = importlib.import_module("triton")
-    program = program_of(name)
+    program = program_of(one.program)
     # Triton's interpreter does not accept the compiler's options.
-    options = OPTIONS[name] if isinstance(program, triton.runtime.JITFunction) else {}
-    program[grid](**arguments, **options)
+    options = one.options if isinstance(program, triton.runtime.JITFunction) else {}
+    program[grid](**arguments, **one.constants, **options)
 
 
 def program_of(name: str) -> Any:

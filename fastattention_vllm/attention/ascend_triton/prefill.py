@@ -17,7 +17,7 @@ def prefill(
     query, key, value, out, lse, mask, table, starts, lengths, tiles,
     query_token, query_head, out_token, out_head, lse_head, page_stride, token_stride, kv_head_stride, table_stride,
     mask_stride, scale, group, causal, window, zero, cap, left_zero,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of ``ROWS`` query tokens and query head: grid ``[tiles, heads]``.
 
@@ -52,7 +52,7 @@ def prefill(
     rows_hidden = mask + rows[:, None] * mask_stride + position[None, :]
     top, total, acc = attend(
         asked, key, value, table + sequence * table_stride, page_stride, inside, position, rows_hidden, first, kept,
-        0, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, 4, DTYPE,
+        0, end, window, zero, cap, left_zero, scale, ROWS, HEAD, PAGE, STEP, DTYPE,
     )  # fmt: skip
     seen = larger(total, 1.0e-30)
     tl.store(out + tokens * out_token + head * out_head + column[None, :], (acc / seen[:, None]).to(DTYPE), mask=real)

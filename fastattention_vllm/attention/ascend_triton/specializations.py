@@ -12,19 +12,15 @@ from typing import Any
 from fastattention_vllm.attention.ascend_triton.masks import PAGE
 
 DTYPES = ("fp16", "bf16")
-PREFILL_ROWS = {64: 128, 128: 128, 256: 64}
-"""Head size -> query tokens of a tile. 128 rows of 256 numbers do not fit the vector cores' memory."""
+PREFILL_ROWS = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+"""Head size -> query tokens of a tile. 128 rows of 192 numbers do not fit the vector cores' memory."""
 DECODE_ROWS = (16, 32, 64)
 """The cube computes 16 rows at a time."""
+FOUR_PAGES = {(64, 16), (64, 32), (64, 64), (96, 16), (96, 32), (96, 64), (128, 32), (128, 64), (192, 64)}
+"""Head size and rows of decode programs that take four pages a step, because results leave the cube slowly. For the
+others, one page a step starts to compute earlier. By predicted times, not yet by measured ones."""
 COMBINE_ROWS = 16
 """Rows of a program that merges parts: the compiler does not share them between the two vector cores."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    # unit_flag: scores leave the cube's accumulator part by part while it computes.
-    "prefill": {"unit_flag": True, "tile_mix_vector_loop": 1},
-    "decode": {"unit_flag": True, "tile_mix_vector_loop": 1},
-    "combine": {},
-}
-"""triton-ascend's options by program. Its default lets the cube run ahead by up to four blocks."""
 NUMBERS = {
     "table": "*i32",
     "starts": "*i32",
@@ -53,11 +49,22 @@ class Specialization:
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"HEAD": self.head_size, "ROWS": self.rows, "PAGE": PAGE}
+        found = {"HEAD": self.head_size, "ROWS": self.rows, "PAGE": PAGE}
+        return found | ({"STEP": self.step} if self.program != "combine" else {})
+
+    @property
+    def step(self) -> int:
+        """Pages of a first-level block."""
+        return 4 if self.program == "prefill" or (self.head_size, self.rows) in FOUR_PAGES else 1
 
     @property
     def options(self) -> dict[str, Any]:
-        return OPTIONS[self.program]
+        """triton-ascend's options. Its default lets the cube run ahead by up to four blocks."""
+        if self.program == "combine":
+            return {}
+        # unit_flag: scores leave the cube's accumulator part by part while it computes.
+        row_tiles = 2 if self.program == "decode" and self.step == 4 and self.rows > 16 else 1
+        return {"unit_flag": True, "tile_mix_vector_loop": row_tiles}
 
     def signature(self, names: list[str]) -> dict[str, str]:
         """The type of each argument in ``names``."""

@@ -12,8 +12,12 @@ from fastattention_vllm.attention.ascend_triton.specializations import DECODE_RO
 CORES = 24
 """Of the largest 910B. A smaller one runs the same programs in more rounds."""
 MAX_DECODE_TOKENS = 8
-MIN_PAGES = 8
-"""Smallest number of pages of one decode program. A guess: not yet measured on hardware."""
+START_PAGES = 2.0
+"""What a decode program takes besides its pages, in the time of a page. Predicted, not yet measured."""
+MERGE_PAGES = 0.25
+"""What merging one part takes, likewise."""
+STEP_PAGES = 4
+"""Programs read a multiple of this number of pages, so that only the last one of a sequence has a shorter step."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,27 @@ def divide(new: Sequence[int], kept: Sequence[int], *, heads: int, kv_heads: int
     for count, its in itertools.groupby(ordered, lambda each: each[0]):
         sequences = tuple(sequence for _, sequence in its)
         pages = [-(-kept[sequence] // PAGE) for sequence in sequences]
-        each = max(MIN_PAGES, -(-sum(pages) * kv_heads // (2 * CORES)))
+        each = pages_per_program(pages, kv_heads)
         rows = next(rows for rows in DECODE_ROWS if rows >= count * group)
         decodings.append(Decoding(sequences, count, rows, each, max(1, -(-max(pages) // each))))
     return Work(tuple(tiles), tuple(decodings))
+
+
+def pages_per_program(pages: Sequence[int], kv_heads: int) -> int:
+    """Of sequences of ``pages``: the number with which the last program should end first.
+
+    Long programs start seldom, short ones end together. Programs start on the first free core, so that a step takes no
+    longer than its rounds of the longest program, and no longer than an even share of the work and the longest program.
+    """
+    longest = max(pages)
+
+    def end(each: int) -> float:
+        parts = [-(-count // each) for count in pages]
+        program = min(each, longest) + START_PAGES
+        rounds = -(-kv_heads * sum(parts) // CORES) * program
+        share = kv_heads * (sum(pages) + START_PAGES * sum(parts)) / CORES + program
+        merged = -(-kv_heads * len(pages) // (2 * CORES)) * max(parts) * MERGE_PAGES
+        return min(rounds, share) + merged
+
+    steps = {-(-longest // (parts * STEP_PAGES)) for parts in range(1, 2 * CORES + 1)}
+    return min((STEP_PAGES * max(1, step) for step in steps), key=lambda each: (end(each), -each))

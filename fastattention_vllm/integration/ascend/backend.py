@@ -93,6 +93,9 @@ class FastAttentionAscendImpl(AscendAttentionBackendImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
+        if not self.upstream_reason and self.kernels is not ascend:
+            dtype = self.vllm_config.model_config.dtype
+            kernel_choice.compile_at_start(dtype, self.head_size, self.num_heads // self.num_kv_heads)
         host_layers.set_up(self.vllm_config, AscendRuntime(self.vllm_config, HostLayerAscendBackend))
 
     def forward_fused_infer_attention(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 
 from fastattention_vllm.attention import ascend
+from fastattention_vllm.attention.ascend_triton import compilation
 from fastattention_vllm.attention.ascend_triton import kernels as ascend_triton
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration.options import options_of
@@ -41,8 +45,20 @@ def choose(vllm_config: Any, problem: AttentionProblem) -> Any:
             'with these kernels; pass --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager, '
             f"{instead}."
         )
-    logger.info_once(
-        "Attention kernel: this package's Triton kernels, which have not yet run on hardware. Triton compiles them at "
-        "the first step and keeps the result in its cache."
-    )
+    logger.info_once("Attention kernel: this package's Triton kernels, which have not yet run on hardware.")
     return ascend_triton
+
+
+@functools.cache
+def compile_at_start(dtype: torch.dtype, head_size: int, group: int) -> None:
+    """Compile what layers of this kind launch, once per process, so that no request waits for it.
+
+    Raises:
+        Refusal: Triton cannot compile them; names the fix.
+    """
+    started = time.monotonic()
+    try:
+        compilation.compile_programs(dtype, head_size, group, logger.info)
+    except RuntimeError as error:
+        raise Refusal(f'ascend_kernel is "triton", but {error}; set ascend_kernel to "fused".') from error
+    logger.info("NPU kernels are ready after %.1f s; Triton's cache keeps them.", time.monotonic() - started)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.attention.ascend_triton import kernels
+from fastattention_vllm.attention.ascend_triton import device_work, kernels
 from fastattention_vllm.attention.ascend_triton.masks import PAGE
 from fastattention_vllm.attention.problem import AttentionProblem
 from tests.attention.ascend_triton.interpreter import teach_bf16
@@ -62,8 +62,11 @@ CASES = {
     "mixed": paged((1, 20, 1, 0, 3), (300, 148, 5, 60, 3), 4, 2),
     "bf16": paged((1, 40), (200, 168), dtype=torch.bfloat16),
     "128 numbers a head": paged((1, 30), (140, 158), head_size=128),
+    "96 numbers a head": paged((1, 30), (140, 158), head_size=96),
+    "192 numbers a head": paged((1, 70), (140, 158), head_size=192),
     "256 numbers a head": paged((1, 70), (140, 158), head_size=256),
     "16 heads share keys": paged((1, 3), (150, 140), 16, 1),
+    "four pages a step of 20 heads": paged((1,), (1100,), 20, 1, head_size=128),
     "one head": paged((1,), (260,), 1, 1),
     "full": paged((30, 1, 5), (130, 128, 400), causal=False),
     "window": paged((150, 1, 4), (500, 700, 130), window=(300, -1)),
@@ -80,37 +83,61 @@ def test_equals_float64(name: str) -> None:
     assert_right(CASES[name].build())
 
 
-@settings(max_examples=8)
-@given(data=st.data())
-def test_random_batches(data: st.DataObject) -> None:
-    draw = data.draw
-    count = draw(st.integers(1, 2))
-    q_lens = tuple(draw(st.one_of(st.integers(1, 8), st.integers(9, 140))) for _ in range(count))
-    kv_lens = tuple(q_len + draw(st.one_of(st.just(0), st.integers(0, 400))) for q_len in q_lens)
-    # 4 and 16 query heads share keys in decoding alone, where they are rows of one tile.
-    groups = [(1, 1), (2, 1), (1, 3), *([(2, 4), (1, 16)] if max(q_lens) <= 4 else [])]
+def drawn(draw: st.DrawFn, q_lens: tuple[int, ...], context: int, groups: tuple[tuple[int, int], ...]) -> Case:
+    """A batch on contexts of up to ``context`` keys; ``groups``: KV heads and query heads of each, to choose from."""
+    kv_lens = tuple(q_len + draw(st.one_of(st.just(0), st.integers(0, context))) for q_len in q_lens)
     kv_heads, group = draw(st.sampled_from(groups))
     causal = draw(st.booleans())
-    window = draw(st.one_of(st.just(-1), st.integers(0, 400))) if causal else -1
-    case = paged(
+    # Narrow windows, whose two edges share a page, and wide ones.
+    window = draw(st.one_of(st.just(-1), st.integers(0, 300), st.integers(0, context))) if causal else -1
+    return paged(
         q_lens,
         kv_lens,
         kv_heads * group,
         kv_heads,
+        head_size=draw(st.sampled_from([64, 64, 96, 128])),
         dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
         causal=causal,
         window=(window, -1),
+        padding=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 1000)),
     )
-    assert_right(case.build())
+
+
+@settings(max_examples=5)
+@given(data=st.data())
+def test_random_prefill(data: st.DataObject) -> None:
+    """Ragged prompts and chunks of them on longer contexts, with ends inside of pages. Pages are shuffled."""
+    draw = data.draw
+    q_lens = tuple(draw(st.lists(st.integers(9, 140), min_size=1, max_size=2)))
+    assert_right(drawn(draw, q_lens, 700, ((1, 1), (2, 1), (1, 2))).build())
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_random_decoding(data: st.DataObject) -> None:
+    """1 to 8 tokens on contexts of many parts, 1 to 16 query heads per KV head."""
+    draw = data.draw
+    q_lens = tuple(draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 5, 8]), min_size=1, max_size=3)))
+    assert_right(drawn(draw, q_lens, 1500, ((1, 1), (2, 1), (3, 1), (2, 2), (1, 4), (2, 4), (1, 7), (1, 16))).build())
+
+
+@settings(max_examples=3)
+@given(data=st.data())
+def test_random_mixed_batches(data: st.DataObject) -> None:
+    draw = data.draw
+    few = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    q_lens = tuple(draw(st.permutations([*few, draw(st.integers(9, 140)), *draw(st.sampled_from([[], [0]]))])))
+    assert_right(drawn(draw, q_lens, 500, ((1, 1), (2, 1), (1, 2))).build())
 
 
 @pytest.mark.parametrize("name", ["decode", "mixed"])
 def test_more_programs_than_one_launch_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(device_work, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(kernels, "on_device", device_work.on_device.__wrapped__)  # without what earlier tests kept
     launches, launch = [], kernels._launch
     monkeypatch.setattr(
-        kernels, "_launch", lambda name, grid, **more: (launches.append(grid), launch(name, grid, **more))
+        kernels, "_launch", lambda one, grid, **more: (launches.append(grid), launch(one, grid, **more))
     )
     assert_right(CASES[name].build())
     assert len(launches) > 3
@@ -135,7 +162,7 @@ def test_the_result_is_allocated_if_it_is_not_given() -> None:
     ("changes", "sentence"),
     [
         ({"softcap": 5.0}, "soft cap"),
-        ({"head_size": 96}, "head size is 96"),
+        ({"head_size": 80}, "head size is 80"),
         ({"dtype": torch.float32}, "--dtype bfloat16"),
         ({"alibi": "shared"}, "ALiBi"),
         ({"sinks": 0.0}, "sinks"),

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastattention_vllm.attention.ascend_triton.device_work import on_device
 from fastattention_vllm.attention.ascend_triton.masks import PAGE
 from fastattention_vllm.attention.ascend_triton.specializations import DECODE_ROWS
-from fastattention_vllm.attention.ascend_triton.work import MAX_DECODE_TOKENS, divide
+from fastattention_vllm.attention.ascend_triton.work import (
+    CORES,
+    MAX_DECODE_TOKENS,
+    MERGE_PAGES,
+    START_PAGES,
+    divide,
+    pages_per_program,
+)
 
 ROWS = 128
 
@@ -45,6 +57,39 @@ def test_long_tiles_come_first() -> None:
     assert work.tiles == ((1, 0), (0, 256), (0, 128), (0, 0))
 
 
-def test_one_long_sequence_is_split_over_all_cores() -> None:
-    (decoding,) = divide([1], [32768], heads=32, kv_heads=8, tile_rows=ROWS, causal=True).decodings
-    assert decoding.splits * 8 >= 24
+@pytest.mark.parametrize(
+    ("pages", "kv_heads", "each"),
+    [
+        ([32], 8, 12),  # 24 programs, one for each core
+        ([256], 1, 12),
+        ([256], 8, 88),
+        ([256] * 16, 8, 128),  # 256 programs: 16 cores have eleven, the others ten
+        ([1], 1, 4),
+        ([0], 8, 4),
+    ],
+)
+def test_decode_programs_are_as_long_as_the_cores_need(pages: list[int], kv_heads: int, each: int) -> None:
+    assert pages_per_program(pages, kv_heads) == each
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=20), st.sampled_from([1, 2, 8]))
+def test_no_fixed_length_of_programs_ends_much_earlier(pages: list[int], kv_heads: int) -> None:
+    """Against every length, with the time until the last program ends on the first free core."""
+
+    def end(each: int) -> float:
+        free = [0.0] * CORES
+        programs = [min(each, count - first) for count in pages for first in range(0, count, each)]
+        for count in sorted(programs * kv_heads, reverse=True):
+            heapq.heapreplace(free, free[0] + count + START_PAGES)
+        parts = max(-(-count // each) for count in pages)
+        return max(free) + -(-kv_heads * len(pages) // (2 * CORES)) * parts * MERGE_PAGES
+
+    chosen = end(pages_per_program(pages, kv_heads))
+    assert chosen <= 1.5 * min(end(each) for each in (4, 8, 16, 32, 64, 128, 256, 512))
+
+
+def test_a_step_is_copied_once_for_all_layers() -> None:
+    arguments = {"heads": 8, "kv_heads": 2, "tile_rows": ROWS, "causal": True, "device": torch.device("cpu")}
+    first = on_device((0, 1, 3), (300, 9), **arguments)  # type: ignore[arg-type]
+    assert on_device((0, 1, 3), (300, 9), **arguments) is first  # type: ignore[arg-type]
+    assert on_device((0, 1, 3), (301, 9), **arguments).lengths.tolist() == [301, 9]  # type: ignore[arg-type]
