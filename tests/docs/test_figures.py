@@ -117,12 +117,15 @@ def test_tiled_layers(link: str) -> None:
             assert f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" in text, one["case"]
 
 
+PREFILL_256 = "2026-11-25-volta-simulated-prefill-256"
+
+
 @pytest.mark.parametrize("head_size", ["64", "128", "256"])
 @pytest.mark.parametrize("mask", ["causal", "not causal"])
 def test_simulated_prefill(head_size: str, mask: str) -> None:
     found = [
         one
-        for one in rows("2026-11-23-volta-simulated")
+        for one in rows(PREFILL_256 if head_size == "256" else "2026-11-23-volta-simulated")
         if one["case"].startswith(f"prefill {head_size} ")
         and one["case"].split(" ", 3)[3:] == [mask]
         and one["unit"] == "TFLOPS"
@@ -132,6 +135,19 @@ def test_simulated_prefill(head_size: str, mask: str) -> None:
     ratios = [one["ratio"] for one in found if one["ratio"]]
     line = f"| head size {head_size}, {mask} | {min(speeds):.1f} to {max(speeds):.1f} |"
     assert f"{line} {min(ratios):.2f}x to {max(ratios):.2f}x |" in PERFORMANCE.read_text()
+
+
+@pytest.mark.parametrize("tokens", [4096, 5000, 7000, 8192, 16384])
+def test_simulated_prefill_with_grouped_heads(tokens: int) -> None:
+    found = {
+        (one["causal"], one["page"]): one["tflops"]
+        for one in rows(PREFILL_256)
+        if (one["kind"], one["tokens"]) == ("grouped", tokens)
+    }
+    assert {(False, 16)} <= found.keys()
+    cells = [f"{found[case]:.1f}" if (case := (causal, page)) in found else ""
+             for causal in (False, True) for page in (16, 784)]  # fmt: skip
+    assert f"| {tokens} | {' | '.join(cells)} |" in PERFORMANCE.read_text().splitlines()
 
 
 DECODE = "2026-11-25-volta-simulated-decode"
