@@ -64,11 +64,15 @@ class Variant:
         shape = {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
         if self.source != "prefill.cu":
             return cache | shape
-        return cache | shape | {
-            "TILE": self.tile,
-            "ADJUSTED": int(self.adjusted),
-            "PAIRED": int(self.paired),
-        }
+        return (
+            cache
+            | shape
+            | {
+                "TILE": self.tile,
+                "ADJUSTED": int(self.adjusted),
+                "PAIRED": int(self.paired),
+            }
+        )
 
     @property
     def threads(self) -> int:

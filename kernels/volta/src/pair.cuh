@@ -28,7 +28,9 @@ constexpr float kLag = 8.0f;
 // of fp32 into that of fp16, also below its normal numbers. Then the bits of fp16 begin at bit 13, of which 12 is the
 // last that is rounded.
 FA_DEVICE u32 pack_weights(float a, float b) {
-  const auto bits = [](float x) { return 8 * static_cast<u32>(__float_as_int(multiply(x, 1.925929944e-34f))) + 0x8000; };
+  const auto bits = [](float x) {
+    return 8 * static_cast<u32>(__float_as_int(multiply(x, 1.925929944e-34f))) + 0x8000;
+  };
   return __byte_perm(bits(a), bits(b), 0x7632);
 }
 
@@ -102,7 +104,7 @@ struct Pair {
   FA_DEVICE void exchange(u32 (&weights)[kBlocks][kColumns][4], float (&factors)[kBlocks][2]) const {
     FA_UNROLL
     for (int j = 0; j < kColumns; ++j) {
-      const u32 (&w)[4] = weights[0][j];
+      const u32(&w)[4] = weights[0][j];
       theirs[j * kApart] = make_uint4(w[0], w[1], w[2], w[3]);
     }
     *reinterpret_cast<uint2*>(theirs + kColumns * kApart) =

@@ -92,7 +92,11 @@ def test_products_equal_those_of_the_simulated_machine(kind: str, tmp_path: Path
     body = MULTIPLY.replace("KIND", kind)
     device = "".join((SOURCES / name).read_text() for name in ("instructions.cuh", "problem.h", "device.cuh"))
     source = "\n".join(line for line in device.splitlines() if not line.startswith('#include "'))
-    kernel = HEADER.replace('#include "device.cuh"', "").replace('#include "pair.cuh"', "").replace("const Arguments a", "float* floats, unsigned* words")
+    kernel = (
+        HEADER.replace('#include "device.cuh"', "")
+        .replace('#include "pair.cuh"', "")
+        .replace("const Arguments a", "float* floats, unsigned* words")
+    )
     machine.run(source + kernel + "const Arguments a{floats, words, 0};\n" + body + "}}", expected, words)
     run(body, tmp_path, floats, words)
     numpy.testing.assert_allclose(floats, expected, rtol=0, atol=1e-5)
@@ -139,7 +143,10 @@ def test_shuffles(tmp_path: Path) -> None:
 def test_packed_weights(tmp_path: Path) -> None:
     """fp16 of numbers in its whole range, also below its normal numbers; ties go up."""
     floats = numpy.concatenate(
-        [[0, 1, 1 + 2**-11, 1 + 3 * 2**-11, 256, 65504, 2**-24, 2**-25, 2**-26, 3e-39], 2 ** numpy.linspace(-27, 15, 54)]
+        [
+            [0, 1, 1 + 2**-11, 1 + 3 * 2**-11, 256, 65504, 2**-24, 2**-25, 2**-26, 3e-39],
+            2 ** numpy.linspace(-27, 15, 54),
+        ]
     ).astype(numpy.float32)
     words = numpy.zeros(32, numpy.uint32)
     run("  a.words[lane] = pack_weights(a.floats[2 * lane], a.floats[2 * lane + 1]);\n", tmp_path, floats, words)
@@ -423,13 +430,13 @@ RISES = (0, 3, 6, 9, 12, 40, 43, 80, 79, 60, 40)
 
 
 def test_references_that_lag_behind_rising_scores() -> None:
-    """Half of the rows see the same keys with scores that fall. So warps that share rows rescale different ones."""
+    """The rows of every second warp see the same keys with scores that fall. So the warps of a pair rescale differently."""
     problem = Case((70,), (len(RISES) * 32,), 2, 1, 256, 0, FP16, causal=False).build()
     assert variants.prefill(256).paired
     direction = torch.full((256,), 0.25)
     exponents = torch.tensor(RISES).repeat_interleave(32) + torch.rand(len(RISES) * 32)
     problem.key[: len(exponents), 0] = (exponents[:, None] * math.log(2) / problem.scale / 256 * 4 * direction).half()
-    problem.query[:70] = torch.where(torch.arange(70)[:, None, None] % 32 < 16, 4 * direction, -direction).half()
+    problem.query[:70] = torch.where(torch.arange(70)[:, None, None] % 16 < 8, 4 * direction, -direction).half()
     attention.check(problem, attention.prefill(problem, emulated))
 
 
@@ -497,8 +504,8 @@ BARRIERS = {
     "decode_wide.cu": ["keys are there", "values are there", "queries are read", "means are there"],
 }  # fmt: skip
 """The barriers of each source, in order. Those without a name are not needed for correctness: the first one of
-prefill is there for the compiler, and the second follows a barrier of the block. Pairs of warps are in the V100's kernel
-for heads of 256 alone.
+prefill is there for the compiler, and the second follows a barrier of the block. Only the V100's kernel for heads of
+256 has pairs of warps.
 """
 
 

@@ -219,7 +219,7 @@ extern "C" __attribute__((visibility("default"))) const char* fa_emulator_run(
     Warp& warp = block.warps[i / kLanes];
     if (i % kLanes == 0)
       warp.lanes.resize(std::min<size_t>(kLanes, threads - i)), warp.state = Warp::kReady,
-          warp.together.assign(block.warps.size(), 0);
+                                                                warp.together.assign(block.warps.size(), 0);
     unsigned char* const stack = stacks() + i * kStackBytes;
     warp.lanes[i % kLanes].fiber.start(stack, kStackBytes, run_thread);
   }

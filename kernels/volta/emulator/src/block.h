@@ -19,7 +19,18 @@ struct Index {
 };
 
 // Operations that the lanes of a warp perform together.
-enum class Together { kShuffle, kProductByColumns, kProductByRows, kProduct16, kLoad, kTranspose, kWarp, kPair, kBlock, kEnd };
+enum class Together {
+  kShuffle,
+  kProductByColumns,
+  kProductByRows,
+  kProduct16,
+  kLoad,
+  kTranspose,
+  kWarp,
+  kPair,
+  kBlock,
+  kEnd
+};
 
 // One lane's operands and results of such an operation.
 struct Part {
