@@ -430,7 +430,7 @@ RISES = (0, 3, 6, 9, 12, 40, 43, 80, 79, 60, 40)
 
 
 def test_references_that_lag_behind_rising_scores() -> None:
-    """The rows of every second warp see the same keys with scores that fall. So the warps of a pair rescale differently."""
+    """The rows of every second warp see scores that fall. So the warps of a pair rescale differently."""
     problem = Case((70,), (len(RISES) * 32,), 2, 1, 256, 0, FP16, causal=False).build()
     assert variants.prefill(256).paired
     direction = torch.full((256,), 0.25)
