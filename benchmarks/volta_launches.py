@@ -253,28 +253,36 @@ def our_prefill(
     causal: bool,
     *,
     page: int | None = PAGE,
+    group: int = 1,
+    kv_heads: int = HEADS,
     edit: Callable[[str], str] = everything,
     variant: Variant | None = None,
 ) -> tuple[Launch, Callable[[], float]]:
-    """The launch, and a function for the error of its traced CTAs. ``variant`` replaces the shipped one."""
+    """The launch, and a function for the error of its traced CTAs.
+
+    ``group``: query heads for each of ``kv_heads``, which begin together. ``variant`` replaces the shipped one.
+    """
     variant = variant or variants.prefill(head_size)
     simulation = Simulation(cubin(variant, edit), variant.kernel)
     heads = 2 * variant.ctas_per_sm + 1
-    problem = one_sequence(tokens, 1, heads, head_size, page, causal, tokens)
-    out = torch.full((tokens, heads, head_size), 7.0, dtype=torch.float16)
-    grid = volta_kernels.prefill_grid(variant, tokens, heads, 1)
-    argument = Split(volta.parameters(problem, out, None, mapped(simulation)), parts=Divisor.by(1), rows=tokens)
+    problem = one_sequence(tokens, group, heads, head_size, page, causal, tokens)
+    out = torch.full((tokens, group * heads, head_size), 7.0, dtype=torch.float16)
+    all_rows = tokens * group
+    grid = volta_kernels.prefill_grid(variant, all_rows, heads, 1)
+    argument = Split(volta.parameters(problem, out, None, mapped(simulation)), parts=Divisor.by(1), rows=all_rows)
     simulation.launch(grid, (variant.threads, 1, 1), bytes(argument), variant.shared_bytes)
     begins = [(grid[1] - 1 - x) * variant.rows for x in range(grid[1])]
-    works = [float(min(tokens, begin + variant.rows) if causal else tokens) + variant.tile for begin in begins]
-    launch = Launch(simulation, works, variant.rows * head_size, heads, alike=not causal, together=HEADS)
+    ends = [-(-min(all_rows, begin + variant.rows) // group) for begin in begins]
+    works = [float(end if causal else tokens) + variant.tile for end in ends]
+    launch = Launch(simulation, works, variant.rows * head_size, heads, alike=not causal, together=kv_heads)
 
     def error() -> float:
         errors = []
         for x, head in _some(launch):
-            rows = numpy.arange(begins[x], min(begins[x] + variant.rows, tokens))
-            visible = rows + 1 if causal else numpy.full(len(rows), tokens)
-            query, found = (tensor[rows, head].double().numpy() for tensor in (problem.query, out))
+            rows = numpy.arange(begins[x], min(begins[x] + variant.rows, all_rows))
+            token, heads_of_rows = rows // group, head * group + rows % group
+            visible = token + 1 if causal else numpy.full(len(rows), tokens)
+            query, found = (tensor[token, heads_of_rows].double().numpy() for tensor in (problem.query, out))
             errors.append(softmax_error(query, *keys_and_values(problem, head), visible, found))
         return max(errors)
 

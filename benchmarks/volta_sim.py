@@ -2,6 +2,7 @@
 
     python benchmarks/volta_sim.py --json FILE --plot FILE.png
     python benchmarks/volta_sim.py --from FILE.json --plot FILE.png     # from a saved run
+    python benchmarks/volta_sim.py --no-peer --kinds grouped --head-sizes 256 --json FILE
     python benchmarks/volta_sim.py --no-peer --kinds ragged --head-sizes 64 80 96 112 128 192 256 --json FILE
 
 Run by: contributors who change a V100 kernel.
@@ -32,6 +33,7 @@ from volta_launches import (
 )
 from volta_sim_report import (
     CONTEXTS,
+    GROUPED_TOKENS,
     GROUPS,
     HEAD_SIZES,
     OURS,
@@ -43,13 +45,13 @@ from volta_sim_report import (
     label,
     report_of,
 )
-from volta_sim_rows import PUBLISHED, decode_row, masks_row, method_row, prefill_row
+from volta_sim_rows import PUBLISHED, decode_row, grouped_row, masks_row, method_row, prefill_row
 from volta_sim_tables import draw, print_report
 
 from fastattention_vllm.bench.saved_report import saved_report
 from kernels.volta.sim import Cubin
 
-KINDS = ("method", "prefill", "decode", "masks", "speculative", "ragged")
+KINDS = ("method", "prefill", "decode", "masks", "speculative", "ragged", "grouped")
 
 
 def sweep(
@@ -78,6 +80,14 @@ def sweep(
                             jobs.append(functools.partial(decode_row, head_size, group, page, context, batch))
         if number == 0 and "masks" in kinds:
             jobs += [functools.partial(masks_row, h, 4096, causal) for h in head_sizes for causal in (False, True)]
+    if "grouped" in kinds:
+        jobs += [
+            functools.partial(grouped_row, h, count, causal, page)
+            for h in head_sizes
+            for count in GROUPED_TOKENS
+            for causal in (False, True)
+            for page in (16, 784)
+        ]
     if "ragged" in kinds:
         keys, batch, page = RAGGED
         jobs += [functools.partial(decode_row, h, group, page, keys, batch) for group in (6, 7) for h in head_sizes]

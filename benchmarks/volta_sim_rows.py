@@ -37,6 +37,7 @@ from volta_launches import (
     PAGES,
     RAGGED_ENDS,
     Launch,
+    Time,
     compiled_out,
     cubin,
     everything,
@@ -50,6 +51,7 @@ from volta_launches import (
 )
 from volta_sim_report import (
     FEED,
+    GROUPED,
     OURS,
     PEER,
     Measured,
@@ -89,6 +91,13 @@ def prefill_row(
         "head_size": head_size,
         "tokens": tokens,
         "causal": causal,
+        **_prefill_facts(launch, found, tera, error),
+    }
+
+
+def _prefill_facts(launch: Launch, found: Time, tera: float, error: Callable[[], float]) -> Measured:
+    """``tera``: 10^12 operations of the launch."""
+    return {
         "tflops": tera / found.seconds,
         "milliseconds": 1e3 * found.seconds,
         "bound_tflops": tera / found.bound_seconds,
@@ -97,6 +106,26 @@ def prefill_row(
         "simulated": found.how,
         "registers": launch.simulation.image.registers,
         "ctas_per_sm": launch.simulation.occupancy.ctas,
+    }
+
+
+def grouped_row(head_size: int, tokens: int, causal: bool, page: int) -> Measured:
+    """Prefill with several query heads per KV head, as ``GROUPED`` says."""
+    group, kv_heads = GROUPED
+    launch, error = our_prefill(tokens, head_size, causal, page=page, group=group, kv_heads=kv_heads)
+    found = whole_launch(launch, BATCH * kv_heads)
+    tera = prefill_flops(tokens, head_size, causal, BATCH * kv_heads * group) / 1e12
+    return {
+        "kind": "grouped",
+        "kernel": OURS,
+        "head_size": head_size,
+        "group": group,
+        "kv_heads": kv_heads,
+        "page": page,
+        "batch": BATCH,
+        "tokens": tokens,
+        "causal": causal,
+        **_prefill_facts(launch, found, tera, error),
     }
 
 

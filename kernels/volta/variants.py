@@ -39,6 +39,8 @@ class Variant:
     cache: str = ""
     """One of ``CACHES``."""
     architecture: int = VOLTA
+    paired: bool = False
+    """Whether two warps of the prefill kernel share their rows, and each has half of the columns (``pair.cuh``)."""
 
     @property
     def kind(self) -> str:
@@ -62,7 +64,15 @@ class Variant:
         shape = {"HEAD_SIZE": self.head_size, "WARPS": self.warps, "BLOCKS_PER_SM": self.ctas_per_sm}
         if self.source != "prefill.cu":
             return cache | shape
-        return cache | shape | {"TILE": self.tile, "ADJUSTED": int(self.adjusted)}
+        return (
+            cache
+            | shape
+            | {
+                "TILE": self.tile,
+                "ADJUSTED": int(self.adjusted),
+                "PAIRED": int(self.paired),
+            }
+        )
 
     @property
     def threads(self) -> int:
@@ -105,7 +115,8 @@ def prefill(head_size: int, *, adjusted: bool = False, cache: str = "", architec
         shape = (4, 32, 2)
     else:
         shape = (8, 32, 1)
-    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, cache, architecture)
+    paired = head_size == 256 and architecture == VOLTA
+    return Variant("prefill.cu", "fa_volta_prefill", head_size, *shape, adjusted, cache, architecture, paired)
 
 
 def decode(head_size: int, cache: str = "", architecture: int = VOLTA) -> Variant:

@@ -42,6 +42,16 @@ def test_launches_are_simulated_completely_or_by_a_sample(monkeypatch: pytest.Mo
     assert first.seconds == pytest.approx(every.seconds, rel=0.05)
 
 
+def test_ctas_of_grouped_heads() -> None:
+    """Six heads of 100 tokens are 600 rows of a KV head, in blocks of 128. The first block has the last rows."""
+    launch, error = volta_launches.our_prefill(100, 64, True, group=6, kv_heads=4)
+    assert launch.works == [float(end + 64) for end in (100, 86, 64, 43, 22)]
+    assert launch.order(5) == [number for number in range(5) for _ in range(4)] + [0, 1, 2, 3, 4]
+    for number in range(5):
+        launch.trace(number, number)
+    assert error() < 2e-3
+
+
 def test_ctas_with_the_most_keys_begin_first_in_all_heads() -> None:
     launch, _ = volta_launches.our_prefill(256, 64, True)
     assert launch.order(34) == [0] * 32 + [1] * 32 + [0] * 2 + [1] * 2
@@ -130,6 +140,10 @@ def test_the_worst_row_decides_whether_a_goal_is_missed() -> None:
         .isdisjoint({"prefill 64, not causal, 4K and up: at least 76 TFLOPS"})
     )
     assert verdicts(prefill_rows(75.9, 30))["prefill 64, not causal, 4K and up: at least 76 TFLOPS"] is False
+    grouped = prefill_rows(70.9, 30, kind="grouped", head_size=256, causal=True, group=6, page=16)[:1]
+    assert verdicts(grouped) == {
+        "prefill 256, causal, 4K and up: at least 71 TFLOPS": False, "error against float64 2e-3 at most": True
+    }  # fmt: skip
     assert verdicts(prefill_rows(80, 30, error=3e-3))["error against float64 2e-3 at most"] is False
 
 
@@ -165,6 +179,7 @@ def test_the_sweep_of_new_tokens_and_of_odd_groups() -> None:
         jobs = volta_sim.sweep(None, (), (80, 256), kinds)
         return [(*job.args, job.keywords.get("queries", 1)) for job in jobs]  # type: ignore[attr-defined]
 
+    assert shapes("grouped")[:3] == [(80, 4096, False, 16, 1), (80, 4096, False, 784, 1), (80, 4096, True, 16, 1)]
     assert shapes("ragged") == [(size, group, 48, 3000, 32, 1) for group in (6, 7) for size in (80, 256)]
     found = shapes("speculative")
     assert [shape for shape in found if shape[4] == 1] == [

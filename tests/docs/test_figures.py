@@ -117,12 +117,15 @@ def test_tiled_layers(link: str) -> None:
             assert f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" in text, one["case"]
 
 
+PREFILL_256 = "2026-11-25-volta-simulated-prefill-256"
+
+
 @pytest.mark.parametrize("head_size", ["64", "128", "256"])
 @pytest.mark.parametrize("mask", ["causal", "not causal"])
 def test_simulated_prefill(head_size: str, mask: str) -> None:
     found = [
         one
-        for one in rows("2026-11-23-volta-simulated")
+        for one in rows(PREFILL_256 if head_size == "256" else "2026-11-23-volta-simulated")
         if one["case"].startswith(f"prefill {head_size} ")
         and one["case"].split(" ", 3)[3:] == [mask]
         and one["unit"] == "TFLOPS"
@@ -132,6 +135,19 @@ def test_simulated_prefill(head_size: str, mask: str) -> None:
     ratios = [one["ratio"] for one in found if one["ratio"]]
     line = f"| head size {head_size}, {mask} | {min(speeds):.1f} to {max(speeds):.1f} |"
     assert f"{line} {min(ratios):.2f}x to {max(ratios):.2f}x |" in PERFORMANCE.read_text()
+
+
+def test_simulated_prefill_with_grouped_heads() -> None:
+    found = {
+        (one["tokens"], one["causal"], one["page"]): f"{one['tflops']:.1f}"
+        for one in rows(PREFILL_256)
+        if one["kind"] == "grouped"
+    }
+    lengths = {tokens for tokens, *_ in found}
+    assert {4096, 5000, 7000, 8192} <= lengths
+    for tokens in lengths:
+        cells = [found.get((tokens, causal, page), "") for causal in (False, True) for page in (16, 784)]
+        assert f"| {tokens} | {' | '.join(cells)} |" in PERFORMANCE.read_text().splitlines()
 
 
 DECODE = "2026-11-25-volta-simulated-decode"

@@ -73,6 +73,9 @@ FA_DEVICE u32 transpose_matrix(u32 pair) {
 }
 #endif
 
+// Waits for the threads of another warp. `number` is 1 to 15, and the same for both; a block's barrier is number 0.
+FA_DEVICE void wait_for_pair(int number) { asm volatile("bar.sync %0,64;" : : "r"(number) : "memory"); }
+
 FA_DEVICE float exp2(float x) {  // exp2f would handle subnormals at extra cost
   float y;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
@@ -87,6 +90,12 @@ FA_DEVICE u32 pack(float a, float b) {
   u32 both;
   asm("mov.b32 %0,{%1,%2};" : "=r"(both) : "h"(to_half(a)), "h"(to_half(b)));
   return both;
+}
+// a * b. The compiler does not merge it with operations on its bits; NVRTC 12.9 has done so wrongly.
+FA_DEVICE float multiply(float a, float b) {
+  float y;
+  asm("mul.rn.f32 %0,%1,%2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
 }
 FA_DEVICE float to_float(Half x) {
   float y;

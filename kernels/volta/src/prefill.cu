@@ -9,6 +9,7 @@
 // Tiling-mask: each row sees an interval of keys. Tiles that all rows see need no mask. Those at the mask's edges run
 // first.
 #include "cache.cuh"
+#include "pair.cuh"
 
 #ifndef HEAD_SIZE
 #define HEAD_SIZE 64
@@ -32,6 +33,10 @@ constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
 // Blocks of 16 rows per warp. For large heads, the output needs the registers of the second block.
 constexpr int kBlocks = HEAD_SIZE <= 128 ? 2 : 1;
+// Two warps share their rows, and each multiplies all of them by half of the columns: see pair.cuh.
+constexpr bool kPaired = PAIRED;
+constexpr int kSharers = kPaired ? 2 : 1;
+constexpr int kProducts = kBlocks * kSharers;  // blocks of 16 rows that a warp multiplies, its own ones first
 constexpr int kWarpRows = 16 * kBlocks;
 constexpr int kRows = kWarpRows * kWarps;
 constexpr int kTile = TILE;                                         // keys in a tile
@@ -40,7 +45,7 @@ constexpr int kPitch = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // distance 
 constexpr int kPasses = kTile * kPitch / kThreads;                  // chunks of a tile per thread
 constexpr int kRowsOfPass = 32 / kPitch;                            // rows that a warp copies per pass
 constexpr int kKeyColumns = kTile / 16;                             // blocks of 16 keys in a tile
-constexpr int kOutputs = output_blocks(HEAD_SIZE);                  // blocks of 16 columns in a head
+constexpr int kOutputs = output_blocks(HEAD_SIZE) / kSharers;       // blocks of 16 columns that a warp multiplies
 static_assert(kPasses * kRowsOfPass <= 32, "each lane knows where one row of a tile lies");
 
 constexpr bool kAdjusted = ADJUSTED;
@@ -185,11 +190,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   }
   __syncthreads();
 
-  float output[kBlocks][kOutputs][8], reference[kBlocks][2], sum[kBlocks][2];
+  float output[kProducts][kOutputs][8], reference[kBlocks][2], sum[kBlocks][2];
   FA_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
     FA_UNROLL
     for (int r = 0; r < 2; ++r) reference[i][r] = -infinity(), sum[i][r] = 0.0f;
+  }
+  FA_UNROLL
+  for (int i = 0; i < kProducts; ++i) {
     FA_UNROLL
     for (int t = 0; t < kOutputs; ++t) {
       FA_UNROLL
@@ -200,18 +208,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   const int result_row = kWarpRows * warp + lane.row();
 
   // The number of masked tiles at the start of the order, beginning with the sequence's last tile, that no row of this
-  // warp sees.
-  const int warp_position = divide(min(first_row + kWarpRows * (warp + 1), num_rows) - 1, p.group) + offset;
+  // warp, and of those that share its rows, sees.
+  const int behind_warp = first_row + kSharers * kWarpRows * (warp / kSharers + 1);
+  const int warp_position = divide(min(behind_warp, num_rows) - 1, p.group) + offset;
   const int unseen = min(behind, (end_key - end_of(warp_position)) / kTile);
 
+  const Pair<kPitch, kWarps> pair(values, warp, lane.index);
   const float factor = kAdjusted ? 1.0f : p.scale;  // applied to scores in the exponent
+  const auto rescale_output = [&](int i, int r, float by) {
+    FA_UNROLL
+    for (int t = 0; t < kOutputs; ++t) {
+      float (&o)[8] = output[i][t];
+      o[2 * r] *= by, o[2 * r + 1] *= by, o[4 + 2 * r] *= by, o[5 + 2 * r] *= by;
+    }
+  };
   const auto step = [&](bool more, int begin, int begin_after_next, auto with_mask) {
     loader.load(coming, values_in_memory, here);
     constexpr bool kMasked = decltype(with_mask)::value;
     const RowFinder::Row after_next = finder.look_up(begin_after_next);
-    float scores[kBlocks][kKeyColumns][8];
+    float scores[kProducts][kKeyColumns][8];
     FA_UNROLL
-    for (int i = 0; i < kBlocks; ++i) {
+    for (int i = 0; i < kProducts; ++i) {
       FA_UNROLL
       for (int j = 0; j < kKeyColumns; ++j) {
         FA_UNROLL
@@ -219,20 +236,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       }
     }
     FA_UNROLL
-    for (int c = 0; c < kChunks; ++c) {
+    for (int c = 0; c < kChunks / kSharers; ++c) {
       __syncwarp();  // without it the compiler issues loads in bursts that exceed the memory queue
-      Operand q[kBlocks];
-      load_queries<kPitch>(q, queries, lane, kWarpRows * warp, c);
+      Operand q[kProducts];
+      if constexpr (kPaired) {
+        pair.load_queries(q, queries, lane, c);
+      } else {
+        load_queries<kPitch>(q, queries, lane, kWarpRows * warp, c);
+      }
       FA_UNROLL
       for (int j = 0; j < kKeyColumns; j += kKeysAtOnce) {
         Operand k[kKeysAtOnce];
-        load_keys<kPitch>(k, keys, lane, 16 * j, c);
+        if constexpr (kPaired) {
+          pair.load_keys(k, keys, lane, 16 * j, c);
+        } else {
+          load_keys<kPitch>(k, keys, lane, 16 * j, c);
+        }
         FA_UNROLL
         for (int also = 0; also < kKeysAtOnce; ++also) multiply_by_keys(scores, j + also, q, k[also]);
       }
     }
-    loader.store(values, coming);
-    if (more) loader.load(coming, keys_in_memory, next);
+    if constexpr (kPaired) {
+      pair.complete(scores);
+    } else {
+      loader.store(values, coming);
+      if (more) loader.load(coming, keys_in_memory, next);
+    }
 
     if constexpr (kAdjusted) {
       // One division for all scores. The result is not used without a soft cap.
@@ -290,7 +319,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       }
     }
 
-    u32 weights[kBlocks][kKeyColumns][4];
+    u32 weights[kProducts][kKeyColumns][4];
+    float factors[kProducts][2];  // for the earlier output
     FA_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       FA_UNROLL
@@ -302,33 +332,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
           most = fmaxf(most, fmaxf(fmaxf(s[2 * r], s[2 * r + 1]), fmaxf(s[4 + 2 * r], s[5 + 2 * r])));
         }
         most = max_of_row(most);
+        const bool rescales = !kPaired || (most - reference[i][r]) * factor > kLag;
+        if (!rescales) most = reference[i][r];
         // A row that has seen nothing yet must not subtract infinity from infinity.
         const float shift = kMasked && most == -infinity() ? 0.0f : most * factor;
-        const float rescale = exp2(reference[i][r] * factor - shift);
+        const float rescale = rescales ? exp2(reference[i][r] * factor - shift) : 1.0f;
         reference[i][r] = most;
         float total = sum[i][r] * rescale;
-        FA_UNROLL
-        for (int t = 0; t < kOutputs; ++t) {
-          float (&o)[8] = output[i][t];
-          o[2 * r] *= rescale, o[2 * r + 1] *= rescale, o[4 + 2 * r] *= rescale, o[5 + 2 * r] *= rescale;
-        }
+        factors[i][r] = rescale;
+        if constexpr (!kPaired) rescale_output(i, r, rescale);
         FA_UNROLL
         for (int j = 0; j < kKeyColumns; ++j) {
           const float (&s)[8] = scores[i][j];
           const float w0 = exp2(s[2 * r] * factor - shift), w1 = exp2(s[2 * r + 1] * factor - shift);
           const float w2 = exp2(s[4 + 2 * r] * factor - shift), w3 = exp2(s[5 + 2 * r] * factor - shift);
           total += (w0 + w1) + (w2 + w3);
-          weights[i][j][r] = pack(w0, w1);
-          weights[i][j][2 + r] = pack(w2, w3);
+          weights[i][j][r] = kPaired ? pack_weights(w0, w1) : pack(w0, w1);
+          weights[i][j][2 + r] = kPaired ? pack_weights(w2, w3) : pack(w2, w3);
         }
         sum[i][r] = total;
       }
       FA_UNROLL
       for (int j = 0; j < kKeyColumns; ++j) to_operand(weights[i][j], lane);
     }
+    if constexpr (kPaired) {
+      pair.exchange(weights, factors);
+      __syncwarp();  // the values replace what other lanes have just read
+      loader.store(values, coming);
+      if (factors[0][0] != 1.0f || factors[0][1] != 1.0f || factors[1][0] != 1.0f || factors[1][1] != 1.0f) {
+        FA_UNROLL
+        for (int i = 0; i < kProducts; ++i) {
+          FA_UNROLL
+          for (int r = 0; r < 2; ++r) rescale_output(i, r, factors[i][r]);
+        }
+      }
+      if (more) loader.load(coming, keys_in_memory, next);
+    }
     __syncthreads();
     FA_UNROLL
-    for (int j = 0; j < kKeyColumns; ++j) multiply_by_values<kPitch>(output, weights, j, values, lane, 16 * j);
+    for (int j = 0; j < kKeyColumns; ++j) {
+      if constexpr (kPaired) {
+        pair.multiply_by_values(output, weights, j, values, lane, 16 * j);
+      } else {
+        multiply_by_values<kPitch>(output, weights, j, values, lane, 16 * j);
+      }
+    }
     if (more) loader.store(keys, coming);
     here = next;
     next = finder.offset(after_next);
@@ -358,6 +406,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
 
   // No other warp uses these rows, so the warp's part of the queries' tile stages the output.
   Half* const staged = reinterpret_cast<Half*>(queries);
+  float* const shares = reinterpret_cast<float*>(keys);  // used by warps that share rows
+  // Two numbers of this warp's output, in a chunk of the head.
+  const auto chunk_of = [&](int t, int e) {
+    if constexpr (kPaired) return pair.output_chunk(lane, t, e);
+    return lane.output_chunk(t, e);
+  };
+  const auto two_of = [&](int i, int r, int t, int e, float share) {
+    return pack(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
+  };
+  const auto write_part = [&](int i, int r, int row, float share) {
+    const size_t at = (static_cast<size_t>(seq) * gridDim.x + blockIdx.x) * s.rows + row;
+    Half* const out = s.partial_out + at * HEAD_SIZE;
+    FA_UNROLL
+    for (int t = 0; t < kOutputs; ++t) {
+      FA_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const int chunk = chunk_of(t, e);
+        if (chunk < kChunks && row < num_rows) {
+          *reinterpret_cast<u32*>(out + 8 * chunk + lane.output_column(t)) = two_of(i, r, t, e, share);
+        }
+      }
+    }
+  };
+  const auto stage = [&](int i, int r, int own_row, float share) {
+    FA_UNROLL
+    for (int t = 0; t < kOutputs; ++t) {
+      FA_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        *reinterpret_cast<u32*>(staged + swizzled_chunk<kPitch>(own_row, chunk_of(t, e)) * 8 + lane.output_column(t)) =
+            two_of(i, r, t, e, share);
+      }
+    }
+  };
   FA_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
     FA_UNROLL
@@ -370,17 +451,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
       if (s.parts.divisor > 1) {  // other parts have the same rows, and a sink must count once
         const size_t at = (static_cast<size_t>(seq) * gridDim.x + blockIdx.x) * s.rows + row;
         if (writes_lse) s.partial_lse[at] = total > 0.0f ? reference[i][r] * factor + __log2f(total) : -infinity();
-        Half* const out = s.partial_out + at * HEAD_SIZE;
-        FA_UNROLL
-        for (int t = 0; t < kOutputs; ++t) {
-          FA_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            const int chunk = lane.output_chunk(t, e);
-            if (chunk < kChunks && real) {
-              *reinterpret_cast<u32*>(out + 8 * chunk + lane.output_column(t)) =
-                  pack(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
-            }
-          }
+        if constexpr (kPaired) {
+          if (lane.is_first_of_row()) shares[own_row] = share;
+        } else {
+          write_part(i, r, row, share);
         }
         continue;
       }
@@ -394,17 +468,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
         share *= __expf(log_of_sum - lse);
       }
       if (p.lse != nullptr && writes_lse) p.lse[row_of(row, p.lse_token_stride, p.lse_head_stride)] = lse;
-      __syncwarp();
+      if constexpr (kPaired) {
+        if (lane.is_first_of_row()) shares[own_row] = share;
+      } else {
+        __syncwarp();
+        stage(i, r, own_row, share);
+      }
+    }
+  }
+  if constexpr (kPaired) {
+    pair.wait();
+    FA_UNROLL
+    for (int i = 0; i < kProducts; ++i) {
       FA_UNROLL
-      for (int t = 0; t < kOutputs; ++t) {
-        FA_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          const int chunk = lane.output_chunk(t, e);
-          const u32 both = pack(output[i][t][4 * e + 2 * r] * share, output[i][t][4 * e + 2 * r + 1] * share);
-          *reinterpret_cast<u32*>(staged + swizzled_chunk<kPitch>(own_row, chunk) * 8 + lane.output_column(t)) = both;
+      for (int r = 0; r < 2; ++r) {
+        const int own_row = pair.first_row(i) + lane.row() + kRowStep * r;
+        if (s.parts.divisor > 1) {
+          write_part(i, r, first_row + own_row, shares[own_row]);
+        } else {
+          stage(i, r, own_row, shares[own_row]);
         }
       }
     }
+    pair.wait();
   }
   if (s.parts.divisor > 1) return;
   __syncwarp();

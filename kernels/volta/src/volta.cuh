@@ -96,10 +96,10 @@ FA_DEVICE void to_operand(u32 (&weights)[4], const Lane& lane) {
 }
 
 // output[i] += weights[i][j] * the 16 values from first_key on. Each quadpair holds the weights of 8 of the 16 keys,
-// and its neighbour across holds those of the other 8.
-template <int kPitch, int kBlocks, int kColumns, int kOutputs>
+// and its neighbour across holds those of the other 8. Of every kStep chunks, four are multiplied, from first_chunk on.
+template <int kPitch, int kStep = 4, int kBlocks, int kColumns, int kOutputs>
 FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u32 (&weights)[kBlocks][kColumns][4],
-                                  int j, const uint4* values, const Lane& lane, int first_key) {
+                                  int j, const uint4* values, const Lane& lane, int first_key, int first_chunk = 0) {
   FA_UNROLL
   for (int of_other = 0; of_other < 2; ++of_other) {
     u32 w[kBlocks][4];
@@ -110,11 +110,11 @@ FA_DEVICE void multiply_by_values(float (&output)[kBlocks][kOutputs][8], const u
     }
     FA_UNROLL
     for (int k = 0; k < 2; ++k) {
-      const int at =
-          swizzled_chunk<kPitch>(8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3), 2 * lane.across + lane.half);
+      const int key = 8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3);
+      const int at = swizzled_chunk<kPitch>(key, 2 * lane.across + lane.half + first_chunk);
       FA_UNROLL
       for (int t = 0; t < kOutputs / 2; ++t) {
-        const uint4 v = load_from<kPitch>(values, at, first_key, 4 * t);
+        const uint4 v = load_from<kPitch>(values, at, first_key, kStep * t);
         FA_UNROLL
         for (int i = 0; i < kBlocks; ++i) multiply_by_rows(output[i][2 * t], w[i][2 * k], w[i][2 * k + 1], v.x, v.y);
         FA_UNROLL

@@ -41,6 +41,7 @@ def one_thread() -> Iterator[None]:
 # --- the emulator -----------------------------------------------------------------------------------------------------
 
 HEADER = """#include "device.cuh"
+#include "pair.cuh"
 namespace fastattention {
 struct Arguments { float* floats; unsigned* words; int which; };
 extern "C" __global__ void small(const Arguments a) {
@@ -91,7 +92,11 @@ def test_products_equal_those_of_the_simulated_machine(kind: str, tmp_path: Path
     body = MULTIPLY.replace("KIND", kind)
     device = "".join((SOURCES / name).read_text() for name in ("instructions.cuh", "problem.h", "device.cuh"))
     source = "\n".join(line for line in device.splitlines() if not line.startswith('#include "'))
-    kernel = HEADER.replace('#include "device.cuh"', "").replace("const Arguments a", "float* floats, unsigned* words")
+    kernel = (
+        HEADER.replace('#include "device.cuh"', "")
+        .replace('#include "pair.cuh"', "")
+        .replace("const Arguments a", "float* floats, unsigned* words")
+    )
     machine.run(source + kernel + "const Arguments a{floats, words, 0};\n" + body + "}}", expected, words)
     run(body, tmp_path, floats, words)
     numpy.testing.assert_allclose(floats, expected, rtol=0, atol=1e-5)
@@ -135,6 +140,36 @@ def test_shuffles(tmp_path: Path) -> None:
     assert (floats[32:] == numpy.arange(32) ^ 12).all()
 
 
+def test_packed_weights(tmp_path: Path) -> None:
+    """fp16 of numbers in its whole range, also below its normal numbers; ties go up."""
+    floats = numpy.concatenate(
+        [
+            [0, 1, 1 + 2**-11, 1 + 3 * 2**-11, 256, 65504, 2**-24, 2**-25, 2**-26, 3e-39],
+            2 ** numpy.linspace(-27, 15, 54),
+        ]
+    ).astype(numpy.float32)
+    words = numpy.zeros(32, numpy.uint32)
+    run("  a.words[lane] = pack_weights(a.floats[2 * lane], a.floats[2 * lane + 1]);\n", tmp_path, floats, words)
+    expected = floats.astype(numpy.float16)
+    expected[[2, 7]] = [1 + 2**-10, 2**-24]
+    numpy.testing.assert_array_equal(words.view(numpy.float16), expected)
+
+
+def test_two_warps_wait_for_each_other_alone(tmp_path: Path) -> None:
+    """Each pair passes numbers twice through shared memory. Its partner's barrier also orders what follows it."""
+    floats = numpy.arange(128, dtype=numpy.float32)
+    body = """  numbers[lane] = a.floats[lane];
+  wait_for_pair(1 + lane / 64);
+  const float other = numbers[lane ^ 32];
+  numbers[lane ^ 32] = 2 * other;
+  wait_for_pair(1 + lane / 64);
+  a.floats[lane] = numbers[lane] + other;
+"""
+    run(body, tmp_path, floats, threads=128)
+    mine = numpy.arange(128)
+    numpy.testing.assert_array_equal(floats, 2 * mine + (mine ^ 32))
+
+
 def test_functions(tmp_path: Path) -> None:
     """exp2 without subnormal numbers, rounding to the nearest fp16, soft caps, division by a multiplier."""
     words = numpy.zeros(8, numpy.uint32)
@@ -150,7 +185,7 @@ def test_functions(tmp_path: Path) -> None:
     assert words[1] == 4
 
 
-THREADS = {"a shuffle in half a warp": 80}
+THREADS = {"a third warp's number, behind a barrier of two": 96, "a shuffle in half a warp": 80}
 """Number of threads for the cases that do not have 64."""
 FAILURES = {
     "a shuffle of some lanes": (
@@ -168,6 +203,19 @@ FAILURES = {
     "a barrier that a warp misses": (
         "if (lane < 32) __syncthreads();",
         r"thread 0 .* is at a barrier of the block, but thread 32 has ended\.",
+    ),
+    "a barrier of two warps that one misses": (
+        "if (lane < 32) wait_for_pair(1);",
+        r"thread 0 .* is at a barrier of two warps, but no other warp reaches it\.",
+    ),
+    "barriers of two warps with different numbers": (
+        "wait_for_pair(1 + lane / 32);",
+        "is at a barrier of two warps, but no other warp reaches it",
+    ),
+    "a third warp's number, behind a barrier of two": (
+        "numbers[lane] = 0; __syncthreads(); numbers[lane] = lane; if (lane < 64) wait_for_pair(1); "
+        "a.floats[lane & 63] = numbers[(lane + 64) % 96];",
+        "with no barrier since thread",
     ),
     "a shuffle in half a warp": (
         "a.floats[lane] = __shfl_sync(~0u, 1.0f, 0);",
@@ -377,6 +425,21 @@ def test_rows_that_see_no_key_with_sinks_of_minus_infinity(kind: str, count: int
     attention.check(problem, found)
 
 
+RISES = (0, 3, 6, 9, 12, 40, 43, 80, 79, 60, 40)
+"""Scores of the keys of each tile, as exponents of 2. Some rise by less than ``kLag``, some by more."""
+
+
+def test_references_that_lag_behind_rising_scores() -> None:
+    """The rows of every second warp see scores that fall. So the warps of a pair rescale differently."""
+    problem = Case((70,), (len(RISES) * 32,), 2, 1, 256, 0, FP16, causal=False).build()
+    assert variants.prefill(256).paired
+    direction = torch.full((256,), 0.25)
+    exponents = torch.tensor(RISES).repeat_interleave(32) + torch.rand(len(RISES) * 32)
+    problem.key[: len(exponents), 0] = (exponents[:, None] * math.log(2) / problem.scale / 256 * 4 * direction).half()
+    problem.query[:70] = torch.where(torch.arange(70)[:, None, None] % 16 < 8, 4 * direction, -direction).half()
+    attention.check(problem, attention.prefill(problem, emulated))
+
+
 LONG = Case((2,), (8300,), 2, 1, dtype=FP16)
 """A part has more keys than its warps take at a time."""
 
@@ -431,43 +494,50 @@ def test_the_simulated_machine_computes_the_same(kind: str, head_size: int) -> N
 
 
 BARRIERS = {
-    "prefill.cu": ["queries are there", "", "keys are no longer read", "values are no longer read",
-                   "keys are no longer read by others", "values are no longer read by others", "", "out is staged"],
+    "prefill.cu": ["queries are there", "", "pair: weights are read", "keys are no longer read",
+                   "values are no longer read", "keys are no longer read by others",
+                   "values are no longer read by others", "", "pair: shares are there", "pair: out is staged",
+                   "out is staged"],
+    "pair.cuh": ["pair: scores are there", "pair: weights are there"],
     "decode.cu": ["queries are there", "keys are there", "keys are read", "values are there", "values are read",
                   "sums are there"],
     "decode_wide.cu": ["keys are there", "values are there", "queries are read", "means are there"],
 }  # fmt: skip
 """The barriers of each source, in order. Those without a name are not needed for correctness: the first one of
-prefill is there for the compiler, and the second follows a barrier of the block.
+prefill is there for the compiler, and the second follows a barrier of the block. Only the V100's kernel for heads of
+256 has pairs of warps.
 """
 
 
 @pytest.mark.parametrize(
     ("source", "number", "architecture"),
     [
-        case if case in (("prefill.cu", 2, VOLTA), ("decode.cu", 3, TURING)) else more(*case)
+        case if case in (("prefill.cu", 3, VOLTA), ("pair.cuh", 1, VOLTA), ("decode.cu", 3, TURING)) else more(*case)
         for source, barriers in BARRIERS.items()
         for number, name in enumerate(barriers)
-        for architecture in (VOLTA, TURING)
+        for architecture in ((VOLTA,) if name.startswith("pair") else (VOLTA, TURING))
         if name and (case := (source, number, architecture))
     ],
 )
 def test_every_barrier_is_needed(source: str, number: int, architecture: int, tmp_path: Path) -> None:
-    parts = re.split(r"(__sync(?:threads|warp)\(\);)", (SOURCES / source).read_text())
+    parts = re.split(r"((?:__sync(?:threads|warp)|(?:pair\.)?wait)\(\);)", (SOURCES / source).read_text())
     assert len(parts) == 2 * len(BARRIERS[source]) + 1
     del parts[2 * number + 1]
+    kernel = "prefill.cu" if source == "pair.cuh" else source
+    (tmp_path / kernel).write_text((SOURCES / kernel).read_text())
     (tmp_path / source).write_text("".join(parts))
 
     def without_it(variant: variants.Variant) -> Emulation:
-        folder = tmp_path if variant.source == source else SOURCES
+        folder = tmp_path if variant.source == kernel else SOURCES
         name = f"sm_{variant.architecture}"
         return Emulation(folder / variant.source, variant.kernel, defines=variant.defines, architecture=name)
 
+    paired = BARRIERS[source][number].startswith("pair")
     problem = {
-        "prefill.cu": Case((90,), (300,), 4, 2, dtype=FP16),
+        "prefill.cu": Case((90,), (300,), 4, 2, 256 if paired else 64, dtype=FP16),
         "decode.cu": LONG,
         "decode_wide.cu": replace(LONG, num_heads=12, window=(290, -1)),  # parts without keys too
-    }[source].build()
-    compute: Any = attention.prefill if source == "prefill.cu" else attention.decode
+    }[kernel].build()
+    compute: Any = attention.prefill if kernel == "prefill.cu" else attention.decode
     with pytest.raises(EmulationError, match=r"with no barrier since|has not been written"):
         compute(problem, without_it, architecture=architecture)

@@ -55,12 +55,30 @@ const char* name(Together what) {
       return "at a transposition";
     case Together::kWarp:
       return "at a barrier of the warp";
+    case Together::kPair:
+      return "at a barrier of two warps";
     case Together::kBlock:
       return "at a barrier of the block";
     case Together::kEnd:
       return "at its end";
   }
   return "";
+}
+
+// Lets a warp at a barrier of two warps continue, and the warp that waits there already.
+void release_pair(int number) {
+  Warp& warp = block.warps[number];
+  for (size_t i = 0; i < block.warps.size(); ++i) {
+    Warp& other = block.warps[i];
+    if (&other == &warp || other.state != Warp::kAtPairBarrier ||
+        other.lanes[0].part.detail != warp.lanes[0].part.detail) {
+      continue;
+    }
+    ++block.time;
+    warp.together[i] = warp.together[number] = other.together[i] = other.together[number] = block.time;
+    warp.state = other.state = Warp::kReady;
+    return;
+  }
 }
 
 // Runs all lanes to the next operation that they perform together, and performs it.
@@ -87,8 +105,11 @@ void step(int number) {
     warp.state = Warp::kEnded;
   } else if (first.what == Together::kBlock) {
     warp.state = Warp::kAtBarrier;
+  } else if (first.what == Together::kPair) {
+    warp.state = Warp::kAtPairBarrier;
+    release_pair(number);
   } else if (first.what == Together::kWarp) {
-    ++warp.barriers;
+    warp.together[number] = ++block.time;
   } else if (lanes < kLanes) {
     block.failure = thread_name(number * kLanes) + " is " + name(first.what) + ", but its warp has only " +
                     std::to_string(lanes) + " threads.";
@@ -106,6 +127,12 @@ void run() {
     }
     if (ready.empty()) {
       const auto at = [](int state) { return [state](const Warp& warp) { return warp.state == state; }; };
+      const auto alone = std::find_if(block.warps.begin(), block.warps.end(), at(Warp::kAtPairBarrier));
+      if (alone != block.warps.end()) {
+        block.failure = thread_name(static_cast<int>(alone - block.warps.begin()) * kLanes) +
+                        " is at a barrier of two warps, but no other warp reaches it.";
+        return;
+      }
       const auto ended = std::find_if(block.warps.begin(), block.warps.end(), at(Warp::kEnded));
       const auto waits = std::find_if(block.warps.begin(), block.warps.end(), at(Warp::kAtBarrier));
       if (waits == block.warps.end()) return;
@@ -115,8 +142,11 @@ void run() {
                         std::to_string((ended - block.warps.begin()) * kLanes) + " has ended.";
         return;
       }
-      ++block.barriers;
-      for (Warp& warp : block.warps) warp.state = Warp::kReady, ++warp.barriers;
+      block.all_waited = ++block.time;
+      for (Warp& warp : block.warps) {
+        warp.state = Warp::kReady;
+        std::fill(warp.together.begin(), warp.together.end(), block.time);
+      }
       continue;
     }
     const int number = ready[(random() >> 32) % ready.size()];
@@ -180,7 +210,7 @@ extern "C" __attribute__((visibility("default"))) const char* fa_emulator_run(
   block.size = {size[0], size[1], size[2]};
   block.index = {index[0], index[1], index[2]};
   block.shared_bytes = shared_bytes;
-  block.barriers = 0;
+  block.time = block.all_waited = 0;
   block.random = seed * 2654435761u + 88172645463325252u;
   set_ranges(ranges, num_ranges);
   reset_shared(shared_bytes);
@@ -188,7 +218,8 @@ extern "C" __attribute__((visibility("default"))) const char* fa_emulator_run(
   for (size_t i = 0; i < threads; ++i) {
     Warp& warp = block.warps[i / kLanes];
     if (i % kLanes == 0)
-      warp.lanes.resize(std::min<size_t>(kLanes, threads - i)), warp.state = Warp::kReady, warp.barriers = 0;
+      warp.lanes.resize(std::min<size_t>(kLanes, threads - i)), warp.state = Warp::kReady,
+                                                                warp.together.assign(block.warps.size(), 0);
     unsigned char* const stack = stacks() + i * kStackBytes;
     warp.lanes[i % kLanes].fiber.start(stack, kStackBytes, run_thread);
   }

@@ -19,12 +19,23 @@ struct Index {
 };
 
 // Operations that the lanes of a warp perform together.
-enum class Together { kShuffle, kProductByColumns, kProductByRows, kProduct16, kLoad, kTranspose, kWarp, kBlock, kEnd };
+enum class Together {
+  kShuffle,
+  kProductByColumns,
+  kProductByRows,
+  kProduct16,
+  kLoad,
+  kTranspose,
+  kWarp,
+  kPair,
+  kBlock,
+  kEnd
+};
 
 // One lane's operands and results of such an operation.
 struct Part {
   Together what;
-  int detail;  // for kLoad: the number of matrices, plus 8 if they are transposed
+  int detail;  // kLoad: the number of matrices, plus 8 if they are transposed; kPair: the number of the barrier
   uint32_t in[4], out[4];
   float sums[8];
   const unsigned char* row;
@@ -37,16 +48,18 @@ struct Thread {
 
 struct Warp {
   std::vector<Thread> lanes;
-  enum { kReady, kAtBarrier, kEnded } state;
-  uint32_t barriers;  // barriers that the warp has passed
+  enum { kReady, kAtPairBarrier, kAtBarrier, kEnded } state;
+  // For each warp, the time at which both last passed the same barrier. For the warp itself: any barrier.
+  std::vector<uint32_t> together;
 };
 
 struct Block {
   Index grid, size, index;
   uint32_t shared_bytes;
   std::vector<Warp> warps;
-  uint32_t barriers;  // barriers that all threads have passed
-  int running;        // number of the running thread
+  uint32_t time;        // number of barriers passed, of any kind
+  uint32_t all_waited;  // the time at which all warps last passed a barrier together
+  int running;          // number of the running thread
   std::string failure;
   uint64_t random;
 

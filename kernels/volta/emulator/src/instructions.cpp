@@ -69,6 +69,13 @@ unsigned transpose(unsigned pair) {
   return part.out[0];
 }
 
+void wait_for_pair(int number) {
+  Thread& thread = block.thread();
+  thread.part.detail = number;
+  do_together(Together::kPair);
+  thread.part.detail = 0;
+}
+
 float power_of_2(float x) {  // ex2.approx.ftz flushes subnormals to zero
   const float y = std::exp2(x);
   return std::fabs(y) < 0x1p-126f ? 0.0f : y;

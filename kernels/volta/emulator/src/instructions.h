@@ -9,6 +9,7 @@ void multiply_quadpairs(float (&d)[8], unsigned a0, unsigned a1, unsigned b0, un
 void multiply_16(float* d, unsigned a0, unsigned a1, unsigned b);
 void load_matrices(unsigned* to, int count, const void* row, bool transposed);
 unsigned transpose(unsigned pair);
+void wait_for_pair(int number);
 float power_of_2(float x);
 unsigned short to_half(float x);
 float to_float(unsigned short x);
@@ -34,7 +35,9 @@ void load_matrices(unsigned (&to)[kCount], const uint4* tile, int place, int chu
 inline void load_transposed_matrices(unsigned (&to)[4], const uint4* tile, int place, int chunk) {
   volta_emulator::load_matrices(to, 4, tile + (place ^ chunk), true);
 }
+inline void wait_for_pair(int number) { volta_emulator::wait_for_pair(number); }
 inline float exp2(float x) { return volta_emulator::power_of_2(x); }
+inline float multiply(float a, float b) { return a * b; }
 inline unsigned short to_half(float x) { return volta_emulator::to_half(x); }
 inline float to_float(unsigned short x) { return volta_emulator::to_float(x); }
 inline unsigned add_halves(unsigned a, unsigned b) { return volta_emulator::add_halves(a, b); }

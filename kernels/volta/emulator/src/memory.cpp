@@ -17,29 +17,32 @@ namespace {
 
 std::vector<Range> tensors;
 
-// The last accesses to two bytes of shared memory, and the barriers passed by then. If two threads access them and one
-// writes, a barrier must separate the accesses: of the warp for threads of one warp, otherwise of the block.
+// The last accesses to two bytes of shared memory that no barrier has ordered before a later one. If two threads access
+// them and one writes, both must have passed a barrier in between: of the warp for threads of one warp, otherwise of
+// the two warps or of the block.
 constexpr int kNobody = -1, kMany = -2;
 struct Access {
-  int thread = kNobody;  // kMany: several threads of one warp
-  int warp = kNobody;    // kMany: several warps
-  uint32_t block_barriers = 0, warp_barriers = 0;
+  uint32_t warps = 0;    // a bit for each warp
+  int thread = kNobody;  // kMany: several
+  uint32_t time = 0;     // of the latest one
 
+  bool is_before(int warp, int other) const { return block.warps[other].together[warp] > time; }
   bool conflicts(int other) const {
-    if (warp == kNobody || block_barriers != block.barriers || thread == other) return false;
-    if (warp != other / kLanes) return true;
-    return warp_barriers == block.warps[warp].barriers;
+    if (warps == 0 || time < block.all_waited || thread == other) return false;
+    for (uint32_t left = warps; left != 0; left &= left - 1) {
+      if (!is_before(__builtin_ctz(left), other / kLanes)) return true;
+    }
+    return false;
   }
   void add(int other) {
-    const int other_warp = other / kLanes;
-    const uint32_t barriers = block.warps[other_warp].barriers;
-    if (warp == kNobody || block_barriers != block.barriers || (warp == other_warp && warp_barriers != barriers)) {
-      *this = {other, other_warp, block.barriers, barriers};
-    } else if (warp != other_warp) {
-      warp = thread = kMany;
-    } else if (thread != other) {
-      thread = kMany;
+    const int warp = other / kLanes;
+    if (time < block.all_waited) warps = 0;
+    for (uint32_t left = warps; left != 0; left &= left - 1) {
+      if (is_before(__builtin_ctz(left), warp)) warps &= ~(left & -left);
     }
+    thread = warps == 0 || thread == other ? other : kMany;
+    warps |= 1u << warp;
+    time = block.time;
   }
 };
 struct Cell {
@@ -59,7 +62,7 @@ void touch_shared(size_t at, size_t bytes, bool writes) {
   }
   for (size_t i = at / kCell; i <= (at + bytes - 1) / kCell; ++i) {
     Cell& cell = cells[i];
-    if (!writes && cell.write.warp == kNobody) {
+    if (!writes && cell.write.warps == 0) {
       fail(access_name(bytes, writes) + "at " + std::to_string(at) + " of shared memory, which has not been written.");
     }
     const bool after_write = cell.write.conflicts(block.running);
