@@ -94,11 +94,12 @@ class _Layer:
         self.states = self.states.view(slots, heads, key_size, value_size)
 
     def decode(self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        before = self.inputs[slots]
-        self.inputs[slots] = torch.cat([before, x[..., None].to(before.dtype)], dim=-1)[..., 1:]
+        inputs, matrices = self.inputs, self.states
+        before = inputs[slots]
+        inputs[slots] = torch.cat([before, x[..., None].to(before.dtype)], dim=-1)[..., 1:]
         convolved = delta_rule.convolve(x[:, None], before, self.weight, self.bias)[:, 0]
-        out, states = delta_rule.recurrent(*self._heads(convolved, b, a), self.states[slots].float())
-        self.states[slots] = states.to(self.states.dtype)
+        out, after = delta_rule.recurrent(*self._heads(convolved, b, a), matrices[slots].float())
+        matrices[slots] = after.to(matrices.dtype)
         return out.to(x.dtype)
 
     def prefill(self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, slot: int, begun: bool) -> torch.Tensor:

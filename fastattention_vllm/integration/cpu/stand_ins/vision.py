@@ -39,4 +39,4 @@ def _empty_torchvision() -> Iterator[None]:
         yield
     finally:
         for name in names:
-            del sys.modules[name]
+            sys.modules.pop(name)
