@@ -192,8 +192,8 @@ def test_the_images_of_gpus_contain_the_pair_and_the_kernels(
 def test_the_image_of_npus_builds_on_a_base_with_python(builder: Builder, tmp_path: Path) -> None:
     """Without CANN, torch_npu and vLLM: the real base has them, and no registry is at hand."""
     with container_of("ascend", builder, tmp_path) as container:
-        shown = builder("inspect", "--type", "container", "--format", "{{json .Docker.config.Entrypoint}}", container)
-        run = ("run", "--isolation", "chroot", container, "--", *json.loads(shown))
+        shown = json.loads(builder("inspect", "--type", "container", container))
+        run = ("run", "--isolation", "chroot", container, "--", *shown["Docker"]["config"]["Entrypoint"])
         assert builder(*run, "id", "-u") == USER
         assert "libfastattention_cpu" in builder(*run, "python3", "-m", "pip", "show", "--files", "fastattention-vllm")
         assert "2.60.0" in builder(*run, "ray", "--version")
