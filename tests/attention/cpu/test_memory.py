@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,12 @@ def test_discarded_memory_comes_back_zero_and_in_huge_pages(threads: int) -> Non
 def test_kept_memory_keeps_its_contents_and_moves_into_huge_pages() -> None:
     buffer = torch.arange(4 * HUGE, dtype=torch.int32)
     before = huge_bytes(buffer.data_ptr(), buffer.nbytes)
-    achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes)
-    assert torch.equal(buffer, torch.arange(4 * HUGE, dtype=torch.int32))
+    for _ in range(50):  # on a busy machine, the kernel may have no free huge page for a moment
+        achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes)
+        assert torch.equal(buffer, torch.arange(4 * HUGE, dtype=torch.int32))
+        if not achieved.reason:
+            break
+        time.sleep(0.1)
     if tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 1):
         pytest.skip("before Linux 6.1 only the kernel decides when existing pages become huge pages")
     assert achieved.huge_bytes == whole_pages(buffer.data_ptr(), buffer.nbytes), (before, achieved.reason)
