@@ -71,6 +71,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             hf_text_config=SimpleNamespace(),
             hf_config=SimpleNamespace(),
             runner_type="generate",
+            is_hybrid=False,
             max_model_len=1024,
             dtype=torch.bfloat16,
         ),
