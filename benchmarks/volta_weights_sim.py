@@ -27,9 +27,9 @@ from volta_sim_report import FEED, TITLE, versions
 from volta_sim_rows import feed_timing
 
 from fastattention_vllm.bench.report import Row, compared, report
+from kernels.volta import linear_problems as linear
 from kernels.volta.linear_variants import TILE, VARIANTS, WEIGHTS, LinearVariant, shape
 from kernels.volta.sim import V100, Simulation, default_timing
-from tests.kernels.volta import linear
 
 GROUP = 128
 """k of a group of scales; of e4m3, also the columns of its blocks."""

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels.volta import linear_problems as linear
+from kernels.volta.linear_problems import Array, Problem
 from kernels.volta.linear_variants import ROWS, TILE, VARIANTS, WEIGHTS, LinearVariant, shape
-from tests.kernels.volta import linear
-from tests.kernels.volta.linear import Array, Problem
 
 PER_PROCESS = settings(
     max_examples=12,

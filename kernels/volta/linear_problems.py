@@ -1,4 +1,4 @@
-"""Products with quantised weights: problems, their packed form, and float64 results."""
+"""Problems with quantised weights, their packed form, float64 results, and launches: for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def value_of_e4m3(bits: Array) -> Array:
     """float64. 0x7f and 0xff (NaN) are not handled."""
     whole = bits.astype(numpy.int64)
     exponent, mantissa, sign = whole >> 3 & 15, whole & 7, numpy.where(whole & 128, -1.0, 1.0)
-    return sign * numpy.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    value: Array = sign * numpy.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return value
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,15 @@ class Problem:
             blocks = self.scale.shape[1]
             width = 128 if blocks > 1 else self.columns
             scale = numpy.repeat(self.scale, width, axis=1)[:, : self.columns]
-            return value_of_e4m3(self.stored[:, columns]) * scale[number][:, columns].astype(numpy.float64)
+            wide: Array = scale[number][:, columns].astype(numpy.float64)
+            return value_of_e4m3(self.stored[:, columns]) * wide
         whole = self.stored[:, columns].astype(numpy.float16) - self.zero[number][:, columns].astype(numpy.float16)
-        return (whole * self.scale[number][:, columns]).astype(numpy.float64)
+        weights: Array = (whole * self.scale[number][:, columns]).astype(numpy.float64)
+        return weights
 
     def result(self, columns: slice = slice(None)) -> Array:
         """float64 ``[rows, columns]``."""
-        out = self.x.astype(numpy.float64) @ self.weights(columns)
+        out: Array = self.x.astype(numpy.float64) @ self.weights(columns)
         if self.factor is not None:
             out *= self.factor[columns].astype(numpy.float64)
         return out if self.bias is None else out + self.bias[columns].astype(numpy.float64)
