@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -228,6 +229,59 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
 
     worker.determine_available_memory = determine_available_memory
     worker.initialize_from_config = initialize_from_config
+
+
+def choose_whole_steps(find: Callable[[Any], Any]) -> None:
+    """Let host layers choose between one CUDA graph and pieces for each step of vLLM's worker on NVIDIA GPUs.
+
+    All versions: vLLM chooses by the number of tokens, not by the length of contexts. The first model runner asks a
+    dispatcher which modes are excluded, the second one passes the tokens per request if all have the same, and whole
+    graphs need that. Remove it when a backend can exclude whole graphs for a step.
+    """
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if hasattr(Worker, "_fastattention_step"):
+        return
+    step = Worker._fastattention_step = types.SimpleNamespace(whole=True)
+    execute, first, second = Worker.execute_model, CudagraphDispatcher.dispatch, CudaGraphManager.dispatch
+
+    @functools.wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
+        host_layers = find(self.vllm_config)
+        step.whole = host_layers is None or host_layers.allows_whole_step(tokens_in_cache(scheduler_output))
+        try:
+            return execute(self, scheduler_output, *more, **named)
+        finally:
+            step.whole = True
+
+    @functools.wraps(first)
+    def dispatch(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not step.whole:
+            from vllm.config import CUDAGraphMode
+
+            given = inspect.signature(first).bind(self, *arguments, **named).arguments
+            named["invalid_modes"] = {CUDAGraphMode.FULL} | set(given.get("invalid_modes") or ())
+        return first(self, *arguments, **named)
+
+    @functools.wraps(second)
+    def dispatch_second(self: Any, *arguments: Any, **named: Any) -> Any:
+        if step.whole:
+            return second(self, *arguments, **named)
+        given = inspect.signature(second).bind(self, *arguments, **named)
+        given.arguments["uniform_token_count"] = None
+        return second(*given.args, **given.kwargs)
+
+    Worker.execute_model = execute_model
+    CudagraphDispatcher.dispatch = dispatch
+    CudaGraphManager.dispatch = dispatch_second
+
+
+def tokens_in_cache(scheduler_output: Any) -> int:
+    """Tokens that a step's requests have in the cache, all requests together."""
+    new = sum(request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)
+    return new + sum(scheduler_output.scheduled_cached_reqs.num_computed_tokens)
 
 
 def before_gpu_profiling(callback: Callable[[Any, torch.nn.Module], None]) -> None:

@@ -67,6 +67,23 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=(
+            "vllm.v1.worker.gpu_worker.Worker.execute_model",
+            "vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch",
+            "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.dispatch",
+        ),
+        why="With host layers, a decode step is one CUDA graph where the CPU reads all contexts in host memory, and runs "
+        "in pieces where the GPU reads a part of them, which pays for long contexts. vLLM chooses by the number of "
+        "tokens only.",
+        remove_when="a backend can exclude whole graphs for a step",
+        sites=(
+            "compat:choose_whole_steps:Worker._fastattention_step",
+            "compat:choose_whole_steps:Worker.execute_model",
+            "compat:choose_whole_steps:CudagraphDispatcher.dispatch",
+            "compat:choose_whole_steps:CudaGraphManager.dispatch",
+        ),
+    ),
+    Patch(
         names=("vllm.config.model._check_valid_dtype", "the apply_config_platform_defaults of vLLM's CUDA platforms"),
         why="On GPUs of compute capability 7.x, vLLM recommends bfloat16, which they lack, for models that do not run "
         "in float16. Models that the kernels refuse are refused before any process is started. On the V100, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -20,3 +20,6 @@ class Counters:
     device_wait_seconds: float = 0.0
     """Time between the arrival of a layer's queries on the host and the return of its outputs. The device has nothing
     else to do meanwhile than the part of the attention that it computes itself."""
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))

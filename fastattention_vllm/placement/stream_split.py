@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MIN_SPLIT_BYTES = 512 << 20
@@ -10,6 +11,9 @@ ENOUGH = 0.9
 """The fraction of the memory's rate at which the CPU needs no help."""
 HAND_OVER_SECONDS = 0.0009
 """Time between two host layers' attention, in which only the link is busy (benchmarks/notes/host_layers.md)."""
+
+LAUNCH_SECONDS = 0.0006
+"""What one graph for the whole step saves per layer (benchmarks/notes/host_layers.md)."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,22 @@ def stream_split(rates: Rates) -> StreamSplit:
         return StreamSplit(0.0)
     fraction = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
     return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS))
+
+
+def whole_steps_until(split: StreamSplit, rates: Rates | None) -> float:
+    """Bytes of the contexts in one layer from which on decoding in pieces is faster than in one graph.
+
+    In a graph, the CPU attends to everything: B bytes take B / C. In pieces, it shares them with the link:
+    (B - H) / (C' + P') (:func:`stream_split`), and launching takes longer. ``rates``: None if they were not measured,
+    because the user chose the split, which then decides.
+    """
+    if split.fraction == 0 and split.head_start == 0:
+        return math.inf
+    if rates is None:
+        return 0.0
+    together = rates.cpu_beside_link + rates.link_beside_cpu
+    gain = 1 / rates.cpu - 1 / together  # seconds per byte
+    loss = LAUNCH_SECONDS - split.head_start / together
+    if gain <= 0:
+        return math.inf
+    return max(MIN_SPLIT_BYTES, loss / gain)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention_vllm.placement.stream_split import ENOUGH, MIN_SPLIT_BYTES, Rates, StreamSplit, stream_split
+from fastattention_vllm.placement.stream_split import (
+    ENOUGH,
+    LAUNCH_SECONDS,
+    MIN_SPLIT_BYTES,
+    Rates,
+    StreamSplit,
+    stream_split,
+    whole_steps_until,
+)
 
 RATE = st.floats(1e6, 1e12)
 
@@ -33,3 +43,27 @@ def test_link_and_cpu_finish_at_the_same_time(
 def test_a_configured_fraction_applies_to_every_size() -> None:
     for size in (0, 1, MIN_SPLIT_BYTES - 1, 1 << 40):
         assert StreamSplit(0.3).of(size) == pytest.approx(0.3)
+
+
+def test_a_graph_is_left_where_the_link_gains_more_than_launching_costs() -> None:
+    rates = Rates(memory=150e9, cpu=100e9, link=50e9, cpu_beside_link=90e9, link_beside_cpu=45e9)
+    split = stream_split(rates)
+    until = whole_steps_until(split, rates)
+    assert until >= MIN_SPLIT_BYTES
+    for size in (0.5 * until, 2 * until):
+        share = split.of(int(size))
+        whole = size / rates.cpu
+        pieces = LAUNCH_SECONDS + (whole if share == 0 else (size - split.head_start) / (135e9))
+        assert (whole < pieces) == (size < until), size
+
+
+def test_a_graph_is_never_left_if_the_cpu_reads_alone() -> None:
+    rates = Rates(memory=100e9, cpu=95e9, link=50e9, cpu_beside_link=60e9, link_beside_cpu=40e9)
+    assert whole_steps_until(stream_split(rates), rates) == math.inf
+    slower_together = Rates(memory=150e9, cpu=100e9, link=50e9, cpu_beside_link=60e9, link_beside_cpu=30e9)
+    assert whole_steps_until(StreamSplit(0.3, 1 << 20), slower_together) == math.inf
+
+
+def test_a_share_that_the_user_asked_for_is_read_at_every_length() -> None:
+    assert whole_steps_until(StreamSplit(0.5), None) == 0
+    assert whole_steps_until(StreamSplit(0.0), None) == math.inf

@@ -10,10 +10,10 @@ import ctypes
 import functools
 import importlib.metadata
 import os
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 _LIBRARY_NAME = "libfastattention_cpu.so"
 _OK, _OUT_OF_MEMORY = 0, 2
 
@@ -98,6 +98,12 @@ class WriteArguments(ctypes.Structure):
     ]
 
 
+class GraphCounters(ctypes.Structure):
+    """``fa_cpu_graph_counters`` of ``fastattention_cpu.h``."""
+
+    _fields_ = [("calls", c_int64), ("nanoseconds", c_int64), ("kv_bytes", c_int64)]
+
+
 def library_path() -> Path:
     """The path of the kernel library.
 
@@ -150,6 +156,15 @@ def library() -> ctypes.CDLL:
     loaded.fa_cpu_attention.argtypes = [ctypes.POINTER(AttentionArguments)]
     loaded.fa_cpu_attention_start.argtypes = [ctypes.POINTER(AttentionArguments)]
     loaded.fa_cpu_write_kv.argtypes = [ctypes.POINTER(WriteArguments)]
+    loaded.fa_cpu_graph_open.argtypes = [c_int32, ctypes.POINTER(c_void_p), ctypes.POINTER(c_void_p)]
+    loaded.fa_cpu_graph_add.argtypes = [
+        c_void_p,
+        ctypes.POINTER(WriteArguments),
+        ctypes.POINTER(AttentionArguments),
+        ctypes.POINTER(c_uint32),
+    ]
+    loaded.fa_cpu_graph_wake.argtypes = loaded.fa_cpu_graph_close.argtypes = [c_void_p]
+    loaded.fa_cpu_graph_count.argtypes = [c_void_p, ctypes.POINTER(GraphCounters)]
     forced = os.environ.get("FASTATTENTION_CPU_ISA")
     if forced and loaded.fa_cpu_set_isa(forced.encode()) != _OK:
         usable = loaded.fa_cpu_usable_isas().decode().replace(",", ", ")

@@ -141,6 +141,9 @@ class CpuRuntime:
     def link(self) -> Link:
         return LocalLink()
 
+    def graph_calls(self, link: Link) -> None:
+        """None: there are no CUDA graphs."""
+
     def kv_bytes(self) -> int:
         return int(self.vllm_config.cache_config.kv_cache_memory_bytes)
 

@@ -12,6 +12,7 @@ from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.placement.budget import HOST_BLOCK
+from fastattention_vllm.placement.graph_calls import GraphCalls
 from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import CudaLink, Link
 from fastattention_vllm.placement.pinning import CudaPinning
@@ -39,6 +40,12 @@ class CudaRuntime(AcceleratorRuntime):
 
     def extend_worker(self) -> None:
         compat.extend_gpu_worker(self.vllm_config, host_layers.find)
+        compat.choose_whole_steps(host_layers.find)
+
+    def graph_calls(self, link: Link) -> GraphCalls | None:
+        from fastattention_vllm.integration.cuda import decode_graph
+
+        return decode_graph.graph_calls(self.vllm_config, link, self.pin, self.first_cpu)
 
     def link(self) -> Link:
         return CudaLink(self.device)

@@ -16,9 +16,9 @@ from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import DeviceBuildersOwn, DeviceImplsOwn, DevicesOwn
+from fastattention_vllm.integration.cuda.decode_graph import GraphHostLayerMixin
 from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.integration.tiling.attention_rows import can_be_cut, row_blocks
@@ -139,5 +139,5 @@ class BlockedMetadataBuilder(DeviceBuildersOwn, FlashAttentionBackend.get_builde
         return metadata
 
 
-class HostLayerFlashBackend(HostLayerMixin, FastAttentionFlashBackend):
+class HostLayerFlashBackend(GraphHostLayerMixin, FastAttentionFlashBackend):
     """The backend for host layers on these GPUs."""

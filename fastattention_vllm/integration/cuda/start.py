@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
-from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")
@@ -87,15 +86,12 @@ def prefer_whole_graphs(vllm_config: Any) -> None:
     """Without torch.compile, whole decode steps become CUDA graphs. Whatever the user has set stays.
 
     Inductor's Triton kernels for compute capability 7.0 are untested upstream, and compiling them takes long. vLLM's
-    own compiled operators run in their place. Host layers need graphs of the parts between attention layers, which
-    vLLM makes with torch.compile only.
+    own compiled operators run in their place.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if compilation.mode is not None or compilation.cudagraph_mode is not None or not vllm_config.optimization_level:
-        return
-    if options_of(vllm_config).host_kv_layers not in ("auto", 0, []):
         return
     compilation.mode = CompilationMode.NONE
     compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY

@@ -28,9 +28,9 @@ from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, d
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
+from fastattention_vllm.integration.cuda.decode_graph import GraphHostLayerMixin
 from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import row_parallel
@@ -238,7 +238,7 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         return self.block_table
 
 
-class HostLayerVoltaBackend(HostLayerMixin, FastAttentionVoltaBackend):
+class HostLayerVoltaBackend(GraphHostLayerMixin, FastAttentionVoltaBackend):
     """The backend for host layers on these GPUs."""
 
 

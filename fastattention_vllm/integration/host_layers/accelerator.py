@@ -15,7 +15,9 @@ from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import budget, cpu_claims
 from fastattention_vllm.placement import cpus as topology
+from fastattention_vllm.placement.graph_calls import GraphCalls
 from fastattention_vllm.placement.host_attention import Device
+from fastattention_vllm.placement.link import Link
 
 logger = init_logger("vllm.fastattention")
 
@@ -40,6 +42,8 @@ class AcceleratorRuntime:
         self._kernels = kernels
         self.named = named
         self.device = device
+        self.first_cpu = -1
+        """The CPU that the attention threads leave to their caller, or -1."""
 
     def cpus(self) -> list[int]:
         ranks = self.vllm_config.parallel_config.local_world_size
@@ -62,6 +66,7 @@ class AcceleratorRuntime:
             own = []
         else:
             binding.share_with_other_servers(own, os.sched_getaffinity(0), OWN_CPUS)
+        self.first_cpu = own[0] if own else -1
         try:
             cpu_kernels.set_num_threads(threads, own)
             cpu_kernels.set_spin(SPIN_SECONDS)
@@ -79,6 +84,9 @@ class AcceleratorRuntime:
     def extend_worker(self) -> None:
         """Make the worker limit and allocate the host layers' pool together with its own cache."""
         raise NotImplementedError
+
+    def graph_calls(self, link: Link) -> GraphCalls | None:
+        return None
 
     def kernels(self) -> Device:
         return self._kernels

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.placement.graph_calls import GraphCalls
 from fastattention_vllm.placement.host_attention import Device
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.pinning import Pinning
@@ -62,6 +63,9 @@ class DeviceRuntime(Protocol):
     def kernels(self) -> Device: ...
 
     def link(self) -> Link: ...
+
+    def graph_calls(self, link: Link) -> GraphCalls | None:
+        """What host layers need inside CUDA graphs, or None if the device has none or they are off."""
 
     def kv_bytes(self) -> int:
         """Device memory available for the KV cache, with only the weights loaded."""

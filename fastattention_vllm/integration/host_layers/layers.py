@@ -12,6 +12,7 @@ traces a graph.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,13 +33,15 @@ from fastattention_vllm.integration.options import decide_host_layers, options_o
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
+from fastattention_vllm.placement.counters import Counters
+from fastattention_vllm.placement.graph_calls import GraphCalls
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, indices_text
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
-from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split
+from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split, whole_steps_until
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +70,10 @@ class HostLayers:
     """None if they were not measured."""
     plain_read_rate: float | None = None
     """Bytes per second of plain reads of the pool; None before it is allocated."""
+    graph_calls: GraphCalls | None = None
+    """What host layers need inside CUDA graphs; None if there they are between graphs."""
+    whole_steps_until: float = math.inf
+    """Bytes of the contexts in one layer. Longer decode steps run in pieces, in which the link helps the CPU."""
     rehearsed: int = 0
     """Tokens of the longest step that vLLM's profiling has measured so far."""
 
@@ -146,8 +153,29 @@ class HostLayers:
             self.set_stream_split(split)
 
     def set_stream_split(self, split: StreamSplit) -> None:
-        """Set how much of the decoding requests' host KV the device reads over the link."""
+        """Set how much of the decoding requests' host KV the device reads over the link.
+
+        Where it reads anything, decode steps run in pieces, if these are faster than a graph in which the CPU reads all.
+        All ranks decide alike, because vLLM's own sums depend on it.
+        """
         self.group.stream_split = split
+        if self.graph_calls:
+            self.whole_steps_until = _smallest(whole_steps_until(split, self.rates))[0]
+
+    def is_first(self, attention: HostAttention, metadata: HostMetadata) -> bool:
+        """Whether no earlier host layer of this forward pass has the same metadata."""
+        every: Any = get_forward_context().attn_metadata
+        return attention is next(
+            layer for layer in self.group.layers if every.get(layer_name(layer)) is metadata
+        )
+
+    def allows_whole_step(self, contexts: int) -> bool:
+        """Whether a decode step with ``contexts`` tokens in the cache, all requests together, is best one graph."""
+        return contexts * self.placement.bytes_per_block // self.placement.device_size.block_size < self.whole_steps_until
+
+    def counters(self) -> Counters:
+        """What the host layers have done since the start, inside and outside of graphs."""
+        return self.group.counters + (self.graph_calls.counters() if self.graph_calls else Counters())
 
     def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
         """The visits of the host layers in this forward pass, from ``first`` on, each with its step from vLLM.
@@ -160,10 +188,17 @@ class HostLayers:
                 yield Visit(first, step)
                 continue
             layer: Any = attention.layer
-            found = metadata.get(layer.layer.layer_name) if isinstance(metadata, dict) else None
+            found = metadata.get(layer_name(attention)) if isinstance(metadata, dict) else None
             if not isinstance(found, HostMetadata):
                 return  # vLLM does not provide it yet; it will when that layer runs
             yield Visit(attention, layer.step(found, attention))
+
+
+def layer_name(attention: HostAttention) -> str:
+    """vLLM's name of a host layer."""
+    layer: Any = attention.layer
+    name: str = layer.layer.layer_name
+    return name
 
 
 class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
@@ -184,10 +219,14 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         process: Any = self.inner
         process.process_weights_after_loading(act_dtype)
+        if self.attention and self.host_layers.graph_calls:  # weights are loaded again
+            self.host_layers.graph_calls.refresh(self.attention)
 
     def open(self, cache: torch.Tensor) -> None:
         """Store keys and values in ``cache`` from now on."""
         self.attention = HostAttention(self.host_layers.group, self, cache, self.inner.host_window)
+        if self.host_layers.graph_calls:
+            self.host_layers.graph_calls.prepare(self.attention)
 
     def problem(self, **parts: Any) -> AttentionProblem:
         return self.inner.problem(self.layer, **parts)
@@ -220,8 +259,18 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
                 self.host_layers.rehearsed = len(query)
                 rehearse(self, query, key, value, output)
             return output.fill_(0)
-        attention = self.attention
+        attention, calls = self.attention, self.host_layers.graph_calls
+        if calls and calls.bell.capturing():
+            if attention is None:  # vLLM measures the memory of graphs, before there is a cache
+                return output.fill_(0)
+            assert attn_metadata.graph_batch is not None
+            if self.host_layers.is_first(attention, attn_metadata):
+                calls.bring_down(attn_metadata.graph_batch)
+            calls.attend(attention, attn_metadata.graph_batch, query, key, value, output)
+            return output
         if attention is None:
+            if attn_metadata.stores_nothing():
+                return output.fill_(0)
             raise RuntimeError(
                 f"layer {self.layer.layer_name} keeps its KV cache in host memory, which this worker has not "
                 "allocated; remove --worker-cls, or set host_kv_layers to 0."
@@ -298,6 +347,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         options.stream_fraction,
         vllm_config.model_config.dtype,
         length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
+        graph_calls=runtime.graph_calls(group.link),
     )
     for name, target in targets.items():
         layer = context[name]
@@ -482,12 +532,18 @@ def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
 
 def _smallest_of_all_ranks(limits: Limits) -> Limits:
     """The smallest limits of all ranks, because every rank must make the same decision."""
+    device_bytes, host_bytes = _smallest(limits.device_bytes, limits.host_bytes)
+    return replace(limits, device_bytes=int(device_bytes), host_bytes=int(host_bytes))
+
+
+def _smallest(*numbers: float) -> list[float]:
+    """For each number, the smallest one that any rank gives. All ranks call this."""
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     if group.world_size == 1:
-        return limits
-    numbers = torch.tensor([limits.device_bytes, limits.host_bytes])
-    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    device_bytes, host_bytes = numbers.tolist()
-    return replace(limits, device_bytes=device_bytes, host_bytes=host_bytes)
+        return list(numbers)
+    given = torch.tensor(numbers, dtype=torch.float64)
+    torch.distributed.all_reduce(given, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    smallest: list[float] = given.tolist()
+    return smallest

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from fastattention_vllm.integration.claims import BuilderClaims, HostLayerClaims
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.attention_rows import one_causality
+from fastattention_vllm.placement.graph_calls import GraphBatch
 from fastattention_vllm.placement.step import Batch, Step, divide
 
 NO_LIMIT = 1 << 30
@@ -29,13 +30,24 @@ class HostMetadata:
     batch: Batch | None
     arrive: Any = None
     """If ``batch`` is None: waits for the batch and returns it. Called once."""
+    graph_batch: GraphBatch | None = None
+    """The batch in the device's buffers, if it is captured in a graph."""
     _step: Step | None = None
+
+    def whole(self) -> Batch:
+        """The batch. The first call waits for it."""
+        if self.batch is None:
+            self.batch = self.arrive()
+        return self.batch
+
+    def stores_nothing(self) -> bool:
+        """Whether no token has a slot, as in vLLM's warm-up."""
+        return bool((self.whole().slot_mapping < 0).all())
 
     def divided(self, block_size: int, max_cpu_tokens: int) -> Step:
         if self._step is None:
-            if self.batch is None:
-                self.batch = self.arrive()
-            self._step = divide(self.batch, block_size, max_cpu_tokens if self.batch.causal else NO_LIMIT)
+            batch = self.whole()
+            self._step = divide(batch, block_size, max_cpu_tokens if batch.causal else NO_LIMIT)
         return self._step
 
 

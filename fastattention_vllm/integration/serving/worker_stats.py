@@ -166,7 +166,7 @@ def kernels_of(impl: Any) -> str:
 
 
 def of_host_layers(host_layers: Any) -> HostLayerStats:
-    counters = dataclasses.asdict(host_layers.group.counters)
+    counters = dataclasses.asdict(host_layers.counters())
     return HostLayerStats(
         host_layers=len(host_layers.placement.host),
         device_layers=len(host_layers.placement.device),

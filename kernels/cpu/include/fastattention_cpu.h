@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Incremented with every change to a struct or signature below. The Python wrapper accepts exactly one version. */
-#define FA_CPU_ABI_VERSION 5
+#define FA_CPU_ABI_VERSION 6
 
 typedef enum fa_dtype {
   FA_F32 = 0,
@@ -156,6 +156,36 @@ int32_t fa_cpu_attention(const fa_attention_problem* problem);
 int32_t fa_cpu_attention_start(const fa_attention_problem* problem);
 int32_t fa_cpu_attention_finish(void);
 int32_t fa_cpu_write_kv(const fa_kv_write* write);
+
+/* Calls of CUDA graphs. A graph's node cannot call the host. It writes the number of a call to the doorbell and waits
+ * until the answer word has that number; meanwhile a thread of this library runs fa_cpu_write_kv and fa_cpu_attention
+ * with what was given to fa_cpu_graph_add. The tensors' contents are read then, so they may change from step to step;
+ * addresses, sizes and strides may not.
+ *
+ * The doorbell is a page of memory that the device must be able to write and read as the host does. For each call the
+ * device sets the answer word, FA_CPU_ANSWER_BYTES from the beginning, to 0, then writes the number to the first word,
+ * after everything that the call reads, and waits until the answer word is that number. It rings once at a time. If a
+ * call fails, the process prints one sentence to stderr and exits with status 1, because the device waits in the middle
+ * of a step. */
+#define FA_CPU_DOORBELL_BYTES 4096
+#define FA_CPU_ANSWER_BYTES 64
+typedef struct fa_cpu_graph fa_cpu_graph;
+typedef struct fa_cpu_graph_counters {
+  int64_t calls;
+  int64_t nanoseconds; /* between noticing a ring and answering it */
+  int64_t kv_bytes;    /* bytes of keys and values that attention has read */
+} fa_cpu_graph_counters;
+
+/* Starts the thread, pinned to cpu, or with the caller's affinity if cpu is -1. fa_cpu_graph_close() ends it; a graph
+ * that rings after that waits forever. The doorbell is never freed. */
+int32_t fa_cpu_graph_open(int32_t cpu, fa_cpu_graph** graph, void** doorbell);
+int32_t fa_cpu_graph_close(fa_cpu_graph* graph);
+/* *number becomes the call's number. The structs are copied. Their index tensors are checked at every call. */
+int32_t fa_cpu_graph_add(fa_cpu_graph* graph, const fa_kv_write* write, const fa_attention_problem* problem,
+                         uint32_t* number);
+/* Announces calls, so that the thread, which sleeps when it is not rung for a while, looks for them soon. */
+int32_t fa_cpu_graph_wake(fa_cpu_graph* graph);
+int32_t fa_cpu_graph_count(const fa_cpu_graph* graph, fa_cpu_graph_counters* counters);
 
 /* The result of fa_cpu_place_memory() for a range of memory. */
 typedef struct fa_cpu_placement {

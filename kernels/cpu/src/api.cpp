@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -12,9 +13,11 @@
 
 #include "engine.h"
 #include "fastattention_cpu.h"
+#include "graph_calls.h"
 #include "isa.h"
 #include "memory.h"
 #include "roofline_choice.h"
+#include "waiting.h"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -279,6 +282,55 @@ FA_EXPORT int32_t fa_cpu_write_kv(const fa_kv_write* write) {
     if (write == nullptr) return fail(FA_BAD_ARGUMENT, "write must not be a null pointer.");
     if (const int32_t status = check(*write)) return status;
     if (write->num_tokens > 0) Engine::get().write_kv(*write);
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_graph_open(int32_t cpu, fa_cpu_graph** graph, void** doorbell) {
+  return guarded([&]() -> int32_t {
+    if (graph == nullptr || doorbell == nullptr) {
+      return fail(FA_BAD_ARGUMENT, "graph and doorbell must not be null pointers.");
+    }
+    if (cpu < -1 || cpu >= kMaxCpus) return fail(FA_BAD_ARGUMENT, "cpu is %d, which is not a CPU number.", cpu);
+    auto calls = std::make_unique<GraphCalls>(cpu);
+    *doorbell = calls->doorbell();
+    *graph = reinterpret_cast<fa_cpu_graph*>(calls.release());
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_graph_close(fa_cpu_graph* graph) {
+  return guarded([&]() -> int32_t {
+    delete reinterpret_cast<GraphCalls*>(graph);
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_graph_add(fa_cpu_graph* graph, const fa_kv_write* write, const fa_attention_problem* problem,
+                                   uint32_t* number) {
+  return guarded([&]() -> int32_t {
+    if (graph == nullptr || write == nullptr || problem == nullptr || number == nullptr) {
+      return fail(FA_BAD_ARGUMENT, "graph, write, problem and number must not be null pointers.");
+    }
+    *number = reinterpret_cast<GraphCalls*>(graph)->add(*write, *problem);
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_graph_wake(fa_cpu_graph* graph) {
+  return guarded([&]() -> int32_t {
+    if (graph == nullptr) return fail(FA_BAD_ARGUMENT, "graph must not be a null pointer.");
+    reinterpret_cast<GraphCalls*>(graph)->wake();
+    return FA_OK;
+  });
+}
+
+FA_EXPORT int32_t fa_cpu_graph_count(const fa_cpu_graph* graph, fa_cpu_graph_counters* counters) {
+  return guarded([&]() -> int32_t {
+    if (graph == nullptr || counters == nullptr) {
+      return fail(FA_BAD_ARGUMENT, "graph and counters must not be null pointers.");
+    }
+    *counters = reinterpret_cast<const GraphCalls*>(graph)->counters();
     return FA_OK;
   });
 }

@@ -1,61 +1,23 @@
 #include "thread_pool.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <climits>
 #include <string>
 #include <system_error>
 
 #include "schedule_tuning.h"
+#include "waiting.h"
 
 namespace fastattention {
 namespace {
 
 constexpr uint32_t kOpen = 1u << 31;
-std::atomic<int> spin_microseconds{kPool.spin_microseconds};
+}  // namespace
 
-void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
-  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
-}
-void futex_wake(std::atomic<uint32_t>& word, int count) {
-  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Returns true as soon as done() holds, and false if it does not hold within spin_microseconds.
-template <class Done>
-bool spin_until(Done done) {
-  for (int i = 0; i < 64; ++i) {
-    if (done()) return true;
-    relax();
-  }
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::microseconds(spin_microseconds.load(std::memory_order_relaxed));
-  do {
-    for (int i = 0; i < 64; ++i) {
-      if (done()) return true;
-      relax();
-    }
-  } while (std::chrono::steady_clock::now() < deadline);
-  return done();
-}
-
-// If the CPU goes offline later, the kernel moves the thread to another one.
 void pin(std::thread& thread, int cpu) {
   const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);
   std::vector<cpu_set_t> set(bytes / sizeof(cpu_set_t) + 1);
@@ -67,10 +29,6 @@ void pin(std::thread& thread, int cpu) {
                             "CPU " + std::to_string(cpu) + " is offline or outside this process's cpuset");
   }
 }
-
-}  // namespace
-
-void set_spin(int microseconds) { spin_microseconds.store(microseconds, std::memory_order_relaxed); }
 
 ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
   // Workers block all signals: Python's handlers expect signals on its main thread.

@@ -51,8 +51,9 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> gate_{0};  // kOpen | number of workers inside the job
 };
 
-void set_spin(int microseconds);  // how long idle workers of any pool poll before they sleep
-int affinity_cpus();              // number of CPUs that this process may run on
+// Throws std::system_error for a CPU that cannot be used. If it goes offline later, the kernel moves the thread.
+void pin(std::thread& thread, int cpu);
+int affinity_cpus();  // number of CPUs that this process may run on
 
 }  // namespace fastattention
 

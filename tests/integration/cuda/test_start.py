@@ -172,10 +172,9 @@ def asked(**values: Any) -> Any:
         asked(mode=CompilationMode.VLLM_COMPILE),
         asked(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         stub(level=0),
-        stub(host_kv_layers=2),
         stub(backend=None),
     ],
-    ids=["mode", "graphs", "-O0", "host layers", "another backend"],
+    ids=["mode", "graphs", "-O0", "another backend"],
 )
 @pytest.mark.usefixtures("capability")
 def test_what_the_user_has_set_stays(config: Any) -> None:

@@ -35,6 +35,7 @@ from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import prefetch
 from fastattention_vllm.placement.link import LocalLink
+from fastattention_vllm.placement.step import Batch
 from tests import reference_models as reference
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 4, 2, 64, 16
@@ -265,6 +266,9 @@ class Runtime:
     def link(self) -> Any:
         return self.counting
 
+    def graph_calls(self, link: Any) -> Any:
+        return None
+
     def kv_bytes(self) -> int:
         return 1 << 20
 
@@ -367,6 +371,12 @@ def test_a_batch_without_a_pool_is_an_error(place: Place) -> None:
     place(layers, [1])
     host = layers[1]
     assert isinstance(host.impl, HostLayerImpl)
-    rows = torch.zeros(1, HEADS, HEAD_SIZE)
+    rows = torch.ones(1, HEADS, HEAD_SIZE)
+
+    def batch(slot: int) -> HostMetadata:
+        one, slots = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([slot])
+        return HostMetadata(Batch(one, one[1:], one[None], slots, slots))
+
     with pytest.raises(RuntimeError, match=rf"layer {name(1)} .*which this worker has not allocated; remove --worker"):
-        host.impl.forward(host, rows, rows, rows, torch.empty(0), HostMetadata(None), rows)
+        host.impl.forward(host, rows, rows, rows, torch.empty(0), batch(16), rows)
+    assert not host.impl.forward(host, rows, rows, rows, torch.empty(0), batch(-1), rows.clone()).any()

@@ -1,0 +1,76 @@
+"""Whole decode steps as CUDA graphs, host layers included: what vLLM asks of their metadata builder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin, HostMetadata, HostMetadataBuilder
+from fastattention_vllm.placement import cuda_bell
+from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
+from fastattention_vllm.placement.link import Link
+from fastattention_vllm.placement.pinning import Pinning
+from fastattention_vllm.placement.step import MAX_CPU_TOKENS
+
+logger = init_logger("vllm.fastattention")
+
+
+def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int) -> GraphCalls | None:
+    """What host layers need inside graphs, or None if there are to be none, which the log explains."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return None
+    tokens = tokens_per_request(vllm_config)
+    if tokens > MAX_CPU_TOKENS:
+        reason = f"steps of {tokens} tokens per request are divided between the CPU and the GPU"
+    else:
+        reason = cuda_bell.why_not() or ""
+    if reason:
+        logger.warning("Host layers: decode steps run in pieces instead of one CUDA graph, because %s.", reason)
+        return None
+    return GraphCalls(link, pinning, cuda_bell.CudaBell(), cpu)
+
+
+def tokens_per_request(vllm_config: Any) -> int:
+    """Tokens of one request in a decode step: one, and the drafted ones."""
+    speculative = vllm_config.speculative_config
+    return 1 + (int(speculative.num_speculative_tokens or 0) if speculative else 0)
+
+
+class GraphMetadataBuilder(HostMetadataBuilder):
+    """For GPUs. It also passes on the device's own buffers, which a graph reads."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        found = host_layers.find(vllm_config)
+        able = found is not None and found.graph_calls is not None
+        return AttentionCGSupport.UNIFORM_BATCH if able else AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HostMetadata:
+        found = host_layers.find(self.vllm_config)
+        if found and found.graph_calls:
+            found.graph_calls.thread.wake()
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> HostMetadata:
+        common = common_attn_metadata
+        metadata: HostMetadata = super().build_for_cudagraph_capture(common)
+        metadata.graph_batch = GraphBatch(
+            table=str(id(self)),
+            query_start_loc=common.query_start_loc[: common.num_reqs + 1],
+            seq_lens=common.seq_lens[: common.num_reqs],
+            block_table=common.block_table_tensor[: common.num_reqs],
+            slot_mapping=common.slot_mapping,
+        )
+        return metadata
+
+
+class GraphHostLayerMixin(HostLayerMixin):
+    """:class:`HostLayerMixin` for GPUs."""
+
+    builder = GraphMetadataBuilder

@@ -1,0 +1,238 @@
+"""Whole decode steps as CUDA graphs: what vLLM is told, what a capture does, and when steps run in pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu_worker import Worker
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cuda import decode_graph
+from fastattention_vllm.integration.cuda.decode_graph import GraphMetadataBuilder, graph_calls
+from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.layers import HostLayerImpl, HostLayers
+from fastattention_vllm.integration.host_layers.metadata import HostMetadata
+from fastattention_vllm.placement import cuda_bell
+from fastattention_vllm.placement.counters import Counters
+from fastattention_vllm.placement.link import LocalLink
+from fastattention_vllm.placement.stream_split import StreamSplit
+
+
+class Calls:
+    """Notes what a capture asks for."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.bell = SimpleNamespace(capturing=lambda: True)
+
+    def bring_down(self, batch: Any) -> None:
+        self.log.append(("down", batch))
+
+    def attend(self, layer: Any, batch: Any, *tensors: torch.Tensor) -> None:
+        self.log.append((layer, batch))
+        tensors[-1].fill_(7)
+
+    def counters(self) -> Counters:
+        return Counters(cpu_bytes=5)
+
+
+def host_layers_of(calls: Any, **more: Any) -> HostLayers:
+    size = SimpleNamespace(block_size=16)
+    placement = SimpleNamespace(bytes_per_block=16 * 100, device_size=size)
+    group = SimpleNamespace(layers=[], stream_split=None, counters=Counters(cpu_bytes=2, cpu_seconds=1.0))
+    values: dict[str, Any] = {
+        "runtime": SimpleNamespace(pin=None),
+        "group": group,
+        "placement": placement,
+        "targets": {},
+        "budget": 0,
+        "max_model_len": 64,
+        "nodes": [],
+        "stream_fraction": "auto",
+        "dtype": torch.float16,
+        "graph_calls": calls,
+    }
+    return HostLayers(**(values | more))
+
+
+def layer_of(found: HostLayers, name: str) -> HostLayerImpl:
+    inner: Any = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
+    impl = HostLayerImpl(SimpleNamespace(layer_name=name), inner, found)
+    attention: Any = SimpleNamespace(layer=impl)
+    impl.attention = attention
+    found.group.layers.append(attention)
+    return impl
+
+
+def test_a_capture_copies_each_batch_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    found = host_layers_of(calls)
+    layers = [layer_of(found, name) for name in "abcd"]
+    batches: list[Any] = [SimpleNamespace(), SimpleNamespace()]
+    steps = [HostMetadata(None, graph_batch=batch) for batch in batches]
+    of_layer = dict(zip("abcd", (steps[0], steps[1], steps[0], steps[1]), strict=True))
+    monkeypatch.setattr(host_layers, "get_forward_context", lambda: SimpleNamespace(attn_metadata=of_layer))
+    rows = torch.zeros(2, 4, 8)
+    for _ in range(2):  # captured for two sizes
+        for name, layer in zip("abcd", layers, strict=True):
+            output = layer.forward(None, rows, rows, rows, rows, of_layer[name], torch.zeros_like(rows))  # type: ignore[arg-type]
+            assert (output == 7).all()
+    first, second = batches
+    a, b, c, d = (layer.attention for layer in layers)
+    once = [("down", first), (a, first), ("down", second), (b, second), (c, first), (d, second)]
+    assert calls.log == once * 2
+
+
+def test_graphs_before_there_is_a_cache_are_captured_without_calls() -> None:
+    calls = Calls()
+    layer = layer_of(host_layers_of(calls), "a")
+    layer.attention = None
+    rows = torch.ones(2, 4, 8)
+    assert not layer.forward(None, rows, rows, rows, rows, HostMetadata(None), rows.clone()).any()  # type: ignore[arg-type]
+    assert calls.log == []
+
+
+@pytest.mark.parametrize(
+    ("found", "support"),
+    [
+        (None, AttentionCGSupport.NEVER),
+        (host_layers_of(None), AttentionCGSupport.NEVER),
+        (host_layers_of(Calls()), AttentionCGSupport.UNIFORM_BATCH),
+    ],
+    ids=["no host layers", "no doorbell", "doorbell"],
+)
+def test_vllm_is_told_whether_graphs_may_hold_host_layers(
+    monkeypatch: pytest.MonkeyPatch, found: HostLayers | None, support: AttentionCGSupport
+) -> None:
+    monkeypatch.setattr(host_layers, "find", lambda config: found)
+    assert GraphMetadataBuilder.get_cudagraph_support(None, None) is support
+
+
+def config_of(mode: CUDAGraphMode | None, drafted: int | None = None) -> Any:
+    speculative = None if drafted is None else SimpleNamespace(num_speculative_tokens=drafted)
+    return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode), speculative_config=speculative)
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafted", "why_not", "works"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, None, None, True),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 7, None, True),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 8, None, False),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, None, "the driver is too old", False),
+        (CUDAGraphMode.PIECEWISE, None, None, False),
+        (CUDAGraphMode.NONE, None, None, False),
+        (None, None, None, False),
+    ],
+)
+def test_graphs_hold_host_layers_where_everything_allows_it(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: CUDAGraphMode | None,
+    drafted: int | None,
+    why_not: str | None,
+    works: bool,
+) -> None:
+    monkeypatch.setattr(cuda_bell, "why_not", lambda: why_not)
+    monkeypatch.setattr(decode_graph, "GraphCalls", lambda *arguments: SimpleNamespace(arguments=arguments))
+    monkeypatch.setattr(decode_graph.logger, "propagate", True)
+    found: Any = graph_calls(config_of(mode, drafted), LocalLink(), None, 3)  # type: ignore[arg-type]
+    assert (found is not None) == works
+    wanted = why_not or ("steps of 9 tokens per request" if drafted == 8 else None)
+    assert (wanted is None) == ("in pieces instead of one CUDA graph" not in caplog.text)
+    assert (wanted or "") in caplog.text
+
+
+@pytest.fixture
+def chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """Installs the choice with these host layers, over methods that return what reaches them."""
+    monkeypatch.setattr(Worker, "execute_model", lambda self, scheduled: self.dispatch())
+    monkeypatch.setattr(
+        CudagraphDispatcher, "dispatch", lambda self, num_tokens, valid_modes=None, invalid_modes=None: invalid_modes
+    )
+    monkeypatch.setattr(
+        CudaGraphManager, "dispatch", lambda self, num_reqs, num_tokens, uniform_token_count: uniform_token_count
+    )
+
+    def install(found: Any) -> None:
+        compat.choose_whole_steps(lambda config: found)
+
+    yield install
+    if hasattr(Worker, "_fastattention_step"):
+        del Worker._fastattention_step
+
+
+def scheduled(*contexts: int, new: tuple[int, ...] = ()) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(num_computed_tokens=tokens) for tokens in new],
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=list(contexts)),
+    )
+
+
+FULL = {CUDAGraphMode.FULL}
+
+
+def test_steps_with_long_contexts_run_in_pieces(chooses: Callable[[Any], None]) -> None:
+    found = host_layers_of(None)
+    found.whole_steps_until = 100 * 30
+    chooses(found)
+    first, second, worker = (cls.__new__(cls) for cls in (CudagraphDispatcher, CudaGraphManager, Worker))
+    worker.vllm_config = None
+    worker.dispatch = lambda: (first.dispatch(4), first.dispatch(4, invalid_modes={7}), second.dispatch(4, 4, 1))
+    assert worker.execute_model(scheduled(10, 19)) == (None, {7}, 1)
+    assert worker.execute_model(scheduled(10, 20)) == (FULL, {7} | FULL, None)
+    assert worker.execute_model(scheduled(10, new=(20,))) == (FULL, {7} | FULL, None)
+    assert worker.dispatch() == (None, {7}, 1), "a step's choice ends with the step, for graphs are captured between"
+
+    def fails() -> None:
+        raise MemoryError
+
+    worker.dispatch = fails
+    with pytest.raises(MemoryError):
+        worker.execute_model(scheduled(30))
+    assert first.dispatch(4) is None
+
+
+def test_workers_without_host_layers_dispatch_as_before(chooses: Callable[[Any], None]) -> None:
+    chooses(None)
+    first, worker = CudagraphDispatcher.__new__(CudagraphDispatcher), Worker.__new__(Worker)
+    worker.vllm_config, worker.dispatch = None, lambda: first.dispatch(4)
+    assert worker.execute_model(scheduled(1 << 30)) is None
+
+
+def test_the_users_split_decides_over_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = host_layers_of(Calls())
+    monkeypatch.setattr(host_layers, "_smallest", lambda *numbers: list(numbers))
+    found.set_stream_split(StreamSplit(0.3))
+    assert found.whole_steps_until == 0.0
+    assert not found.allows_whole_step(0)
+    found.set_stream_split(StreamSplit(0.0))
+    assert found.whole_steps_until == math.inf
+    assert found.allows_whole_step(1 << 40)
+
+
+def test_counters_are_of_both_ways() -> None:
+    assert host_layers_of(Calls()).counters() == Counters(cpu_seconds=1.0, cpu_bytes=7)
+    assert host_layers_of(None).counters() == Counters(cpu_seconds=1.0, cpu_bytes=2)
+
+
+def test_weights_that_are_loaded_again_reach_graphs() -> None:
+    refreshed: list[Any] = []
+    calls: Any = Calls()
+    calls.refresh = refreshed.append
+    layer = layer_of(host_layers_of(calls), "a")
+    processed: list[torch.dtype] = []
+    layer.inner.process_weights_after_loading = processed.append  # type: ignore[attr-defined]
+    layer.process_weights_after_loading(torch.float16)
+    assert (refreshed, processed) == ([layer.attention], [torch.float16])
+
+

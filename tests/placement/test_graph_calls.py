@@ -1,0 +1,186 @@
+"""Host layers in a graph. The test's device runs at once what a GPU captures; a replay runs the same work again."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
+from fastattention_vllm.placement.link import LocalLink
+from tests.attention import oracle
+from tests.placement.scenario import Model
+
+PAGE = 4
+
+
+class Doorbell:
+    """Rings as a stream does, and waits. It keeps what it was told, so that a step can be repeated."""
+
+    def __init__(self) -> None:
+        self.rung: list[int] = []
+
+    def capturing(self) -> bool:
+        return True
+
+    def ring(self, rung: int, answered: int, call: int) -> None:
+        self.rung.append(call)
+        bell, answer = (ctypes.c_uint32.from_address(address) for address in (rung, answered))
+        answer.value = 0
+        bell.value = call
+        while answer.value != call:
+            time.sleep(0)
+
+
+class Engine:
+    """Host layers and the buffers in which vLLM keeps a step."""
+
+    def __init__(self, model: Model, layers: int, requests: int, query_len: int, width: int = 6) -> None:
+        self.model = model
+        self.random = torch.Generator().manual_seed(1)
+        self.bell = Doorbell()
+        self.calls = GraphCalls(LocalLink(), None, self.bell)
+        group = HostLayerGroup(LocalLink(), None)  # type: ignore[arg-type]
+        blocks = 1 + requests * width
+        self.layers = []
+        for _ in range(layers):
+            cache = self.normal(blocks, model.num_kv_heads, PAGE, 2 * model.head_size).to(model.dtype)
+            self.layers.append(HostAttention(group, model, cache, model.window))
+            self.calls.prepare(self.layers[-1])
+        self.tokens = requests * query_len
+        self.batch = GraphBatch(
+            "0",
+            torch.zeros(requests + 1, dtype=torch.int32),
+            torch.zeros(requests, dtype=torch.int32),
+            torch.arange(1, blocks, dtype=torch.int32).view(requests, width),
+            torch.full((self.tokens + 3,), -1),
+        )
+        self.query_len = query_len
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """The lengths with this step's tokens; the rest of the batch is padding."""
+        batch, new = self.batch, self.query_len
+        batch.slot_mapping.fill_(-1)
+        batch.seq_lens.zero_()
+        for number, length in enumerate(lengths):
+            batch.seq_lens[number] = length
+            for token in range(new):
+                block, row = divmod(length - new + token, PAGE)
+                batch.slot_mapping[number * new + token] = int(batch.block_table[number, block]) * PAGE + row
+        starts = torch.arange(len(batch.query_start_loc), dtype=torch.int32) * new
+        batch.query_start_loc.copy_(starts.clamp(max=len(lengths) * new))
+
+    def rows(self, heads: int) -> torch.Tensor:
+        return self.normal(self.tokens, heads, self.model.head_size).to(self.model.dtype)
+
+    def step(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The output of each layer, and what is right for the tokens that are not padding."""
+        model, outputs, expected = self.model, [], []
+        self.calls.bring_down(self.batch)
+        for layer in self.layers:
+            query, key, value = self.rows(model.num_heads), self.rows(model.num_kv_heads), self.rows(model.num_kv_heads)
+            output = torch.zeros_like(query)
+            cache = layer.cache.clone()
+            self.calls.attend(layer, self.batch, query, key, value, output)
+            for token, slot in enumerate(self.batch.slot_mapping.tolist()):
+                if slot >= 0:
+                    cache[slot // PAGE, :, slot % PAGE] = torch.cat([key[token], value[token]], dim=-1)
+            assert torch.equal(layer.cache, cache), "keys and values must be stored, and nothing else"
+            keys, values = cache.transpose(1, 2).chunk(2, dim=-1)
+            problem = model.problem(
+                query=query,
+                key=keys,
+                value=values,
+                query_start_loc=self.batch.query_start_loc,
+                seq_lens=self.batch.seq_lens,
+                block_table=self.batch.block_table,
+                causal=True,
+            )
+            outputs.append(output)
+            expected.append(oracle.attention(problem)[0])
+        return outputs, expected
+
+    def check(self, lengths: list[int]) -> None:
+        self.set_lengths(lengths)
+        real = len(lengths) * self.query_len
+        for output, expected in zip(*self.step(), strict=True):
+            torch.testing.assert_close(output[:real].double(), expected[:real], atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), query_len=st.sampled_from([1, 2, 3]), window=st.sampled_from([None, 3]), sinks=st.booleans())
+def test_steps_equal_attention_over_everything(data: Any, query_len: int, window: int | None, sinks: bool) -> None:
+    engine = Engine(Model(window=window, has_sinks=sinks), layers=2, requests=3, query_len=query_len)
+    for _ in range(2):
+        engine.check(data.draw(st.lists(st.integers(query_len, 6 * PAGE), min_size=1, max_size=3)))
+
+
+def test_every_layer_and_capture_has_a_call_of_its_own(exact_weights: None) -> None:
+    engine = Engine(Model(), layers=3, requests=2, query_len=1)
+    engine.check([5, 9])
+    engine.check([6])
+    assert engine.bell.rung == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_caches(dtype: torch.dtype, exact_weights: None) -> None:
+    engine = Engine(Model(dtype=dtype), layers=1, requests=2, query_len=1)
+    engine.set_lengths([20, 7])
+    (output,), (expected,) = engine.step()
+    torch.testing.assert_close(output.double(), expected, atol=0, rtol=2 ** -(7 if dtype is torch.bfloat16 else 10))
+
+
+def test_a_batch_that_was_not_copied_down_is_not_used() -> None:
+    engine = Engine(Model(), layers=1, requests=1, query_len=1)
+    engine.check([3])
+    other = replace(engine.batch)
+    row = engine.rows(4)
+    with pytest.raises(AssertionError, match="copied down for another batch"):
+        engine.calls.attend(engine.layers[0], other, row, row[:, :2], row[:, :2], row)
+
+
+def test_reloaded_sinks_reach_calls_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(Model(has_sinks=True), layers=1, requests=1, query_len=1)
+    engine.check([3])
+    (layer,) = engine.layers
+    before: Callable[..., Any] = Model.problem
+    monkeypatch.setattr(Model, "problem", lambda self, **parts: replace(before(self, **parts), sinks=torch.ones(4)))
+    engine.calls.refresh(layer)
+    output = torch.zeros(1, 4, 32)
+    engine.calls.link.visible(engine.calls._buffers["out"]).zero_()
+    engine.bell.ring(engine.calls.thread.rung, engine.calls.thread.answered, 1)  # a replay of the first graph
+    output.copy_(engine.calls._buffers["out"][: output.nbytes].view(torch.float32).view(output.shape))
+    rows = engine.calls._buffers["rows"].view(torch.float32)[: 8 * 32].view(1, 8, 32)
+    keys, values = layer.cache.transpose(1, 2).chunk(2, dim=-1)
+    problem = replace(
+        engine.model.problem(
+            query=rows[:, :4],
+            key=keys,
+            value=values,
+            query_start_loc=engine.batch.query_start_loc,
+            seq_lens=engine.batch.seq_lens,
+            block_table=engine.batch.block_table,
+            causal=True,
+        ),
+        sinks=torch.ones(4),
+    )
+    torch.testing.assert_close(output.double(), oracle.attention(problem)[0], atol=2e-5, rtol=2e-5)
+
+
+def test_counters_say_what_the_cpu_read() -> None:
+    engine = Engine(Model(), layers=2, requests=1, query_len=1)
+    engine.check([9])
+    counters = engine.calls.counters()
+    assert counters.cpu_bytes == 2 * 9 * 2 * 2 * 32 * 4
+    assert counters.cpu_seconds > 0
