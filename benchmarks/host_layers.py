@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
     parser.add_argument("--decode", type=int, default=8, help="tokens timed per variant")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", default=["stream all", "CPU alone", "pieces", "graph", "auto"])
     parser.add_argument("--engines", nargs="+", choices=["stock", "device", "host"], default=["stock", "host"])
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -4,8 +4,12 @@ Used by: host_layers.py.
 
     stock     vLLM's own backend, at the contexts that fit into the limited memory
     device    this backend with all of the GPU's memory and no host layers
-    host      host layers, and three ways to decode: the GPU reads all host KV over the link ("stream all"), the CPU
-              attends to all of it ("CPU alone"), and what the start-up measurement chose ("auto")
+    host      host layers, and these ways to decode:
+              stream all   in pieces, and the GPU reads all host KV over the link
+              CPU alone    in pieces, and the CPU attends to all of it
+              pieces       in pieces, and the GPU reads the share that the start-up measurement chose
+              graph        each step is one CUDA graph, in which the CPU attends to everything
+              auto         the last two, by length, as the start-up measurement chose
 
 The limit of a decoding rate is a plain read of the host pool, by the same threads in the same rounds.
 """
@@ -13,6 +17,7 @@ The limit of a decoding rate is a plain read of the host pool, by the same threa
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -96,7 +101,18 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
         layers = host_layers.find(llm.llm_engine.vllm_config)
         assert layers is not None
         chosen = layers.group.stream_split
-        ways = (("stream all", StreamSplit(1.0)), ("CPU alone", StreamSplit(0.0)), ("auto", chosen))
+        until = layers.whole_steps_until
+        all_ways = {
+            "stream all": (StreamSplit(1.0), 0.0),
+            "CPU alone": (StreamSplit(0.0), 0.0),
+            "pieces": (chosen, 0.0),
+            "graph": (StreamSplit(0.0), math.inf),
+            "auto": (chosen, until),
+        }
+        if layers.graph_calls is None:
+            del all_ways["graph"], all_ways["auto"]
+        ways = {name: way for name, way in all_ways.items() if name in options.ways}
+        print(f"one graph for contexts of up to {until / GIB:.3f} GiB a layer", flush=True)
         placement = layers.placement
         per_layer = placement.bytes_per_block // placement.device_size.block_size
         per_token = per_layer * len(placement.host)
@@ -113,13 +129,13 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
             rates = []
             for _ in range(options.rounds):
                 rates.append(plain())
-                for way, split in ways:
+                for way, (split, whole_until) in ways.items():
                     layers.set_stream_split(split)
+                    layers.whole_steps_until = whole_until
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
-            layers.set_stream_split(chosen)
-            streamed = statistics.median(times["stream all"])
+            streamed = statistics.median(times[next(iter(ways))])
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
-            for way, split in ways:
+            for way, (split, _) in ways.items():
                 step = statistics.median(times[way])
                 rows.append(
                     row(
@@ -128,7 +144,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                         "tokens/s",
                         batch / step,
                         limit=limit,
-                        stream_all=batch / streamed,
+                        first_way=(next(iter(ways)), batch / streamed),
                         share=round(split.of(per_layer * tokens * batch), 3),
                         step_ms=[round(1000 * value, 2) for value in times[way]],
                         host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
@@ -164,11 +180,11 @@ def row(
     ours: float,
     *,
     limit: float | None = None,
-    stream_all: float | None = None,
+    first_way: tuple[str, float] = ("", 0.0),
     **more: Any,
 ) -> Row:
     """A row for a rate or count, where more is better."""
-    peer_name = None if stream_all is None else "stream all"
+    peer_name, peer = first_way
     return compared(
-        case, metric, unit, ours, better="higher", peer_name=peer_name, peer=stream_all, limit=limit, **more
+        case, metric, unit, ours, better="higher", peer_name=peer_name or None, peer=peer or None, limit=limit, **more
     )

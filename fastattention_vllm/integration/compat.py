@@ -280,8 +280,9 @@ def choose_whole_steps(find: Callable[[Any], Any]) -> None:
 
 def tokens_in_cache(scheduler_output: Any) -> int:
     """Tokens that a step's requests have in the cache, all requests together."""
-    new = sum(request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)
-    return new + sum(scheduler_output.scheduled_cached_reqs.num_computed_tokens)
+    new = [request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs]
+    contexts: list[int] = [*new, *scheduler_output.scheduled_cached_reqs.num_computed_tokens]
+    return sum(contexts)
 
 
 def before_gpu_profiling(callback: Callable[[Any, torch.nn.Module], None]) -> None:

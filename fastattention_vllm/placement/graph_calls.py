@@ -106,13 +106,16 @@ class GraphCalls:
             self.link.visible(copy).copy_(tensor)
             return copy
 
-        self._batches[batch.table] = batch, GraphBatch(
-            batch.table,
-            down("query_start_loc", batch.query_start_loc),
-            down("seq_lens", batch.seq_lens),
-            down("block_table", batch.block_table),
-            down("slot_mapping", batch.slot_mapping),
-            batch.causal,
+        self._batches[batch.table] = (
+            batch,
+            GraphBatch(
+                batch.table,
+                down("query_start_loc", batch.query_start_loc),
+                down("seq_lens", batch.seq_lens),
+                down("block_table", batch.block_table),
+                down("slot_mapping", batch.slot_mapping),
+                batch.causal,
+            ),
         )
 
     def attend(

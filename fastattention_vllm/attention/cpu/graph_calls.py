@@ -52,9 +52,7 @@ class GraphThread:
         """
         number = c_uint32()
         check(
-            library().fa_cpu_graph_add(
-                self._handle, ctypes.byref(write), ctypes.byref(attention), ctypes.byref(number)
-            )
+            library().fa_cpu_graph_add(self._handle, ctypes.byref(write), ctypes.byref(attention), ctypes.byref(number))
         )
         self._kept.append(keep)
         return number.value

@@ -165,13 +165,13 @@ class HostLayers:
     def is_first(self, attention: HostAttention, metadata: HostMetadata) -> bool:
         """Whether no earlier host layer of this forward pass has the same metadata."""
         every: Any = get_forward_context().attn_metadata
-        return attention is next(
-            layer for layer in self.group.layers if every.get(layer_name(layer)) is metadata
-        )
+        return attention is next(layer for layer in self.group.layers if every.get(layer_name(layer)) is metadata)
 
     def allows_whole_step(self, contexts: int) -> bool:
         """Whether a decode step with ``contexts`` tokens in the cache, all requests together, is best one graph."""
-        return contexts * self.placement.bytes_per_block // self.placement.device_size.block_size < self.whole_steps_until
+        return (
+            contexts * self.placement.bytes_per_block // self.placement.device_size.block_size < self.whole_steps_until
+        )
 
     def counters(self) -> Counters:
         """What the host layers have done since the start, inside and outside of graphs."""

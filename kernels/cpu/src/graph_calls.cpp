@@ -47,7 +47,8 @@ int64_t kv_bytes(const fa_attention_problem& p) {
   return tokens * p.num_kv_heads * p.head_size * 2 * kBytes[p.kv_dtype];
 }
 
-// A page that is never freed, because a device may have it registered, and a thread may poll it while the process exits.
+// A page that is never freed, because a device may have it registered, and a thread may poll it while the process
+// exits.
 uint32_t* new_doorbell() {
   static std::vector<void*>* const pages = new std::vector<void*>;  // so that leak checkers find them
   static std::mutex mutex;

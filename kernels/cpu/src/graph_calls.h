@@ -1,6 +1,6 @@
-// The attention calls of a device's CUDA graphs. A graph cannot call the host, so it rings: it writes a call's number to
-// pinned memory and waits there for the answer. A thread of this process polls the number, stores the call's new keys
-// and values, attends, and answers. Everything about a call but the contents of its tensors is known beforehand.
+// The attention calls of a device's CUDA graphs. A graph cannot call the host, so it rings: it writes a call's number
+// to pinned memory and waits there for the answer. A thread of this process polls the number, stores the call's new
+// keys and values, attends, and answers. Everything about a call but the contents of its tensors is known beforehand.
 #ifndef FASTATTENTION_GRAPH_CALLS_H
 #define FASTATTENTION_GRAPH_CALLS_H
 
@@ -17,7 +17,7 @@ namespace fastattention {
 class GraphCalls {
  public:
   explicit GraphCalls(int cpu);  // throws std::system_error if the thread cannot be started, or pinned to cpu
-  ~GraphCalls();  // does not wait for calls that have not been rung
+  ~GraphCalls();                 // does not wait for calls that have not been rung
   GraphCalls(const GraphCalls&) = delete;
   GraphCalls& operator=(const GraphCalls&) = delete;
 

@@ -23,7 +23,8 @@ void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
 }
 
 void futex_wait_for(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::microseconds at_most) {
-  const timespec time{static_cast<time_t>(at_most.count() / 1000000), static_cast<long>(at_most.count() % 1000000 * 1000)};
+  const timespec time{static_cast<time_t>(at_most.count() / 1000000),
+                      static_cast<long>(at_most.count() % 1000000 * 1000)};
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, &time, nullptr, 0);
 }
 

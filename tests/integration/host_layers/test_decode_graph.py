@@ -234,5 +234,3 @@ def test_weights_that_are_loaded_again_reach_graphs() -> None:
     layer.inner.process_weights_after_loading = processed.append  # type: ignore[attr-defined]
     layer.process_weights_after_loading(torch.float16)
     assert (refreshed, processed) == ([layer.attention], [torch.float16])
-
-
