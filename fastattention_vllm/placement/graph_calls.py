@@ -51,8 +51,12 @@ class GraphBatch:
     block_table: torch.Tensor
     """``[num_seqs, max_blocks]`` int32, contiguous."""
     slot_mapping: torch.Tensor
-    """``[>= num_tokens]`` int64, negative for padding."""
+    """``[num_tokens]`` int64, negative for padding."""
     causal: bool = True
+
+
+CHANGING = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+"""The tensors of a :class:`GraphBatch`."""
 
 
 class GraphCalls:
@@ -68,7 +72,7 @@ class GraphCalls:
         self.link = link
         self.bell = bell
         self._pinning = pinning
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._batches: dict[str, tuple[GraphBatch, GraphBatch]] = {}
         """By block table: the last batch that was copied down, and its copy."""
         self._layers: dict[HostAttention, AttentionProblem] = {}
@@ -98,25 +102,29 @@ class GraphCalls:
             before.copy_(after)
             self._layers[layer] = replace(self._layers[layer], sinks=before)
 
+    def reserve(self, batch: GraphBatch, dtype: torch.dtype) -> None:
+        """Allocate what graphs of this batch need, because memory cannot be pinned during a capture.
+
+        ``dtype``: of queries, keys and values.
+        """
+        tokens = len(batch.slot_mapping)
+        for layer in self._layers:
+            _, kv_heads, _, both = layer.cache.shape
+            heads, size = layer.layer.num_heads, both // 2
+            self._buffer("rows", (tokens, (heads + 2 * kv_heads) * size), dtype)
+            self._buffer("out", (tokens, heads, size), dtype)
+        for name in CHANGING:
+            tensor: torch.Tensor = getattr(batch, name)
+            self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
+
     def bring_down(self, batch: GraphBatch) -> None:
         """Copy a batch's lengths, block tables and slots to the host. Once per step and block table."""
-
-        def down(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            copy = self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
-            self.link.visible(copy).copy_(tensor)
-            return copy
-
-        self._batches[batch.table] = (
-            batch,
-            GraphBatch(
-                batch.table,
-                down("query_start_loc", batch.query_start_loc),
-                down("seq_lens", batch.seq_lens),
-                down("block_table", batch.block_table),
-                down("slot_mapping", batch.slot_mapping),
-                batch.causal,
-            ),
-        )
+        copies = {}
+        for name in CHANGING:
+            tensor: torch.Tensor = getattr(batch, name)
+            copies[name], seen = self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
+            seen.copy_(tensor)
+        self._batches[batch.table] = batch, replace(batch, **copies)
 
     def attend(
         self,
@@ -130,18 +138,18 @@ class GraphCalls:
         """Store the batch's keys and values, and compute attention of ``query`` into ``output``.
 
         All tensors are on the device: ``[num_tokens, heads, head_size]``. Rows of padding become anything.
-        :meth:`bring_down` comes first in the same graph.
+        :meth:`bring_down` comes first in the same graph, and :meth:`reserve` before the graph.
         """
         found, down = self._batches[batch.table]
         assert found is batch, f"block table {batch.table} was copied down for another batch"
         tokens, parts = len(query), (query, key, value)
         widths = [part.shape[1] * part.shape[2] for part in parts]
-        rows = self._buffer("rows", (tokens, sum(widths)), query.dtype)
-        torch.cat([part.flatten(1) for part in parts], dim=1, out=self.link.visible(rows))
+        rows, rows_seen = self._buffer("rows", (tokens, sum(widths)), query.dtype)
+        torch.cat([part.flatten(1) for part in parts], dim=1, out=rows_seen)
         query_there, key_there, value_there = (
             columns.unflatten(1, part.shape[1:]) for columns, part in zip(rows.split(widths, dim=1), parts, strict=True)
         )
-        out = self._buffer("out", query.shape, query.dtype)
+        out, out_seen = self._buffer("out", query.shape, query.dtype)
         problem = replace(
             self._layers[layer],
             query=query_there,
@@ -155,13 +163,13 @@ class GraphCalls:
             value_there,
             layer.key_cache,
             layer.value_cache,
-            down.slot_mapping[:tokens],
+            down.slot_mapping,
             *layer.layer.scales(),
         )
         attention, *_ = cpu_kernels.attention_arguments(problem, out, None, False)
         call = self.thread.add(write, attention, problem, down, out)
         self.bell.ring(self.thread.rung, self.thread.answered, call)
-        output[:tokens].copy_(self.link.visible(out))
+        output[:tokens].copy_(out_seen)
 
     def counters(self) -> Counters:
         """What the CPU has done for graphs."""
@@ -169,13 +177,17 @@ class GraphCalls:
         seconds = found.nanoseconds * 1e-9
         return Counters(cpu_seconds=seconds, cpu_bytes=found.kv_bytes, device_wait_seconds=seconds)
 
-    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Pinned memory. One of a name is in use at a time, so later calls get the same memory if it is large enough.
+    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pinned memory, and the same memory as the device sees it.
 
-        Calls keep what they were given, so a graph's memory outlives a larger buffer of the same name.
+        One of a name is in use at a time, so later calls get the same memory if it is large enough. Calls keep what they
+        were given, so a graph's memory outlives a larger buffer of the same name.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
         kept = self._buffers.get(name)
-        if kept is None or kept.nbytes < size:
-            kept = self._buffers[name] = host_memory.commit(size, pin=self._pinning)[0]
-        return kept[:size].view(dtype).view(torch.Size(shape))
+        if kept is None or kept[0].nbytes < size:
+            assert not self.bell.capturing(), f"{name} of {size} bytes was not reserved before the capture"
+            memory, _ = host_memory.commit(size, pin=self._pinning)
+            kept = self._buffers[name] = memory, self.link.visible(memory)
+        host, seen = (bytes_[:size].view(dtype).view(torch.Size(shape)) for bytes_ in kept)
+        return host, seen

@@ -54,6 +54,8 @@ class Device(Protocol):
 class Layer(Protocol):
     """The properties of a model's layer, without tensors."""
 
+    num_heads: int
+
     def problem(self, **parts: Any) -> AttentionProblem: ...
 
     def scales(self) -> tuple[float, float]:

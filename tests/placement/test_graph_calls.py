@@ -27,9 +27,10 @@ class Doorbell:
 
     def __init__(self) -> None:
         self.rung: list[int] = []
+        self.captures = False
 
     def capturing(self) -> bool:
-        return True
+        return self.captures
 
     def ring(self, rung: int, answered: int, call: int) -> None:
         self.rung.append(call)
@@ -61,7 +62,7 @@ class Engine:
             torch.zeros(requests + 1, dtype=torch.int32),
             torch.zeros(requests, dtype=torch.int32),
             torch.arange(1, blocks, dtype=torch.int32).view(requests, width),
-            torch.full((self.tokens + 3,), -1),
+            torch.full((self.tokens,), -1),
         )
         self.query_len = query_len
 
@@ -87,6 +88,9 @@ class Engine:
     def step(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The output of each layer, and what is right for the tokens that are not padding."""
         model, outputs, expected = self.model, [], []
+        self.bell.captures = False
+        self.calls.reserve(self.batch, model.dtype)
+        self.bell.captures = True
         self.calls.bring_down(self.batch)
         for layer in self.layers:
             query, key, value = self.rows(model.num_heads), self.rows(model.num_kv_heads), self.rows(model.num_kv_heads)
@@ -157,11 +161,11 @@ def test_reloaded_sinks_reach_calls_that_exist(monkeypatch: pytest.MonkeyPatch) 
     before: Callable[..., Any] = Model.problem
     monkeypatch.setattr(Model, "problem", lambda self, **parts: replace(before(self, **parts), sinks=torch.ones(4)))
     engine.calls.refresh(layer)
-    output = torch.zeros(1, 4, 32)
-    engine.calls.link.visible(engine.calls._buffers["out"]).zero_()
+    engine.bell.captures = False
+    output, _ = engine.calls._buffer("out", (1, 4, 32), torch.float32)
+    output.zero_()
     engine.bell.ring(engine.calls.thread.rung, engine.calls.thread.answered, 1)  # a replay of the first graph
-    output.copy_(engine.calls._buffers["out"][: output.nbytes].view(torch.float32).view(output.shape))
-    rows = engine.calls._buffers["rows"].view(torch.float32)[: 8 * 32].view(1, 8, 32)
+    rows, _ = engine.calls._buffer("rows", (1, 8, 32), torch.float32)
     keys, values = layer.cache.transpose(1, 2).chunk(2, dim=-1)
     problem = replace(
         engine.model.problem(
@@ -176,6 +180,13 @@ def test_reloaded_sinks_reach_calls_that_exist(monkeypatch: pytest.MonkeyPatch) 
         sinks=torch.ones(4),
     )
     torch.testing.assert_close(output.double(), oracle.attention(problem)[0], atol=2e-5, rtol=2e-5)
+
+
+def test_nothing_is_allocated_during_a_capture() -> None:
+    engine = Engine(Model(), layers=1, requests=2, query_len=1)
+    engine.bell.captures = True
+    with pytest.raises(AssertionError, match="0 query_start_loc of 12 bytes was not reserved before the capture"):
+        engine.calls.bring_down(engine.batch)
 
 
 def test_counters_say_what_the_cpu_read() -> None:

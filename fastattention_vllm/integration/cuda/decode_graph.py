@@ -65,8 +65,11 @@ class GraphMetadataBuilder(HostMetadataBuilder):
             query_start_loc=common.query_start_loc[: common.num_reqs + 1],
             seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor[: common.num_reqs],
-            slot_mapping=common.slot_mapping,
+            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
         )
+        found = host_layers.find(self.vllm_config)
+        if found and found.graph_calls:
+            found.graph_calls.reserve(metadata.graph_batch, found.dtype)
         return metadata
 
 
