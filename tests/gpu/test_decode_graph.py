@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.placement import cuda_bell
 from tests import reference_models as reference
-from tests.gpu.test_engine import GPU, LAYERS, Steps, answers, check, model  # noqa: F401
+from tests.gpu.apart import apart
+from tests.gpu.test_engine import GPU, LAYERS, LENGTHS, Steps, check, model  # noqa: F401
 from tests.integration.engine import engine, generate
 from tests.reference_models import random_prompts, save_random
 
@@ -27,27 +27,32 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_calls(path: Path, prompts: list[list[int]], max_tokens: int = 12, **changes: Any) -> tuple[list[Steps], int]:
-    """Answers, and the number of calls that graphs have made of the CPU."""
-    with engine(path, **(GPU | GRAPHS | changes)) as llm:
-        found = host_layers.find(llm.llm_engine.vllm_config)
-        assert found is not None
-        assert found.graph_calls is not None
-        before = found.graph_calls.thread.counters().calls
-        completions = [output.outputs[0] for output in generate(llm, prompts, max_tokens=max_tokens)]
-        calls = found.graph_calls.thread.counters().calls - before
-    return [[(t, step[t].logprob) for t, step in zip(c.token_ids, c.logprobs, strict=True)] for c in completions], calls
-
-
-@functools.cache
-def of_flash_attn(path: Path, lengths: tuple[int, ...], compiled: bool) -> list[Steps]:
-    way = GRAPHS if compiled else GRAPHS | WAYS["whole graphs only"]
-    with engine(path, attention_backend="FLASH_ATTN", **(GPU | way)) as llm:
-        completions = [output.outputs[0] for output in generate(llm, random_prompts(lengths))]
+def steps_of(completions: list[Any]) -> list[Steps]:
     return [[(t, step[t].logprob) for t, step in zip(c.token_ids, c.logprobs, strict=True)] for c in completions]
 
 
-LENGTHS = (1, 17, 130, 300, 900, 1500)
+def ask(llm: Any, prompts: list[list[int]], tokens: int) -> list[Steps]:
+    return steps_of([output.outputs[0] for output in generate(llm, prompts, max_tokens=tokens)])
+
+
+def answer(
+    path: Path, prompts: list[list[int]], tokens: int = 12, *, alone: bool = False, **changes: Any
+) -> tuple[list[Steps], int]:
+    """Answers, and the number of calls that graphs have made of the CPU. ``alone``: one request after the other."""
+    with engine(path, **(GPU | GRAPHS | changes)) as llm:
+        found = host_layers.find(llm.llm_engine.vllm_config)
+        thread = found.graph_calls.thread if found and found.graph_calls else None
+        before = thread.counters().calls if thread else 0
+        parts = [[prompt] for prompt in prompts] if alone else [prompts]
+        steps = [one for part in parts for one in ask(llm, part, tokens)]
+        return steps, thread.counters().calls - before if thread else 0
+
+
+@functools.cache
+def of_flash_attn(path: Path, compiled: bool) -> list[Steps]:
+    way = {} if compiled else WAYS["whole graphs only"]
+    steps, _ = apart(answer, path, random_prompts(LENGTHS), attention_backend="FLASH_ATTN", **way)
+    return steps
 
 
 def test_this_gpu_rings() -> None:
@@ -66,80 +71,68 @@ def test_answers_are_those_of_vllms_backend(
     model: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = of_flash_attn(model, LENGTHS, way != "whole graphs only")
+    expected = of_flash_attn(model, way != "whole graphs only")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
     config = {"fastattention": section | {"host_kv_layers": hosts}}
-    found, calls = with_calls(model, random_prompts(LENGTHS), additional_config=config, **WAYS[way])
+    found, calls = apart(answer, model, random_prompts(LENGTHS), additional_config=config, **WAYS[way])
     check(found, expected)
     assert calls >= 8 * hosts, "most decode steps are graphs"
     assert calls % hosts == 0
 
 
 def test_windows_and_sinks(tmp_path: Path) -> None:
+    """Of one request at a time, graph and pieces compute the same. FlashAttention has sinks in bf16 only."""
     path = save_random(reference.gpt_oss(), tmp_path)
-    # FlashAttention has sinks in bf16 only.
-    changes = GRAPHS | {"dtype": "bfloat16", "additional_config": {"fastattention": {"host_kv_layers": 2}}}
-    expected = answers(path, **changes, compilation_config={"cudagraph_mode": "PIECEWISE"})
-    found, calls = with_calls(path, random_prompts(LENGTHS), **changes)
+    changes = {"dtype": "bfloat16", "additional_config": {"fastattention": {"host_kv_layers": 2}}}
+    pieces = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    expected, none = apart(answer, path, random_prompts(LENGTHS), alone=True, **changes, **pieces)
+    found, calls = apart(answer, path, random_prompts(LENGTHS), alone=True, **changes)
     check(found, expected)
-    assert calls
+    assert (none, calls) == (0, 2 * 11 * len(LENGTHS))
 
 
 def test_speculation(model: Path) -> None:  # noqa: F811
     prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
     section = {"additional_config": {"fastattention": {"host_kv_layers": 2}}}
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
-    plain, _ = with_calls(model, prompts, 24, **section)
-    found, calls = with_calls(model, prompts, 24, **section, **drafts)
+    plain, _ = apart(answer, model, prompts, 24, **section)
+    found, calls = apart(answer, model, prompts, 24, **section, **drafts)
     check(found, plain)
     assert calls
 
 
-def test_batches_of_every_size_and_steps_in_pieces_between(model: Path) -> None:  # noqa: F811
-    """Requests end and others arrive, padding comes and goes, and every other step is not a graph."""
-    prompts = random_prompts((1, 700, 33, 5, 260, 90, 16, 17, 800, 2))
+def changing_batches(path: Path, prompts: list[list[int]], turns: int | None) -> list[list[Steps]]:
+    """Answers of single requests of several lengths, and of all together. Every ``turns``-th step runs in pieces."""
     section = {"additional_config": {"fastattention": {"host_kv_layers": 3}}}
-    eager = answers_of(model, prompts, **section)
-    for turns in (None, 2, 3):
-        with engine(model, **(GPU | GRAPHS | section | {"max_num_seqs": 4})) as llm:
-            found = host_layers.find(llm.llm_engine.vllm_config)
-            assert found is not None
-            if turns:
-                alternate(found, turns)
-            completions = [
-                llm_answer(llm, prompts[:1], 3),
-                *(llm_answer(llm, [prompt], 2 + 3 * at) for at, prompt in enumerate(prompts)),
-                llm_answer(llm, prompts, 20),
-            ]
-        check(completions[-1], eager)
-        check(completions[3], [eager[2][:8]])
+    with engine(path, **(GPU | GRAPHS | section | {"max_num_seqs": 4})) as llm:
+        found: Any = host_layers.find(llm.llm_engine.vllm_config)
+        steps = 0
+
+        def allows(contexts: int) -> bool:
+            nonlocal steps
+            steps += 1
+            return turns is None or steps % turns != 0
+
+        found.allows_whole_step = allows
+        singles = [ask(llm, [prompt], 2 + 3 * at) for at, prompt in enumerate(prompts)]
+        return [*singles, ask(llm, prompts, 20)]
 
 
-def alternate(found: Any, turns: int) -> None:
-    """Let every ``turns``-th step run in pieces."""
-    steps = 0
-
-    def allows(contexts: int) -> bool:
-        nonlocal steps
-        steps += 1
-        return steps % turns != 0
-
-    found.allows_whole_step = allows
-
-
-def llm_answer(llm: Any, prompts: list[list[int]], tokens: int) -> list[Steps]:
-    completions = [output.outputs[0] for output in generate(llm, prompts, max_tokens=tokens)]
-    return [[(t, step[t].logprob) for t, step in zip(c.token_ids, c.logprobs, strict=True)] for c in completions]
-
-
-def answers_of(path: Path, prompts: list[list[int]], **section: Any) -> list[Steps]:
-    with engine(path, **(GPU | section | {"max_num_seqs": 4})) as llm:
-        return llm_answer(llm, prompts, 20)
+@pytest.mark.parametrize("turns", [None, 2, 3])
+def test_batches_of_every_size_and_steps_in_pieces_between(turns: int | None, model: Path) -> None:  # noqa: F811
+    """Requests end and others arrive, padding comes and goes, and some steps are not graphs."""
+    prompts = random_prompts((1, 700, 33, 5, 260, 90, 16, 17, 800, 2))
+    changes = {"additional_config": {"fastattention": {"host_kv_layers": 0}}, "max_num_seqs": 4}
+    expected, _ = apart(answer, model, prompts, 30, **changes)
+    *singles, together = apart(changing_batches, model, prompts, turns)
+    check(together, [steps[:20] for steps in expected])
+    check([single[0] for single in singles[3:]], [steps[: 2 + 3 * at] for at, steps in enumerate(expected)][3:])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(model: Path) -> None:  # noqa: F811
     """Each rank has a thread and a bell of its own."""
     section = {"additional_config": {"fastattention": {"host_kv_layers": 2}}}
-    expected: Callable[[], list[Steps]] = lambda: answers(model, **GRAPHS, **section)  # noqa: E731
-    check(answers(model, **GRAPHS, **section, tensor_parallel_size=2), expected())
+    expected, _ = apart(answer, model, random_prompts(LENGTHS), **section)
+    found, _ = apart(answer, model, random_prompts(LENGTHS), **section, tensor_parallel_size=2)
+    check(found, expected)
