@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--model", type=Path, default=Path("/tmp/fastattention-demo"), help="built there if missing")
     parser.add_argument("--device-gib", type=float, default=4)
+    parser.add_argument("--host-layers", type=int, help="instead of as many as the longest request needs")
     parser.add_argument("--host-gib", type=float, help="bound of the host pool")
     parser.add_argument("--tokens", type=int, nargs="+", default=[262144], help="length of one prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="for each of --tokens, or one for all")

@@ -87,7 +87,9 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
         options.batch
     )
-    section = {"host_kv_layers": "auto"} | ({"host_kv_gib": options.host_gib} if options.host_gib else {})
+    section = {"host_kv_layers": options.host_layers or "auto"} | (
+        {"host_kv_gib": options.host_gib} if options.host_gib else {}
+    )
     llm = engine(
         path,
         options,
@@ -127,12 +129,17 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
             rows.append(row(case, "cooperative prefill", "tokens/s", tokens * batch / seconds))
             times: dict[str, list[float]] = {}
             rates = []
+            cpu_rates: dict[str, list[float]] = {}
             for _ in range(options.rounds):
                 rates.append(plain())
                 for way, (split, whole_until) in ways.items():
                     layers.set_stream_split(split)
                     layers.whole_steps_until = whole_until
+                    before = layers.counters()
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
+                    spent = layers.counters().cpu_seconds - before.cpu_seconds
+                    read_bytes = layers.counters().cpu_bytes - before.cpu_bytes
+                    cpu_rates.setdefault(way, []).append(read_bytes / spent if spent else 0.0)
             streamed = statistics.median(times[next(iter(ways))])
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
             for way, (split, _) in ways.items():
@@ -148,6 +155,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                         share=round(split.of(per_layer * tokens * batch), 3),
                         step_ms=[round(1000 * value, 2) for value in times[way]],
                         host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
+                        cpu_gb_per_s=[round(rate / 1e9, 1) for rate in cpu_rates[way]],
                         plain_read_gb_per_s=[round(rate / 1e9, 1) for rate in rates],
                     )
                 )

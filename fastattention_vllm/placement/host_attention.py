@@ -54,7 +54,8 @@ class Device(Protocol):
 class Layer(Protocol):
     """The properties of a model's layer, without tensors."""
 
-    num_heads: int
+    @property
+    def num_heads(self) -> int: ...
 
     def problem(self, **parts: Any) -> AttentionProblem: ...
 

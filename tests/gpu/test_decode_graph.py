@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.placement import cuda_bell
+from fastattention_vllm.placement import cuda_bell, host_memory
+from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
+from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
+from fastattention_vllm.placement.link import CudaLink
+from fastattention_vllm.placement.pinning import CudaPinning
 from tests import reference_models as reference
 from tests.gpu.apart import apart
 from tests.gpu.test_engine import GPU, LAYERS, LENGTHS, Steps, check, model  # noqa: F401
 from tests.integration.engine import engine, generate
+from tests.placement.scenario import Model
 from tests.reference_models import random_prompts, save_random
 
 GRAPHS: dict[str, Any] = {"enforce_eager": False}
@@ -55,8 +60,35 @@ def of_flash_attn(path: Path, compiled: bool) -> list[Steps]:
     return steps
 
 
-def test_this_gpu_rings() -> None:
-    assert cuda_bell.why_not() is None
+def test_a_graph_rings_and_waits() -> None:
+    """Each replay reads what is there then: here the thread adds up what earlier calls have stored."""
+    bell = cuda_bell.create()
+    assert not isinstance(bell, str), bell
+    calls = GraphCalls(CudaLink(torch.device("cuda")), CudaPinning(), bell)
+    group = HostLayerGroup(calls.link, None)  # type: ignore[arg-type]
+    cache = host_memory.commit(9 * 2 * 4 * 64 * 4, pin=CudaPinning())[0].view(torch.float32).view(9, 2, 4, 64)
+    layer = HostAttention(group, Model(), cache)
+    calls.prepare(layer)
+    batch = GraphBatch(
+        "0",
+        torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
+        torch.ones(1, dtype=torch.int32, device="cuda"),
+        torch.arange(1, 9, dtype=torch.int32, device="cuda")[None],
+        torch.tensor([4], device="cuda"),
+    )
+    query, key, value, output = (torch.zeros(1, heads, 32, device="cuda") for heads in (4, 2, 2, 4))
+    calls.reserve(batch, torch.float32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls.bring_down(batch)
+        calls.attend(layer, batch, query, key, value, output)
+    for step in range(1, 20):
+        value.fill_(step)
+        batch.seq_lens.fill_(step)
+        batch.slot_mapping.fill_(4 + step - 1)
+        graph.replay()
+        assert (output == (step + 1) / 2).all().item(), step
+    assert calls.thread.counters().calls == 19
 
 
 @pytest.mark.parametrize("section", [{}, {"volta_kernels": "ptx"}], ids=["flash", "volta"])

@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin, HostMetadata, HostMetadataBuilder
 from fastattention_vllm.placement import cuda_bell
+from fastattention_vllm.placement.cuda_bell import CudaBell
 from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.pinning import Pinning
@@ -25,13 +26,13 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int) -> Gra
         return None
     tokens = tokens_per_request(vllm_config)
     if tokens > MAX_CPU_TOKENS:
-        reason = f"steps of {tokens} tokens per request are divided between the CPU and the GPU"
+        bell: CudaBell | str = f"steps of {tokens} tokens per request are divided between the CPU and the GPU"
     else:
-        reason = cuda_bell.why_not() or ""
-    if reason:
-        logger.warning("Host layers: decode steps run in pieces instead of one CUDA graph, because %s.", reason)
+        bell = cuda_bell.create()
+    if isinstance(bell, str):
+        logger.warning("Host layers: decode steps run in pieces instead of one CUDA graph, because %s.", bell)
         return None
-    return GraphCalls(link, pinning, cuda_bell.CudaBell(), cpu)
+    return GraphCalls(link, pinning, bell, cpu)
 
 
 def tokens_per_request(vllm_config: Any) -> int:

@@ -142,7 +142,7 @@ def test_graphs_hold_host_layers_where_everything_allows_it(
     why_not: str | None,
     works: bool,
 ) -> None:
-    monkeypatch.setattr(cuda_bell, "why_not", lambda: why_not)
+    monkeypatch.setattr(cuda_bell, "create", lambda: why_not or SimpleNamespace())
     monkeypatch.setattr(decode_graph, "GraphCalls", lambda *arguments: SimpleNamespace(arguments=arguments))
     monkeypatch.setattr(decode_graph.logger, "propagate", True)
     found: Any = graph_calls(config_of(mode, drafted), LocalLink(), None, 3)  # type: ignore[arg-type]
