@@ -87,7 +87,7 @@ def test_a_graph_rings_and_waits() -> None:
         batch.seq_lens.fill_(step)
         batch.slot_mapping.fill_(4 + step - 1)
         graph.replay()
-        assert (output == (step + 1) / 2).all().item(), step
+        torch.testing.assert_close(output, torch.full_like(output, (step + 1) / 2))
     assert calls.thread.counters().calls == 19
 
 
