@@ -5,8 +5,8 @@
 Run by: contributors who change how a graph waits for the CPU.
 Needs: an NVIDIA GPU of compute capability 7.0 or newer.
 
-A graph calls the host many times for attention over one key, which takes next to no time. Two ways to wait are compared:
-a kernel that polls, and the driver's memory operations.
+A graph calls the host many times for attention over one key, which takes next to no time. Two ways to wait are
+compared: a kernel that polls, and the driver's memory operations.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
         report(rows, f"{torch.cuda.get_device_name()}; {machine.hardware(options.threads)}").write(options.json)
 
 
-def replay_of(bell: Bell, cpu: int):  # noqa: ANN201
+def replay_of(bell: Bell, cpu: int):
     """A function that runs a graph of many calls and returns microseconds per call."""
     calls = GraphCalls(CudaLink(torch.device("cuda")), CudaPinning(), bell, cpu)
     memory, _ = host_memory.commit(2 * KV_HEADS * PAGE * 2 * SIZE * 2, pin=CudaPinning())

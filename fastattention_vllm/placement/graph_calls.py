@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -119,7 +119,7 @@ class GraphCalls:
 
     def bring_down(self, batch: GraphBatch) -> None:
         """Copy a batch's lengths, block tables and slots to the host. Once per step and block table."""
-        copies = {}
+        copies: dict[str, Any] = {}
         for name in CHANGING:
             tensor: torch.Tensor = getattr(batch, name)
             copies[name], seen = self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
@@ -180,8 +180,8 @@ class GraphCalls:
     def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Pinned memory, and the same memory as the device sees it.
 
-        One of a name is in use at a time, so later calls get the same memory if it is large enough. Calls keep what they
-        were given, so a graph's memory outlives a larger buffer of the same name.
+        One of a name is in use at a time, so later calls get the same memory if it is large enough. Calls keep what
+        they were given, so a graph's memory outlives a larger buffer of the same name.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
         kept = self._buffers.get(name)

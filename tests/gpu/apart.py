@@ -1,4 +1,4 @@
-"""Runs an engine in a process of its own: vLLM keeps pools and switches of CUDA graphs for as long as a process lives."""
+"""Runs an engine in a process of its own, because vLLM keeps state of CUDA graphs for as long as a process lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on CPUs for CUDA graphs, which cannot call the host: a thread of the kernel library waits for their rings."""
+"""Attention on CPUs for CUDA graphs, which cannot call the host: a thread of the library waits for their rings."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ class HostLayers:
     def set_stream_split(self, split: StreamSplit) -> None:
         """Set how much of the decoding requests' host KV the device reads over the link.
 
-        Where it reads anything, decode steps run in pieces, if these are faster than a graph in which the CPU reads all.
-        All ranks decide alike, because vLLM's own sums depend on it.
+        Where it reads anything, decode steps run in pieces, if these are faster than a graph in which the CPU reads
+        all. All ranks decide alike, because vLLM's own sums depend on it.
         """
         self.group.stream_split = split
         if self.graph_calls:
