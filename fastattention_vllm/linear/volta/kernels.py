@@ -1,8 +1,8 @@
 """x times quantised weights on NVIDIA V100 (sm_70), in fp16 with fp32 sums. Equal inputs give equal bits.
 
 Up to 16 rows are one launch that reads the weights once, from 17 on in turns of 16. Many rows are multiplied by cuBLAS,
-with weights that are converted to fp16 a slice at a time. On a newer GPU, the same kernels run from their PTX for tests:
-they are correct there, but slow.
+with weights that are converted to fp16 a slice at a time. On a newer GPU, the same kernels run from their PTX for
+tests: they are correct there, but slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.volta import images
-from fastattention_vllm.attention.volta.images import IMAGES
 from fastattention_vllm.attention.volta.kernels import target
 from fastattention_vllm.linear.volta import launch, packing, reference
 from fastattention_vllm.linear.volta.launch import TILE, Linear, Unpack, Variant, Weights
@@ -204,7 +203,7 @@ def _described(weights: PackedWeights) -> Weights:
 
 def _variants(weight: str) -> list[Variant]:
     """``weight``: the format's name in the kernels."""
-    return [one for one in _found(IMAGES) if one.weight == weight]
+    return [one for one in _found(images.IMAGES) if one.weight == weight]
 
 
 @functools.cache
@@ -219,7 +218,7 @@ def _kernel(variant: Variant) -> cuda_driver.Kernel:
 @functools.cache
 def _loaded(variant: Variant, suffix: str) -> cuda_driver.Kernel:
     # Turing runs the V100's machine code, and newer GPUs its PTX.
-    return images.load(IMAGES, variant, suffix)
+    return images.load(images.IMAGES, variant, suffix)
 
 
 def _shape(x: torch.Tensor, bias: torch.Tensor | None, *of: Any) -> torch.Tensor:

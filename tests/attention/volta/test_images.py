@@ -40,7 +40,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in FILES:
         (folder / name).write_text(name)
     monkeypatch.setattr(volta_images, "SOURCES", sources)
-    monkeypatch.setattr(volta, "IMAGES", folder)
+    monkeypatch.setattr(volta_images, "IMAGES", folder)
     build_manifest.write(folder, [VARIANT], "NVRTC 12.9", sources)
     monkeypatch.setattr(volta, "_described", volta_images.variants)
     return folder
