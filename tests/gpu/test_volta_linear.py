@@ -1,4 +1,4 @@
-"""Products with quantised weights on a real GPU: as machine code on a V100, elsewhere as PTX that the driver compiles."""
+"""Products with quantised weights on a real GPU: machine code on a V100, elsewhere PTX that the driver compiles."""
 
 from __future__ import annotations
 

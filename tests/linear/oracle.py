@@ -9,7 +9,10 @@ from fastattention_vllm.linear.weights import BLOCK, MIDDLE, PER_WORD, Quantised
 FORMATS = [
     *(WeightFormat("int4", "group", size, zeros) for size in (32, 64, 128, 256) for zeros in (False, True)),
     *(WeightFormat(kind, "channel", zero_points=zeros) for kind in ("int4", "int8") for zeros in (False, True)),
-    *(WeightFormat("int8", "group", size, zeros) for size, zeros in ((16, True), (32, False), (64, True), (128, False))),
+    *(
+        WeightFormat("int8", "group", size, zeros)
+        for size, zeros in ((16, True), (32, False), (64, True), (128, False))
+    ),
     *(WeightFormat("fp8_e4m3", scales) for scales in ("tensor", "channel", "block")),
 ]
 

@@ -67,10 +67,15 @@ def apply(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None = N
     Raises:
         ValueError: a dtype, shape or device is wrong. One sentence.
     """
+    rows = x.reshape(-1, x.shape[-1])
+    out: torch.Tensor = torch.ops.fastattention.volta_linear(rows, bias, *_arguments(weights))
+    return out.view(*x.shape[:-1], weights.n)
+
+
+def _arguments(weights: PackedWeights) -> tuple[Any, ...]:
+    """The weights as arguments of an operator, which takes no structures."""
     form = weights.format
-    out: torch.Tensor = torch.ops.fastattention.volta_linear(
-        x.reshape(-1, x.shape[-1]),
-        bias,
+    return (
         weights.packed,
         weights.scales,
         weights.factor,
@@ -81,7 +86,6 @@ def apply(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None = N
         weights.k,
         weights.n,
     )
-    return out.view(*x.shape[:-1], weights.n)
 
 
 def _given(
@@ -95,7 +99,7 @@ def _given(
     k: int,
     n: int,
 ) -> PackedWeights:
-    """The weights that the operator was called with."""
+    """The inverse of :func:`_arguments`."""
     return PackedWeights(WeightFormat(kind, scales_per, group_size, zero_points), k, n, packed, scales, factor)
 
 
@@ -138,10 +142,10 @@ def _on_gpu(x: torch.Tensor, bias: torch.Tensor | None, *of: Any) -> torch.Tenso
 
 
 def _by_packed(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    variants, description = _variants(NAMES[weights.format.kind]), _described(weights)
+    fitting, description = _variants(NAMES[weights.format.kind]), _described(weights)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     for first, rows in launch.turns(len(x)):
-        variant = launch.variant_for(variants, rows, weights.n)
+        variant = launch.variant_for(fitting, rows, weights.n)
         ctas, warps = launch.shape(weights.n, description.units, variant)
         tiles, more = divmod(weights.n // TILE, ctas)
         argument = Linear(
@@ -203,11 +207,16 @@ def _described(weights: PackedWeights) -> Weights:
 
 def _variants(weight: str) -> list[Variant]:
     """``weight``: the format's name in the kernels."""
-    return [one for one in _found(images.IMAGES) if one.weight == weight]
+    return [one for one in variants(images.IMAGES) if one.weight == weight]
 
 
 @functools.cache
-def _found(folder: Path) -> list[Variant]:
+def variants(folder: Path) -> list[Variant]:
+    """The compiled kernels in ``folder``.
+
+    Raises:
+        ImageError: the manifest is missing, or the kernels do not match this launcher.
+    """
     return images.described(folder, "linear", Variant, launch.STRUCTURES, launch.CONSTANTS)
 
 
