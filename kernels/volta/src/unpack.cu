@@ -28,11 +28,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) fa_volta_unpack(const U
       pairs[i * kPairs + j] = as_is ? found[j] : pack(low * factor, high * factor);
     }
   }
-  // Lanes of neighbouring columns exchange every second chunk of eight numbers, so that two lanes write whole sectors of
-  // 32 bytes.
+  // Lanes of neighbouring columns exchange every second chunk of eight numbers, so that two lanes write whole sectors
+  // of 32 bytes.
   const int odd = lane.slot & 1;
-  uint4* const out =
-      reinterpret_cast<uint4*>(p.out) + static_cast<size_t>(8 * blockIdx.x + lane.slot - odd) * w.chunks;
+  uint4* const out = reinterpret_cast<uint4*>(p.out) + static_cast<size_t>(8 * blockIdx.x + lane.slot - odd) * w.chunks;
   FA_UNROLL
   for (int i = 0; i < kPairs; i += 2) {
     u32 even[4], other[4];  // this lane's chunk of the even column, and of the odd one
