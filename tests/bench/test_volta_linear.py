@@ -138,7 +138,7 @@ def test_a_whole_run(wrong: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=6 << 20))
     monkeypatch.setattr(volta_linear, "products", lambda: SMALL[1::2])
     if wrong:
-        monkeypatch.setattr(volta_linear.kernels, "apply", lambda x, weights: torch.zeros(len(x), weights.n).half())
+        monkeypatch.setattr(kernels, "apply", lambda x, weights: torch.zeros(len(x), weights.n).half())
     out = tmp_path / "rows.json"
     assert volta_linear.run(1, out, Console(width=180), "sm_70, machine code") == int(wrong)
     rows = json.loads(out.read_text())["rows"]
