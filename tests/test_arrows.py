@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "attention": {"cuda_driver"},
     "placement": {"attention"},
     "parallel": {"cuda_driver"},
-    "integration": {PACKAGE, "attention", "placement", "parallel", "plan"},
-    "bench": {"attention", "placement", "parallel"},
-    "doctor": {PACKAGE, "attention", "placement", "parallel", "integration", "bench"},
+    "linear": {"attention", "cuda_driver"},
+    "integration": {PACKAGE, "attention", "linear", "placement", "parallel", "plan"},
+    "bench": {"attention", "linear", "placement", "parallel"},
+    "doctor": {PACKAGE, "attention", "linear", "placement", "parallel", "integration", "bench"},
     "plan": {"placement"},
     "demo": set(),
     "cli": {"bench", "doctor", "plan"},
@@ -38,7 +39,7 @@ LEVELS = (
 )
 """The levels of integration/: each imports only from lower ones. Devices do not import each other."""
 MAX_MODULES = 14
-KNOW_VLLM = {"attention/flash.py", "bench/vllm_native.py", "bench/serving.py"}
+KNOW_VLLM = {"attention/flash.py", "bench/exllama.py", "bench/vllm_native.py", "bench/serving.py"}
 """Files outside of integration/ that may: flash.py borrows vLLM's kernels, bench/ runs vLLM as a peer."""
 OTHERS = ("vllm", "vllm_ascend")
 

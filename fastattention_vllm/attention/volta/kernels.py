@@ -31,8 +31,6 @@ from fastattention_vllm.attention.volta.launch import (
     WriteKv,
 )
 
-IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
-"""Folder with the manifest and, for each variant, ``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx`` (or ``sm_75``)."""
 ANY_PAGE_SIZE = False
 DEVICE = "cuda"
 LOG2E = math.log2(math.e)
@@ -419,7 +417,7 @@ def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
 def _variant(
     kind: str, head_size: int = 0, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA
 ) -> Variant:
-    return _described(IMAGES)[kind, head_size, adjusted, cache, architecture]
+    return _described(volta_images.IMAGES)[kind, head_size, adjusted, cache, architecture]
 
 
 @functools.cache
@@ -434,5 +432,4 @@ def _kernel(variant: Variant) -> cuda_driver.Kernel:
 @functools.cache
 def _loaded(variant: Variant, suffix: str) -> cuda_driver.Kernel:
     # Turing also runs the V100's machine code, so kernels without matrix products exist only for the V100.
-    image = volta_images.read(IMAGES, variant, suffix)
-    return cuda_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)
+    return volta_images.load(volta_images.IMAGES, variant, suffix)

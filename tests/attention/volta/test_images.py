@@ -22,6 +22,7 @@ from fastattention_vllm.attention.volta.images import MANIFEST, ImageError
 from fastattention_vllm.attention.volta.launch import Variant
 from fastattention_vllm.integration.cuda import volta as backend_volta
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.linear.volta import launch as linear
 from kernels.volta import manifest as build_manifest
 from kernels.volta import variants
 
@@ -40,7 +41,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in FILES:
         (folder / name).write_text(name)
     monkeypatch.setattr(volta_images, "SOURCES", sources)
-    monkeypatch.setattr(volta, "IMAGES", folder)
+    monkeypatch.setattr(volta_images, "IMAGES", folder)
     build_manifest.write(folder, [VARIANT], "NVRTC 12.9", sources)
     monkeypatch.setattr(volta, "_described", volta_images.variants)
     return folder
@@ -84,19 +85,19 @@ def spoil(images: Path, how: str) -> None:
     elif how == "no manifest at all":
         manifest.write_text("[]")
     elif how == "another structure":
-        content["structures"]["Split"]["rows"] = [200, 4]
+        content["attention"]["structures"]["Split"]["rows"] = [200, 4]
         manifest.write_text(json.dumps(content))
     elif how == "a structure more":
-        content["structures"]["More"] = {"": [0, 4], "one": [0, 4]}
+        content["attention"]["structures"]["More"] = {"": [0, 4], "one": [0, 4]}
         manifest.write_text(json.dumps(content))
     elif how == "no structures":
-        del content["structures"]
+        del content["attention"]["structures"]
         manifest.write_text(json.dumps(content))
     elif how == "longer parts":
-        content["constants"]["longest_part"] = 2048
+        content["attention"]["constants"]["longest_part"] = 2048
         manifest.write_text(json.dumps(content))
     elif how == "a kernel without its tile":
-        del content["variants"][0]["tile"]
+        del content["attention"]["variants"][0]["tile"]
         manifest.write_text(json.dumps(content))
     elif how == "changed":
         (images / FILES[1]).write_text("something else")
@@ -115,8 +116,8 @@ def spoil(images: Path, how: str) -> None:
     [
         ("no manifest", r"have no manifest\.json, so their version is unknown"),
         ("cut off", r"manifest\.json is not JSON \(.*\)"),
-        ("another format", r"manifest\.json is not a manifest of format 2"),
-        ("no manifest at all", r"manifest\.json is not a manifest of format 2"),
+        ("another format", r"manifest\.json is not a manifest of format 3"),
+        ("no manifest at all", r"manifest\.json is not a manifest of format 3"),
         ("another structure", rf"{OTHER} \(difference: Split\)"),
         ("a structure more", rf"{OTHER} \(difference: More\)"),
         ("no structures", rf"{OTHER} \(difference: structures\)"),
@@ -227,22 +228,27 @@ def fields_of(header: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_launchers_structures_equal_the_headers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "structures"), [("problem.h", volta_kernels.STRUCTURES), ("linear.h", linear.STRUCTURES)]
+)
+def test_the_launchers_structures_equal_the_headers(
+    name: str, structures: tuple[type[ctypes.Structure], ...], tmp_path: Path
+) -> None:
     """Names and order as in the header; offsets and sizes as a C++ compiler computes them."""
-    header = volta_images.SOURCES / "problem.h"
+    header = volta_images.SOURCES / name
     names = fields_of(header.read_text())
-    ours = {structure.__name__: volta_kernels.layout(structure) for structure in volta_kernels.STRUCTURES}
+    ours = {structure.__name__: volta_kernels.layout(structure) for structure in structures}
     assert {name: [field for field in layout if field] for name, layout in ours.items()} == names
     lines = [
         f'std::printf("%s %s %zu %zu\\n", "{name}", "{field}", offsetof(T, {field}), sizeof(T::{field}));'
         for name, fields in names.items()
         for field in fields
     ]
-    includes = "".join(f"#include {name}\n" for name in ("<cstddef>", "<cstdio>", '"problem.h"'))
+    includes = "".join(f"#include {name}\n" for name in ("<cstddef>", "<cstdio>", f'"{name}"'))
     program = f"{includes}using namespace fastattention;\nint main() {{\n"
-    for name in names:
-        own = "\n".join(line for line in lines if f'"{name}", ' in line)
-        program += f'{{ using T = {name}; std::printf("{name}  0 %zu\\n", sizeof(T));\n{own} }}\n'
+    for one in names:
+        own = "\n".join(line for line in lines if f'"{one}", ' in line)
+        program += f'{{ using T = {one}; std::printf("{one}  0 %zu\\n", sizeof(T));\n{own} }}\n'
     source, binary = tmp_path / "layout.cpp", tmp_path / "layout"
     source.write_text(program + "}\n")
     subprocess.run(["g++", "-std=c++17", f"-I{header.parent}", str(source), "-o", str(binary)], check=True)
