@@ -440,6 +440,18 @@ def settle_hybrid_block_size(vllm_config: VllmConfig, backend: type[Any]) -> Non
         current_platform._align_hybrid_block_size(vllm_config, backend)
 
 
+def keep_block_size(vllm_config: VllmConfig) -> None:
+    """0.32 yes, 0.26 no: keep the block size for which the host layers were planned.
+
+    For layers of several backends, such as device and host layers, vLLM takes the smallest block that all accept, and
+    asks none which it prefers. It keeps only a size that the user has set.
+    """
+    from vllm.platforms import current_platform
+
+    if hasattr(current_platform, "_preferred_block_size_for_backends"):
+        vllm_config.cache_config.user_specified_block_size = True
+
+
 def is_state_layer(layer: Any) -> bool:
     """Whether a layer keeps a state of constant size instead of keys and values."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase

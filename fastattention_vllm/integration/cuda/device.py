@@ -40,6 +40,10 @@ class CudaRuntime(AcceleratorRuntime):
         if self.vllm_config.model_config.is_hybrid:
             compat.settle_hybrid_block_size(self.vllm_config, self.host_backend)
 
+    def prepare(self) -> None:
+        compat.keep_block_size(self.vllm_config)
+        super().prepare()
+
     def extend_worker(self) -> None:
         compat.extend_gpu_worker(self.vllm_config, host_layers.find)
 

@@ -17,6 +17,7 @@ from fastattention_vllm.integration.cpu import platform
 from fastattention_vllm.integration.cuda.device import CudaRuntime
 from fastattention_vllm.integration.cuda.flash import HostLayerFlashBackend
 from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.stream_split import StreamSplit
@@ -94,8 +95,11 @@ def test_tokens_and_logprobs_equal_hugging_face(cached: bool, tmp_path: Path, mo
 
 
 @needs_replacement
-def test_blocks_are_as_large_on_a_gpu_before_and_after_vllms_own_pass(tmp_path: Path) -> None:
-    """The plan is made between the two. Layers are plain attention layers, of which one is on the host."""
+def test_blocks_are_as_large_on_a_gpu_before_and_after_vllms_own_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is made between the two. One of two layers is on the host."""
+    monkeypatch.setattr(AcceleratorRuntime, "prepare", lambda self: None)
     config = config_of_27b(tmp_path, additional_config={"fastattention": {"host_kv_layers": 1}})
     cache = config.cache_config
     cache.block_size, cache.mamba_page_size_padded, cache.user_specified_block_size = 16, None, False
@@ -108,5 +112,6 @@ def test_blocks_are_as_large_on_a_gpu_before_and_after_vllms_own_pass(tmp_path: 
     with set_current_vllm_config(config):
         runtime.settle_block_size()
         assert (cache.block_size, kv_size_of(config).bytes_per_block) == (896, page)
+        runtime.prepare()
         Platform.update_block_size_for_backend.__func__(type(current_platform), config)  # type: ignore[attr-defined]
     assert (cache.block_size, cache.mamba_page_size_padded) == (896, page)
