@@ -206,9 +206,9 @@ def extend_gpu_worker(vllm_config: VllmConfig, find: Callable[[Any], Any]) -> No
 def add_shared_caches_before_layout(runner: Any) -> None:
     """<= 0.23: let a model with linear-attention layers have layers that share a cache.
 
-    The V1 runner then changes the strides of all attention layers' caches, and 0.19 looks for the caches of host layers,
-    which it adds only afterwards. The caches of layers that share one are the same tensor, whose strides may be set
-    twice. Newer versions have no such pass, or skip caches that it does not find.
+    The V1 runner then changes the strides of all attention layers' caches, and 0.19 looks for the caches of host
+    layers, which it adds only afterwards. The caches of layers that share one are the same tensor, whose strides may be
+    set twice. Newer versions have no such pass, or skip caches that it does not find.
     """
     update = getattr(runner, "_update_hybrid_attention_mamba_layout", None)
     if update is None or hasattr(update, "_fastattention"):

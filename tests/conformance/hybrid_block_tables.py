@@ -1,8 +1,8 @@
 """The plan's bytes and blocks for models with linear-attention layers, against this vLLM's own block tables.
 
 The shapes are those of Qwen3.5-27B and Qwen3.5-35B-A3B in bf16: 48 Gated DeltaNet layers beside 16 full ones, and 30
-beside 10. Blocks have the number of tokens that vLLM chooses so that one holds a state: a multiple of 128, or in 0.19 of
-16.
+beside 10. Blocks have the number of tokens that vLLM chooses so that one holds a state: a multiple of 128, or of 16 in
+0.19.
 """
 
 from __future__ import annotations

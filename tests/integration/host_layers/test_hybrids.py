@@ -28,8 +28,8 @@ from tests.conformance.hybrid_block_tables import (  # noqa: F401  collected her
     test_bytes_and_blocks_are_vllms,
     test_every_block_holds_a_state,
 )
-from tests.integration.host_layers.test_placing import layer
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.integration.host_layers.test_placing import layer
 from tests.plan.shapes import folder, shape
 from tests.reference_models import hugging_face_answers, random_prompts, save_random
 

@@ -28,8 +28,8 @@ from fastattention_vllm.integration.cuda.flash import (
     HostLayerFlashBackend,
 )
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers import plan as host_plan
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl, attention_layers, page_shape
 from fastattention_vllm.integration.host_layers.metadata import NOT_COMPUTED, HostMetadata, HostMetadataBuilder
 from fastattention_vllm.integration.options import options_of
