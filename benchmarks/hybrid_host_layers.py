@@ -143,9 +143,8 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
         add("", "cooperative answer is the reference's", "1 = yes", int(agree(answer, reference)), same_tokens=same)
     decode_with_host_layers(llm, prompt, shape, options, add)
     layers.pool.memory.zero_()
-    add(
-        "", "cooperative answer needs the pool", "1 = yes", int(not agree(ask(llm, prompt, 1 + options.decode), answer))
-    )
+    without = ask(llm, prompt, 1 + options.decode)
+    add("", "cooperative answer needs the pool", "1 = yes", int(not agree(without, answer)))
     return rows
 
 

@@ -148,9 +148,8 @@ def linear_attention(shape: Shape, device: str) -> dict[str, torch.Tensor]:
 
 
 def mlp(shape: Shape, device: str, *, experts: bool) -> dict[str, torch.Tensor]:
-    names = (
-        ["mlp."] if not experts else ["mlp.shared_expert.", *(f"mlp.experts.{number}." for number in range(EXPERTS))]
-    )
+    several = ["mlp.shared_expert.", *(f"mlp.experts.{number}." for number in range(EXPERTS))]
+    names = several if experts else ["mlp."]
     found = {}
     for name in names:
         found[f"{name}gate_proj.weight"] = projection(shape.intermediate, shape.hidden, device)

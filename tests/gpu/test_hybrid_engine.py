@@ -135,7 +135,7 @@ def test_a_repeated_prompt_continues_from_states_and_from_host_memory(
 
 
 def test_preemption_recomputes_states_and_host_layers(model: Path, bound: Bound) -> None:
-    """Three of four requests begin, in 10 blocks each: one of tokens and nine states. Two of them find no next block."""
+    """Three of four requests begin in 10 blocks each, one of tokens and nine of states. Two find no next block."""
     prompts = random_prompts([BLOCK - 6] * 4, seed=9)
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)
     with engine(model, **settings([3, 11], num_gpu_blocks_override=32)) as llm:
