@@ -234,8 +234,8 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         )
     if placement.host and shape.linear and not machine.kernels.host_layers_beside_states:
         raise PlanError(
-            f"host layers beside linear-attention layers are untested with {machine.kernels.name} and refused there, but "
-            f"{request.requests} request(s) of {request.context} tokens need them; lower --context to "
+            f"host layers beside linear-attention layers are untested with {machine.kernels.name} and refused there, "
+            f"but {request.requests} request(s) of {request.context} tokens need them; lower --context to "
             f"{size.longest_request(device.kv)}."
         )
     bound = Limits(device.kv, _largest_budget(machine, request), shape.max_positions, request.requests)
