@@ -8,11 +8,14 @@ at most twice as far from Hugging Face in fp32 as it is. Prompts are longer than
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.placement import host_attention
@@ -143,3 +146,44 @@ def test_preemption_recomputes_states_and_host_layers(model: Path, bound: Bound)
         preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     assert preempted > 0, "the case must preempt to test anything"
     assert distance(steps(outputs), expected) <= bound(True)
+
+
+def with_drafter(model: Path, path: Path) -> Path:
+    """The model with an MTP layer: the attention of its first full layer, and the experts of its first layer."""
+    shutil.copytree(model, path, dirs_exist_ok=True)
+    (file,) = path.glob("*.safetensors")
+    weights = load_file(file)
+    parts = {
+        f"layers.{FULL[0]}.": ("self_attn.", "input_layernorm.", "post_attention_layernorm."),
+        "layers.0.": ("mlp.",),
+    }
+    drafter = {}
+    for layer, names in parts.items():
+        for name, weight in weights.items():
+            own = name.removeprefix(f"model.{layer}")
+            if own != name and own.startswith(names):
+                drafter[f"mtp.layers.0.{own}"] = weight.clone()
+    hidden = len(weights["model.norm.weight"])
+    drafter["mtp.fc.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(5)).half()
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    drafter |= {f"mtp.{name}.weight": torch.zeros(hidden) for name in norms}
+    save_file({name: weight.float() for name, weight in (weights | drafter).items()}, file, metadata={"format": "pt"})
+    return path
+
+
+def test_rejected_drafts_of_mtp_leave_no_trace(
+    model: Path, prompts: list[list[int]], expected: Sequence[Answer], bound: Bound, tmp_path: Path
+) -> None:
+    """The drafter's layer stays on the device, in the block table of the full layer that stays there."""
+    speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    with engine(with_drafter(model, tmp_path), **settings(2, **speculation)) as llm:
+        config = llm.llm_engine.vllm_config
+        placed = host_layers.find(config)
+        assert placed is not None
+        size = placed.placement.device_size
+        assert (size.draft_layers, size.groups(), size.state_blocks) == (1, 6, 3)
+        blocks = placed.placement.max_blocks(SETTINGS["kv_cache_memory_bytes"], placed.budget)
+        assert config.cache_config.num_gpu_blocks == blocks
+        assert distance(steps(generate(llm, prompts)), expected) <= bound(True)
+        drafted = sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_draft_tokens")
+    assert drafted > 0
