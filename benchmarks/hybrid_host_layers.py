@@ -124,7 +124,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
     print(f"{host} host layers: started in {time.perf_counter() - started:.0f} s", flush=True)
     prompt = random_prompt(options.tokens)
     started = time.perf_counter()
-    first = ask(llm, prompt, 1)
+    first = ask(llm, prompt, 1, cached=False)
     add("", "cooperative prefill", "tokens/s", options.tokens / (time.perf_counter() - started))
     answer = ask(llm, prompt, 1 + options.decode)
     print("answer", answer, flush=True)
@@ -207,11 +207,20 @@ def random_prompt(tokens: int) -> list[int]:
     return numbers
 
 
-def ask(llm: Any, prompt: list[int], count: int) -> Steps:
+def ask(llm: Any, prompt: list[int], count: int, *, cached: bool = True) -> Steps:
+    """The answer of ``count`` tokens.
+
+    Raises:
+        RuntimeError: the prompt should be ``cached``, and is not.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=count, logprobs=0, ignore_eos=True, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    if cached and output.num_cached_tokens < len(prompt) // 2:
+        raise RuntimeError(
+            f"only {output.num_cached_tokens} of {len(prompt)} tokens are cached; decoding is not timed."
+        )
     found = output.outputs[0]
     return [(token, step[token].logprob) for token, step in zip(found.token_ids, found.logprobs, strict=True)]
 
