@@ -14,6 +14,7 @@ from vllm.platforms import Platform, current_platform
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu import platform
+from fastattention_vllm.integration.cpu.backend import FastAttentionBackend
 from fastattention_vllm.integration.cuda.device import CudaRuntime
 from fastattention_vllm.integration.cuda.flash import HostLayerFlashBackend
 from fastattention_vllm.integration.host_layers import layers as host_layers
@@ -115,3 +116,25 @@ def test_blocks_are_as_large_on_a_gpu_before_and_after_vllms_own_pass(
         runtime.prepare()
         Platform.update_block_size_for_backend.__func__(type(current_platform), config)  # type: ignore[attr-defined]
     assert (cache.block_size, cache.mamba_page_size_padded) == (896, page)
+
+
+@pytest.mark.more
+@needs_replacement
+def test_pages_of_the_pool_are_those_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLASH_ATTN takes pages of at most 64 tokens beside states in fp32, so vLLM divides its larger blocks."""
+    monkeypatch.setattr(FastAttentionBackend, "get_supported_kernel_block_sizes", lambda kv_cache_spec=None: [16])
+    # The CPU runner of 0.32 takes the blocks' ids for pages' ids here.
+    monkeypatch.setattr("vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids", lambda self, ids: None)
+    model, prompts = save_random(reference.qwen3_5(layers=8), tmp_path), random_prompts((1, 31, 65, 130, 300))
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, block_size=16, additional_config={"fastattention": {"host_kv_layers": 1}}) as llm:
+        placed = host_layers.find(llm.llm_engine.vllm_config)
+        assert placed is not None
+        assert placed.pool is not None
+        (cache,) = placed.pool.caches.values()
+        blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        assert (placed.placement.device_size.block_size, cache.shape[2]) == (32, 16)
+        assert cache.shape[0] == 2 * blocks
+        for share in (0.0, 1 / 3):
+            placed.set_stream_split(StreamSplit(share))
+            check(generate(llm, prompts), expected)
