@@ -436,7 +436,7 @@ def settle_hybrid_block_size(vllm_config: VllmConfig, backend: type[Any]) -> Non
     """
     from vllm.platforms import current_platform
 
-    if hasattr(current_platform, "_align_hybrid_block_size"):
+    if hasattr(type(current_platform), "_align_hybrid_block_size"):  # the instance has every attribute: None
         current_platform._align_hybrid_block_size(vllm_config, backend)
 
 
@@ -448,7 +448,7 @@ def keep_block_size(vllm_config: VllmConfig) -> None:
     """
     from vllm.platforms import current_platform
 
-    if hasattr(current_platform, "_preferred_block_size_for_backends"):
+    if hasattr(type(current_platform), "_preferred_block_size_for_backends"):
         vllm_config.cache_config.user_specified_block_size = True
 
 

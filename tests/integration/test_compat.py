@@ -214,3 +214,18 @@ def test_layers_that_share_a_cache_have_it_before_strides_are_changed(monkeypatc
     runner._update_hybrid_attention_mamba_layout({"on the device": cache}, [16])
     assert runner.seen == [cache, cache, [16]]
     compat.add_shared_caches_before_layout(object)  # newer versions have no such pass
+
+
+class Platform:
+    """As in vLLM 0.19: it has none of the functions about block sizes, and answers None for whatever it lacks."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def test_a_platform_without_functions_for_block_sizes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform())
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(block_size=784, user_specified_block_size=False))
+    compat.settle_hybrid_block_size(config, object)
+    compat.keep_block_size(config)
+    assert vars(config.cache_config) == {"block_size": 784, "user_specified_block_size": False}
