@@ -57,6 +57,21 @@ def supported_page() -> str:
         "|---|---|---|",
     ]
     lines += [f"| {row.feature} | {row.why} | {row.instead} |" for row in support.UNSUPPORTED]
+    lines += [
+        "",
+        "## Refused on GPUs and NPUs",
+        "",
+        "With `--attention-backend fastattention`, these models and features stop the start where the table says so.",
+        "The kernels for V100, T4 and Ascend check the head size themselves. On NPUs, vllm-ascend's own backend runs",
+        "models with latent attention.",
+        "",
+        "| refused | GPU (8.0 and newer) | V100, T4 | Ascend | why | what to do |",
+        "|---|---|---|---|---|---|",
+    ]
+    devices = (support.WITHOUT_KERNELS, support.UNTESTED_ON_VOLTA, support.UNTESTED_ON_NPUS)
+    for row in dict.fromkeys(row for rows in devices for row in rows):
+        answers = " | ".join("refused" if row in rows else "" for rows in devices)
+        lines.append(f"| {row.feature} | {answers} | {row.why} | {row.instead} |")
     return "\n".join([*lines, *option_lines()]) + "\n"
 
 

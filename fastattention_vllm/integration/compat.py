@@ -196,10 +196,33 @@ def check_worker_class(vllm_config: VllmConfig, base: type[Any], instead: str = 
 
 def extend_gpu_worker(vllm_config: VllmConfig, find: Callable[[Any], Any]) -> None:
     """:func:`extend_worker` for vLLM's worker on NVIDIA GPUs."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
     check_worker_class(vllm_config, Worker, HOST_LAYERS_OFF)
     extend_worker(Worker, find)
+    add_shared_caches_before_layout(GPUModelRunner)
+
+
+def add_shared_caches_before_layout(runner: Any) -> None:
+    """<= 0.23: let a model with linear-attention layers have layers that share a cache.
+
+    The V1 runner then changes the strides of all attention layers' caches, and 0.19 looks for the caches of host
+    layers, which it adds only afterwards. The caches of layers that share one are the same tensor, whose strides may be
+    set twice. Newer versions have no such pass, or skip caches that it does not find.
+    """
+    update = getattr(runner, "_update_hybrid_attention_mamba_layout", None)
+    if update is None or hasattr(update, "_fastattention"):
+        return
+
+    @functools.wraps(update)
+    def update_with_shared_caches(self: Any, kv_caches: dict[str, Any], *more: Any) -> None:
+        for layer, target in self.shared_kv_cache_layers.items():
+            kv_caches[layer] = kv_caches[target]
+        update(self, kv_caches, *more)
+
+    update_with_shared_caches._fastattention = True  # type: ignore[attr-defined]
+    runner._update_hybrid_attention_mamba_layout = update_with_shared_caches
 
 
 def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
@@ -463,12 +486,25 @@ def has_cpu_expert_router() -> bool:
 def settle_hybrid_block_size(vllm_config: VllmConfig, backend: type[Any]) -> None:
     """Enlarge the blocks of a model with linear-attention layers until one holds a state, as vLLM does later.
 
-    >= 0.23: vLLM does it in the worker, when all layers exist. The plan needs the size before. The second time changes
-    nothing. (0.19 does it when it makes the configuration.)
+    >= 0.23: vLLM does it in the worker, when the weights are loaded. The plan needs the size before. The second time
+    changes nothing. (0.19 does it when it makes the configuration.)
     """
     from vllm.platforms import current_platform
 
-    current_platform._align_hybrid_block_size(vllm_config, backend)
+    if hasattr(type(current_platform), "_align_hybrid_block_size"):  # the instance has every attribute: None
+        current_platform._align_hybrid_block_size(vllm_config, backend)
+
+
+def keep_block_size(vllm_config: VllmConfig) -> None:
+    """0.32 yes, 0.26 no: keep the block size for which the host layers were planned.
+
+    For layers of several backends, such as device and host layers, vLLM takes the smallest block that all accept, and
+    asks none which it prefers. It keeps only a size that the user has set.
+    """
+    from vllm.platforms import current_platform
+
+    if hasattr(type(current_platform), "_preferred_block_size_for_backends"):
+        vllm_config.cache_config.user_specified_block_size = True
 
 
 def is_state_layer(layer: Any) -> bool:

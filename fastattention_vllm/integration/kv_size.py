@@ -113,4 +113,6 @@ def _draft_layers(vllm_config: VllmConfig) -> int:
     models = (vllm_config.model_config, draft)
     if len({(model.get_num_kv_heads(parallel), model.get_head_size()) for model in models}) > 1:
         return 0
-    return int(getattr(draft.hf_config, "n_predict", None) or draft.get_num_layers(parallel))
+    if speculative.method == "mtp":  # without the entry, as in Qwen3-Next, vLLM makes one layer
+        return int(getattr(draft.hf_config, "n_predict", None) or 1)
+    return int(draft.get_num_layers(parallel))

@@ -84,6 +84,14 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("GPUModelRunner._update_hybrid_attention_mamba_layout of vllm.v1.worker.gpu_model_runner",),
+        why="In models with linear-attention layers, vLLM 0.19 changes the strides of all attention layers' caches "
+        "before it adds those of layers that share a cache, which ends the start with a KeyError.",
+        remove_when="vLLM 0.19 is no longer supported",
+        versions="0.19.1 to 0.23",
+        sites=("compat:add_shared_caches_before_layout:runner._update_hybrid_attention_mamba_layout",),
+    ),
+    Patch(
         names=("vllm.config.model._check_valid_dtype", "the apply_config_platform_defaults of vLLM's CUDA platforms"),
         why="On GPUs of compute capability 7.x, vLLM recommends bfloat16, which they lack, for models that do not run "
         "in float16. Models that the kernels refuse are refused before any process is started. On the V100, "

@@ -29,6 +29,14 @@ EXPERT_MODELS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_t
 """Model types whose routing was tested. vLLM's CPU router ignores a routing bias, which some other models need."""
 LINEAR_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose linear attention is computed here: Gated DeltaNet."""
+OTHER_LINEAR_ATTENTION = {
+    "BailingMoeV2_5ForCausalLM": "lightning attention",
+    "KimiLinearForCausalLM": "Kimi Delta Attention",
+    "MiniMaxForCausalLM": "lightning attention",
+    "MiniMaxM1ForCausalLM": "lightning attention",
+    "MiniMaxText01ForCausalLM": "lightning attention",
+}
+"""Architectures in vLLM's registry whose linear attention was never run beside this backend, on any device."""
 UNTESTED_ATTENTION = ("attention_chunk_size", "dual_chunk_attention_config", "param_sink_number")
 """Entries of a model's config that select an attention variant which is not tested here."""
 
@@ -62,7 +70,8 @@ def check_supported(vllm_config: VllmConfig, rows: tuple[Unsupported, ...] | Non
     """Refuse unsupported features in the API server, before any process is started.
 
     Args:
-        rows: the features of a device other than a CPU: ``UNTESTED_ON_VOLTA`` or ``UNTESTED_ON_NPUS``.
+        rows: the features of a device other than a CPU: ``WITHOUT_KERNELS`` (GPUs of compute capability 8.0 and newer),
+            ``UNTESTED_ON_VOLTA`` or ``UNTESTED_ON_NPUS``.
 
     Raises:
         Refusal: the first feature found, with the reason and the flag to change.
@@ -135,10 +144,19 @@ def _other_attention(config: VllmConfig) -> object:
     for name in UNTESTED_ATTENTION:
         if getattr(text, name, None):
             return name
-    value_size = getattr(text, "v_head_dim", None)
+    return _value_size(config)
+
+
+def _value_size(config: VllmConfig) -> object:
+    value_size = getattr(_text_config(config), "v_head_dim", None)
     if value_size and not config.model_config.use_mla and value_size != config.model_config.get_head_size():
         return f"v_head_dim {value_size}"
     return False
+
+
+def _other_linear_attention(config: VllmConfig) -> object:
+    named = getattr(config.model_config.hf_config, "architectures", None) or ()
+    return next((f"{OTHER_LINEAR_ATTENTION[one]}, {one}" for one in named if one in OTHER_LINEAR_ATTENTION), False)
 
 
 def _experts(config: VllmConfig) -> object:
@@ -311,13 +329,22 @@ CONTEXT_PARALLELISM = Unsupported(
     lambda c: c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1,
 )
 
+HEAD_SIZE = Unsupported(
+    "this head size",
+    f"the kernels support multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}",
+    "serve another model",
+    _head_size,
+)
+
+LATENT_ATTENTION = Unsupported(
+    "multi-head latent attention",
+    "fastattention has no kernels for MLA models",
+    _ANOTHER_MODEL,
+    lambda c: c.model_config.use_mla and _text_config(c).model_type,
+)
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        "multi-head latent attention",
-        "fastattention has no kernels for MLA models",
-        _ANOTHER_MODEL,
-        lambda c: c.model_config.use_mla and _text_config(c).model_type,
-    ),
+    LATENT_ATTENTION,
     Unsupported(
         "cross attention",
         "the backend attends only to a request's own tokens, not to an encoder's",
@@ -360,12 +387,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _ANOTHER_MODEL,
         _other_attention,
     ),
-    Unsupported(
-        "this head size",
-        f"the kernels support multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}",
-        "serve another model",
-        _head_size,
-    ),
+    HEAD_SIZE,
     QUANTISED_CACHE,
     Unsupported(
         "speculative decoding with this vLLM version",
@@ -452,7 +474,27 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 
 _NEVER_RUN = "it has never been run with the kernels of this device"
 
+_UNKNOWN_ATTENTION = (
+    Unsupported(
+        "this linear attention",
+        "these layers were never run beside this backend",
+        f"{_ANOTHER_MODEL}, Qwen3-Next or Qwen3.5",
+        _other_linear_attention,
+    ),
+    LATENT_ATTENTION,
+    Unsupported(
+        "attention with values of another size than keys",
+        "the kernels have one head size for both",
+        _ANOTHER_MODEL,
+        _value_size,
+    ),
+)
+
+WITHOUT_KERNELS: tuple[Unsupported, ...] = (*_UNKNOWN_ATTENTION, HEAD_SIZE)
+"""Models that are refused at start on GPUs of compute capability 8.0 and newer. vLLM's code runs the others there."""
+
 UNTESTED_ON_VOLTA: tuple[Unsupported, ...] = (
+    *_UNKNOWN_ATTENTION,
     KV_CONNECTOR,
     CONTEXT_PARALLELISM,
     Unsupported("microbatching", _NEVER_RUN, "remove --enable-dbo and --ubatch-size", _microbatches),
@@ -469,10 +511,11 @@ UNTESTED_ON_VOLTA: tuple[Unsupported, ...] = (
         _another_backend,
     ),
 )
-"""Features that are refused at start on V100 and T4."""
+"""Features that are refused at start on V100 and T4, whose kernels check the head size themselves."""
 
 UNTESTED_ON_NPUS: tuple[Unsupported, ...] = (
-    *UNTESTED_ON_VOLTA,
+    # vllm-ascend's own backend runs latent attention.
+    *(row for row in UNTESTED_ON_VOLTA if row is not LATENT_ATTENTION),
     BATCH_INVARIANCE,
     Unsupported(
         "speculative decoding",

@@ -72,6 +72,11 @@ class Kernels(Entry):
     """Up to this head size: the fraction of peak FLOPs that attention over a prompt reaches."""
     state: str
     """Whether these kernels have run on this hardware."""
+    enlarges_blocks_by: Annotated[int, Field(ge=16)]
+    """Tokens. The blocks of a model with linear-attention layers are a multiple of this, so that one holds a state:
+    HOST_BLOCK, but 16 in vLLM 0.19, the last version with kernels for the V100."""
+    host_layers_beside_states: bool
+    """Whether the engine accepts host layers in such a model."""
 
     def attention_fraction(self, head_size: int) -> float:
         for largest, fraction in self.attention_fractions:

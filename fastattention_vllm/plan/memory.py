@@ -214,7 +214,7 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
     device = device_memory(shape, machine, request)
     per_token = 2 * shape.kv_heads_per_rank(machine.ranks) * shape.head_size * ELEMENT_BYTES[kv_dtype]
     layers = Layers(shape.full_layers, shape.windowed_layers)
-    block = block_size(shape, machine.ranks, per_token)
+    block = block_size(shape, machine, per_token)
     size = KvSize(
         block_size=block,
         bytes_per_block=block * per_token,
@@ -230,6 +230,12 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         raise PlanError(
             f"--kv-dtype {kv_dtype} is not supported with host layers, which {request.requests} request(s) of "
             f"{request.context} tokens need here; use --kv-dtype auto, or lower --context to "
+            f"{size.longest_request(device.kv)}."
+        )
+    if placement.host and shape.linear and not machine.kernels.host_layers_beside_states:
+        raise PlanError(
+            f"host layers beside linear-attention layers are untested with {machine.kernels.name} and refused there, "
+            f"but {request.requests} request(s) of {request.context} tokens need them; lower --context to "
             f"{size.longest_request(device.kv)}."
         )
     bound = Limits(device.kv, _largest_budget(machine, request), shape.max_positions, request.requests)
@@ -252,10 +258,12 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
     )
 
 
-def block_size(shape: ModelShape, ranks: int, per_token: int) -> int:
+def block_size(shape: ModelShape, machine: Machine, per_token: int) -> int:
     """Tokens per block. vLLM enlarges blocks until one holds a linear-attention layer's state."""
-    state = shape.linear.state_bytes(ranks) if shape.linear else 0
-    return HOST_BLOCK * max(1, -(-state // (HOST_BLOCK * per_token)))
+    if shape.linear is None:
+        return HOST_BLOCK
+    step = machine.kernels.enlarges_blocks_by
+    return step * -(-shape.linear.state_bytes(machine.ranks) // (step * per_token))
 
 
 def _largest_budget(machine: Machine, request: Request) -> int:

@@ -9,7 +9,7 @@ from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import pytest
@@ -188,3 +188,44 @@ def test_the_cpu_extra_installs_a_supported_vllm() -> None:
     (pin,) = (p.removeprefix("vllm==") for p in extras["cpu"] if p.startswith("vllm=="))
     assert compat.SUPPORTED_VLLM.contains(pin)
     assert f"vllm=={pin}" in (ROOT / "constraints" / "cpu.txt").read_text()
+
+
+class Runner:
+    """As in vLLM 0.19: its pass looks up all layers, and is made before layers that share a cache get theirs."""
+
+    shared_kv_cache_layers: ClassVar[dict[str, str]] = {"on the host": "on the device"}
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _update_hybrid_attention_mamba_layout(self, kv_caches: dict[str, Any], *more: Any) -> None:
+        self.seen += [kv_caches[name] for name in ("on the device", "on the host")] + list(more)
+
+
+def test_layers_that_share_a_cache_have_it_before_strides_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "_update_hybrid_attention_mamba_layout"
+    monkeypatch.setattr(Runner, name, getattr(Runner, name))
+    cache = object()
+    with pytest.raises(KeyError):
+        Runner()._update_hybrid_attention_mamba_layout({"on the device": cache})
+    for _ in range(2):
+        compat.add_shared_caches_before_layout(Runner)
+    runner = Runner()
+    runner._update_hybrid_attention_mamba_layout({"on the device": cache}, [16])
+    assert runner.seen == [cache, cache, [16]]
+    compat.add_shared_caches_before_layout(object)  # newer versions have no such pass
+
+
+class Platform:
+    """As in vLLM 0.19: it has none of the functions about block sizes, and answers None for whatever it lacks."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def test_a_platform_without_functions_for_block_sizes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform())
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(block_size=784, user_specified_block_size=False))
+    compat.settle_hybrid_block_size(config, object)
+    compat.keep_block_size(config)
+    assert vars(config.cache_config) == {"block_size": 784, "user_specified_block_size": False}

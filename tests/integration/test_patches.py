@@ -23,6 +23,8 @@ NOT_VLLMS = {
     "ascend/row_parallel:_tiling:_get_row_parallel_op._fastattention": "a mark on our own function",
     "claims:owning.decorate:setattr": "attributes of our own classes",
     "compat:without_fp8_cache:cache.cache_dtype": "an option of vLLM's, for the time of one call",
+    "compat:add_shared_caches_before_layout:update_with_shared_caches._fastattention": "a mark on our own function",
+    "compat:keep_block_size:vllm_config.cache_config.user_specified_block_size": "a mark on vLLM's configuration",
     "compat:set_kv_bytes:cache.kv_cache_memory_bytes": "an option of vLLM's",
     "compat:set_kv_bytes:cache.cpu_kvcache_space_bytes": "an option of vLLM's",
     "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[binding.OWN_BIND]": "an environment variable",

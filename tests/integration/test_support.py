@@ -18,10 +18,12 @@ from vllm.platforms.cpu import CpuPlatform
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.integration.support import (
+    LATENT_ATTENTION,
     SUPPORTED,
     UNSUPPORTED,
     UNTESTED_ON_NPUS,
     UNTESTED_ON_VOLTA,
+    WITHOUT_KERNELS,
     check_supported,
 )
 from tests.reference_models import VOCAB, llama
@@ -273,20 +275,24 @@ def test_a_refusal_is_a_value_error() -> None:
     assert issubclass(Refusal, ValueError)
 
 
-ON_OTHER_DEVICES: dict[str, dict[str, Any]] = {
-    "a KV connector": {"kv_offloading_size": 1.0},
-    "context parallelism": {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
-    "microbatching": {"enable_dbo": True},
-    "fast prefill": {"kv_sharing_fast_prefill": True},
-    "a second attention backend": {},
-    "batch invariance": {},
-    "speculative decoding": {"speculative_config": NGRAM},
+ON_OTHER_DEVICES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "this linear attention": (model("MiniMaxConfig", "MiniMaxForCausalLM", num_local_experts=2), {}),
+    "multi-head latent attention": CASES["multi-head latent attention"],
+    "attention with values of another size than keys": (plain(v_head_dim=32), {}),
+    "this head size": CASES["this head size"],
+    "a KV connector": (plain(), {"kv_offloading_size": 1.0}),
+    "context parallelism": (plain(), {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
+    "microbatching": (plain(), {"enable_dbo": True}),
+    "fast prefill": (plain(), {"kv_sharing_fast_prefill": True}),
+    "a second attention backend": (plain(), {}),
+    "batch invariance": (plain(), {}),
+    "speculative decoding": (plain(), {"speculative_config": NGRAM}),
 }
 
 
 def test_every_row_of_other_devices_has_a_case() -> None:
-    assert set(UNTESTED_ON_VOLTA) < set(UNTESTED_ON_NPUS)
-    assert set(ON_OTHER_DEVICES) == {row.feature for row in UNTESTED_ON_NPUS}
+    assert set(UNTESTED_ON_VOLTA) - {LATENT_ATTENTION} < set(UNTESTED_ON_NPUS)
+    assert set(ON_OTHER_DEVICES) == {row.feature for row in (*WITHOUT_KERNELS, *UNTESTED_ON_NPUS)}
 
 
 @pytest.mark.parametrize("feature", ON_OTHER_DEVICES)
@@ -295,12 +301,12 @@ def test_what_was_never_run_on_another_device_is_refused_there(
 ) -> None:
     monkeypatch.setattr("fastattention_vllm.integration.cpu.platform.check_supported", lambda config: None)
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", feature == "batch invariance", raising=False)
-    config = engine_config(plain(), tmp_path, **ON_OTHER_DEVICES[feature])
+    config = engine_config(ON_OTHER_DEVICES[feature][0], tmp_path, **ON_OTHER_DEVICES[feature][1])
     if feature == "microbatching":
         config.parallel_config.enable_dbo = True  # vLLM's CPU platform turns it off
     if feature == "a second attention backend":
         config.attention_config = SimpleNamespace(backend_per_kind={"full": SimpleNamespace(name="TRITON_ATTN")})
-    for rows in (UNTESTED_ON_VOLTA, UNTESTED_ON_NPUS):
+    for rows in (WITHOUT_KERNELS, UNTESTED_ON_VOLTA, UNTESTED_ON_NPUS):
         if feature in {row.feature for row in rows}:
             with pytest.raises(Refusal, match=f"^{feature}.* is not supported: .*; .*[.]$"):
                 check_supported(config, rows)
@@ -310,5 +316,24 @@ def test_what_was_never_run_on_another_device_is_refused_there(
 
 def test_a_plain_model_passes_on_other_devices(tmp_path: Path) -> None:
     config = engine_config(plain(), tmp_path)
-    check_supported(config, UNTESTED_ON_VOLTA)
-    check_supported(config, UNTESTED_ON_NPUS)
+    for rows in (WITHOUT_KERNELS, UNTESTED_ON_VOLTA, UNTESTED_ON_NPUS):
+        check_supported(config, rows)
+
+
+@pytest.mark.parametrize(("named", "kind"), support.OTHER_LINEAR_ATTENTION.items())
+def test_other_linear_attention_is_named(named: str, kind: str) -> None:
+    """Kimi-Linear and Ring-2.5 have latent attention too, which is not what the sentence names."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=True, hf_config=SimpleNamespace(architectures=[named]))
+    )
+    with pytest.raises(
+        Refusal, match=rf"^this linear attention \({kind}, {named}\) is not supported: .*Qwen3-Next or Q"
+    ):
+        check_supported(config, WITHOUT_KERNELS)
+
+
+def test_gated_delta_net_passes_on_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastattention_vllm.integration.cpu.platform.check_supported", lambda config: None)
+    config = engine_config(HYBRID, tmp_path)
+    for rows in (WITHOUT_KERNELS, UNTESTED_ON_VOLTA, UNTESTED_ON_NPUS):
+        check_supported(config, rows)

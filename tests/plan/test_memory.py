@@ -143,10 +143,21 @@ def test_without_host_memory_the_engines_block_manager_decides() -> None:
     assert found.longest_on_device == min(8192, size.longest_request(found.device.kv))
 
 
-@pytest.mark.parametrize(("ranks", "block", "kv_heads"), [(1, 896, 4), (2, 896, 2), (4, 896, 1), (8, 512, 1)])
-def test_blocks_hold_the_states_of_linear_attention(ranks: int, block: int, kv_heads: int) -> None:
-    """vLLM's numbers with the same shape; tests/integration/host_layers/test_hybrids.py compares them."""
-    found = plan_memory(shape("qwen3.5-27b"), machine("h200-141g", ranks), Request(K256))
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "block", "kv_heads"),
+    [
+        ("h200-141g", 1, 896, 4),
+        ("h200-141g", 2, 896, 2),
+        ("h200-141g", 4, 896, 1),
+        ("h200-141g", 8, 512, 1),
+        ("v100-32g", 4, 784, 1),
+        ("v100-32g", 8, 400, 1),
+    ],
+)
+def test_blocks_hold_the_states_of_linear_attention(gpu: str, ranks: int, block: int, kv_heads: int) -> None:
+    """vLLM's numbers with the same shape; tests/conformance/hybrid_block_tables.py and
+    tests/integration/host_layers/test_hybrids.py compare them. vLLM 0.19 runs on V100s."""
+    found = plan_memory(shape("qwen3.5-27b"), machine(gpu, ranks), Request(K256))
     assert found.size == KvSize(
         block_size=block,
         bytes_per_block=block * 2 * kv_heads * 256 * 2,
@@ -158,6 +169,13 @@ def test_blocks_hold_the_states_of_linear_attention(ranks: int, block: int, kv_h
     assert found.layers.full == tuple(range(3, 64, 4))
     assert found.paper.device_layers == 16
     assert found.longest_context == K256
+
+
+def test_host_layers_beside_linear_attention_are_refused_on_npus() -> None:
+    model, computer = shape("qwen3.5-27b"), machine("ascend-910b-64g", 2)
+    assert not plan_memory(model, computer, Request(4096)).placement.host
+    with pytest.raises(PlanError, match=r"untested with torch_npu's .* tokens need them; lower --context to \d+\."):
+        plan_memory(model, computer, Request(K256, kv_cache_gib=4))
 
 
 def test_host_layers_leave_four_full_layers_beside_linear_attention() -> None:

@@ -28,6 +28,7 @@ class CudaRuntime(AcceleratorRuntime):
     """One NVIDIA GPU."""
 
     pin = CudaPinning()
+    beside_states = True
 
     def __init__(self, vllm_config: Any, host_backend: type[Any], kernels: Device, named: str) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -37,6 +38,12 @@ class CudaRuntime(AcceleratorRuntime):
         cache = self.vllm_config.cache_config
         if not getattr(cache, "user_specified_block_size", True):  # versions without it asked the backend earlier
             cache.block_size = preferred_block_size(cache.block_size)
+        if self.vllm_config.model_config.is_hybrid:
+            compat.settle_hybrid_block_size(self.vllm_config, self.host_backend)
+
+    def prepare(self) -> None:
+        compat.keep_block_size(self.vllm_config)
+        super().prepare()
 
     def extend_worker(self) -> None:
         compat.extend_gpu_worker(self.vllm_config, host_layers.find)

@@ -1,7 +1,5 @@
-"""vLLM's start on GPUs of compute capability 7.x: a model that cannot run is refused before any process is started, and
-the V100 gets other defaults.
-
-On other GPUs nothing is changed.
+"""vLLM's start on NVIDIA GPUs: a model that no kernel computes is refused before any process is started, and the V100
+gets other defaults.
 """
 
 from __future__ import annotations
@@ -27,10 +25,11 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     found = current_platform.get_device_capability()
-    if found is None or not V100 <= tuple(found) < FLASH:
+    if found is None or tuple(found) < V100:
         return
     capability = (found.major, found.minor)
-    refuse_float16(capability)
+    if capability < FLASH:
+        refuse_float16(capability)
     check_and_set_defaults(type(current_platform), capability)
 
 
@@ -67,6 +66,9 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
     def apply_config_platform_defaults(cls: Any, vllm_config: Any) -> None:
         before(vllm_config)
         if vllm_config.attention_config.backend is not compat.ensure_backend_member():
+            return
+        if capability >= FLASH:
+            support.check_supported(vllm_config, support.WITHOUT_KERNELS)
             return
         support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
         check_weights(vllm_config)

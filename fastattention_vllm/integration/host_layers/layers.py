@@ -31,6 +31,7 @@ from fastattention_vllm.integration.host_layers.plan import check, host_budget, 
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.support import LINEAR_MODELS
 from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.counters import Counters
@@ -437,7 +438,8 @@ def attention_layers(
     Args:
         context: vLLM's layers by name.
         host_backend: the backend of host layers on this device.
-        beside_states: leave out layers that keep a state instead of keys and values; otherwise they are such layers.
+        beside_states: whether host layers were tested on this device beside Gated DeltaNet layers. These keep a state
+            instead of keys and values, and are left out.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -456,7 +458,10 @@ def attention_layers(
             if layer.attn_type == "encoder_decoder":
                 return {}, Layers(()), f"layer {name} attends to an encoder"
             continue  # has no cache
-        if beside_states and compat.is_state_layer(layer):
+        if compat.is_state_layer(layer):
+            kind = vllm_config.model_config.hf_text_config.model_type
+            if not (beside_states and kind in LINEAR_MODELS):
+                return {}, Layers(()), f"layer {name} keeps a state, and host layers beside it are untested"
             continue  # its state stays on the device
         reason = _why_special(layer, host_backend)
         if reason:

@@ -129,6 +129,7 @@ def stub(
             get_head_size=lambda: 128,
             use_mla=False,
             hf_config=SimpleNamespace(model_type=model_type),
+            hf_text_config=SimpleNamespace(model_type=model_type),
         ),
         attention_config=SimpleNamespace(backend=compat.ensure_backend_member() if backend == "ours" else backend),
         compilation_config=CompilationConfig(),
@@ -186,7 +187,7 @@ def test_what_the_user_has_set_stays(config: Any) -> None:
 # --- where -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", [None, (6, 1), (8, 0), (9, 0)])
+@pytest.mark.parametrize("found", [None, (6, 1)])
 def test_nothing_changes_on_other_gpus(found: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(current_platform)
     answer = None if found is None else DeviceCapability(*found)
@@ -194,6 +195,28 @@ def test_nothing_changes_on_other_gpus(found: tuple[int, int] | None, monkeypatc
     before = (vllm.config.model._check_valid_dtype, kind.apply_config_platform_defaults)
     start.install()
     assert (vllm.config.model._check_valid_dtype, kind.apply_config_platform_defaults) == before
+
+
+@pytest.mark.parametrize("found", [(8, 0), (9, 0)])
+def test_newer_gpus_refuse_only_models_that_no_kernel_computes(
+    found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(current_platform)
+    monkeypatch.setattr(kind, "get_device_capability", lambda device_id=0: DeviceCapability(*found))
+    monkeypatch.setattr(kind, "apply_config_platform_defaults", kind.apply_config_platform_defaults)
+    check = vllm.config.model._check_valid_dtype
+    start.install()
+    assert vllm.config.model._check_valid_dtype is check
+    plain = stub(dtype=torch.bfloat16)
+    plain.cache_config.kv_sharing_fast_prefill = True
+    kind.apply_config_platform_defaults(plain)
+    assert plain.compilation_config.mode is None
+    latent = stub()
+    latent.model_config.use_mla = True
+    with pytest.raises(Refusal, match=r"^multi-head latent attention \(llama\) is not supported"):
+        kind.apply_config_platform_defaults(latent)
+    latent.attention_config.backend = None
+    kind.apply_config_platform_defaults(latent)
 
 
 @pytest.mark.parametrize(("platform", "times"), [("cuda", 1), ("cpu", 0)])

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import Platform, current_platform
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu import platform
+from fastattention_vllm.integration.cpu.backend import FastAttentionBackend
+from fastattention_vllm.integration.cuda.device import CudaRuntime
+from fastattention_vllm.integration.cuda.flash import HostLayerFlashBackend
 from fastattention_vllm.integration.host_layers import layers as host_layers
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.stream_split import StreamSplit
@@ -24,6 +30,7 @@ from tests.conformance.hybrid_block_tables import (  # noqa: F401  collected her
     test_every_block_holds_a_state,
 )
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
+from tests.integration.host_layers.test_placing import layer
 from tests.plan.shapes import folder, shape
 from tests.reference_models import hugging_face_answers, random_prompts, save_random
 
@@ -31,6 +38,14 @@ needs_replacement = pytest.mark.skipif(
     not compat.has_cpu_linear_attention(), reason="this vLLM's operator for states is not replaced"
 )
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+
+
+def config_of_27b(path: Path, **arguments: Any) -> VllmConfig:
+    text = json.loads((Path(folder("qwen3.5-27b")) / "config.json").read_text())["text_config"]
+    (path / "config.json").write_text(json.dumps(text | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    settings: dict[str, Any] = {"attention_backend": "fastattention", "dtype": "bfloat16", "enforce_eager": True}
+    settings |= {"kv_cache_memory_bytes": 24 * GIB, "skip_tokenizer_init": True, "max_num_batched_tokens": 8192}
+    return EngineArgs(model=str(path), **settings, **arguments).create_engine_config()
 
 
 @pytest.mark.more
@@ -44,12 +59,8 @@ def test_the_sizes_of_vllms_configuration_are_the_planners(
     arguments: dict[str, Any], states: int, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3.5-27B: `fastattention plan` reads config.json alone, the engine what vLLM makes of it."""
-    text = json.loads((Path(folder("qwen3.5-27b")) / "config.json").read_text())["text_config"]
-    (tmp_path / "config.json").write_text(json.dumps(text | {"architectures": ["Qwen3_5ForCausalLM"]}))
     monkeypatch.setattr(platform, "check_supported", lambda config: None)  # MTP is refused on CPUs
-    settings: dict[str, Any] = {"attention_backend": "fastattention", "dtype": "bfloat16", "enforce_eager": True}
-    settings |= {"kv_cache_memory_bytes": 24 * GIB, "skip_tokenizer_init": True, "max_num_batched_tokens": 8192}
-    config = EngineArgs(model=str(tmp_path), **settings, **arguments).create_engine_config()
+    config = config_of_27b(tmp_path, **arguments)
     planned = plan_memory(shape("qwen3.5-27b"), machine("h200-141g", 1), Request(1 << 18))
     assert layers_of(config) == planned.layers
     assert kv_size_of(config) == dataclasses.replace(planned.size, state_blocks=states, draft_layers=drafts)
@@ -82,3 +93,48 @@ def test_tokens_and_logprobs_equal_hugging_face(cached: bool, tmp_path: Path, mo
     log = "\n".join(lines)
     assert "6 linear-attention layers keep " in log
     assert f"  {blocks} blocks of 32 tokens; " in log
+
+
+@needs_replacement
+def test_blocks_are_as_large_on_a_gpu_before_and_after_vllms_own_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is made between the two. One of two layers is on the host."""
+    monkeypatch.setattr(AcceleratorRuntime, "prepare", lambda self: None)
+    config = config_of_27b(tmp_path, additional_config={"fastattention": {"host_kv_layers": 1}})
+    cache = config.cache_config
+    cache.block_size, cache.mamba_page_size_padded, cache.user_specified_block_size = 16, None, False
+    plain, on_host = layer(), layer()
+    on_host.attn_backend = HostLayerFlashBackend
+    config.compilation_config.static_forward_context = {"model.layers.3": plain, "model.layers.7": on_host}
+    runtime = CudaRuntime.__new__(CudaRuntime)
+    runtime.vllm_config, runtime.host_backend = config, HostLayerFlashBackend
+    page = 896 * 4096
+    with set_current_vllm_config(config):
+        runtime.settle_block_size()
+        assert (cache.block_size, kv_size_of(config).bytes_per_block) == (896, page)
+        runtime.prepare()
+        Platform.update_block_size_for_backend.__func__(type(current_platform), config)  # type: ignore[attr-defined]
+    assert (cache.block_size, cache.mamba_page_size_padded) == (896, page)
+
+
+@pytest.mark.more
+@needs_replacement
+def test_pages_of_the_pool_are_those_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLASH_ATTN takes pages of at most 64 tokens beside states in fp32, so vLLM divides its larger blocks."""
+    monkeypatch.setattr(FastAttentionBackend, "get_supported_kernel_block_sizes", lambda kv_cache_spec=None: [16])
+    # The CPU runner of 0.32 takes the blocks' ids for pages' ids here.
+    monkeypatch.setattr("vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids", lambda self, ids: None)
+    model, prompts = save_random(reference.qwen3_5(layers=8), tmp_path), random_prompts((1, 31, 65, 130, 300))
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, block_size=16, additional_config={"fastattention": {"host_kv_layers": 1}}) as llm:
+        placed = host_layers.find(llm.llm_engine.vllm_config)
+        assert placed is not None
+        assert placed.pool is not None
+        (cache,) = placed.pool.caches.values()
+        blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        assert (placed.placement.device_size.block_size, cache.shape[2]) == (32, 16)
+        assert cache.shape[0] == 2 * blocks
+        for share in (0.0, 1 / 3):
+            placed.set_stream_split(StreamSplit(share))
+            check(generate(llm, prompts), expected)

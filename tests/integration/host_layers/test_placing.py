@@ -29,6 +29,7 @@ from fastattention_vllm.integration.cuda.flash import (
 )
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers import plan as host_plan
+from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl, attention_layers, page_shape
 from fastattention_vllm.integration.host_layers.metadata import NOT_COMPUTED, HostMetadata, HostMetadataBuilder
 from fastattention_vllm.integration.options import options_of
@@ -116,14 +117,25 @@ def test_layers_with_different_pages_are_refused(other: Callable[[], Any]) -> No
     assert "have different numbers of KV heads, head sizes or KV cache dtypes" in why_not([layer(), other()])
 
 
-def test_layers_with_states_are_left_out_only_where_host_layers_were_run_beside_them() -> None:
-    class State(MambaBase):
-        get_state_shape = get_state_dtype = mamba_type = None  # type: ignore[assignment]
+class State(MambaBase):
+    get_state_shape = get_state_dtype = mamba_type = None  # type: ignore[assignment]
 
+
+def test_layers_with_states_are_left_out_where_host_layers_were_run_beside_them() -> None:
     context = model_of([State(), layer()])
-    assert "is an instance of State" in attention_layers(context, HostLayerFlashBackend, config_of())[2]
-    names, kinds, why = attention_layers(context, HostLayerFlashBackend, config_of(), beside_states=True)
+    config = config_of(hf_text_config=SimpleNamespace(model_type="qwen3_next"))
+    names, kinds, why = attention_layers(context, HostLayerFlashBackend, config, beside_states=True)
     assert (names, kinds.full, why) == ({1: name(1)}, (1,), "")
+
+
+@pytest.mark.parametrize(("model_type", "beside_states"), [("qwen3_next", False), ("jamba", True)])
+def test_layers_with_other_states_are_named(model_type: str, beside_states: bool) -> None:
+    """NPUs, and other models, whose states the plan does not count."""
+    context = model_of([State(), layer()])
+    config = config_of(hf_text_config=SimpleNamespace(model_type=model_type))
+    names, _, why = attention_layers(context, HostLayerFlashBackend, config, beside_states)
+    assert (names, why) == ({}, f"layer {name(0)} keeps a state, and host layers beside it are untested")
+    assert AcceleratorRuntime.beside_states is False
 
 
 def test_two_layers_in_one_decoder_layer_are_refused() -> None:

@@ -1,0 +1,75 @@
+"""benchmarks/hybrid_host_layers.py: its model, its comparison of answers, and a run on this CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import hybrid_host_layers
+import hybrid_model
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastattention_vllm.integration import compat
+from tests.benchmarks.conftest import BENCHMARKS
+from tests.plan.shapes import shape
+
+ANSWER = [(5, -1.0), (6, -1.5), (7, -0.5)]
+
+
+def test_the_model_has_all_weights_of_its_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    hybrid_model.build(path, hybrid_model.TINY)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).state_dict()
+    with safe_open(path / "model.safetensors", "pt") as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    experts = {name for name in expected if ".mlp.experts." in name}
+    assert {name for name in found if ".mlp.experts." not in name} == set(expected) - experts
+    assert all(found[name] == tuple(expected[name].shape) for name in set(expected) - experts)
+    assert len(found) - len(set(expected) - experts) == 3 * hybrid_model.EXPERTS
+
+
+def test_its_attention_has_the_shape_of_qwen3_5_27b() -> None:
+    model, own = shape("qwen3.5-27b"), hybrid_model.Shape()
+    assert model.linear is not None
+    assert (own.layers, own.full) == (model.num_layers, model.full_layers)
+    assert (own.heads, own.kv_heads, own.head_size) == (model.num_heads, model.num_kv_heads, model.head_size)
+    assert (own.channels, own.value_heads) == (model.linear.channels(1), model.linear.value_heads)
+    assert (own.state_size, hybrid_model.WIDTH) == (model.linear.value_size, model.linear.convolution)
+
+
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [
+        ([(5, -1.01), (6, -1.5), (7, -0.5)], True),
+        ([(5, -1.0), (9, -1.5), (1, -9.0)], True),
+        ([(5, -1.0), (6, -1.6), (7, -0.5)], False),
+        ([(9, -0.5), (6, -1.5), (7, -0.5)], False),
+    ],
+    ids=["rounded", "after an equally good token", "another probability", "a better token"],
+)
+def test_answers_agree_up_to_an_equally_good_token(other: hybrid_host_layers.Steps, equal: bool) -> None:
+    assert hybrid_host_layers.agree(ANSWER, other) == equal
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not compat.has_cpu_linear_attention(), reason="this vLLM's operator for states is not replaced")
+def test_a_run_on_this_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "hybrid_host_layers.py"), "--tiny", "--model", str(tmp_path / "model")]
+    command += ["--tokens", "300", "--host-layers", "0", "1", "--device-gib", "0.03", "--chunk", "256"]
+    command += ["--decode", "2", "--rounds", "1", "--json", str(tmp_path / "result.json")]
+    subprocess.run(command, check=True, timeout=300)
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    answers = {row["metric"]: row["ours"] for row in rows if row["unit"] == "1 = yes"}
+    assert answers == {
+        "cooperative cached prompt has the same answer": 1,
+        "cooperative answer is the reference's": 1,
+        "cooperative answer needs the pool": 1,
+    }
+    rates = [row for row in rows if row["metric"] == "cooperative decode"]
+    assert [row["case"].rpartition(", ")[2] for row in rates] == ["0 host layers", "stream all", "CPU alone", "auto"]
