@@ -1,4 +1,4 @@
-"""Compile all variants of the attention kernels for V100 and Turing, each as a cubin and as PTX for newer GPUs.
+"""Compile all variants of the kernels for V100 and Turing, each as a cubin and as PTX for newer GPUs.
 
     python -m kernels.volta.build FOLDER
 
@@ -14,11 +14,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kernels.volta import manifest
+from kernels.volta import linear_variants, manifest, variants
+from kernels.volta.linear_variants import LinearVariant, UnpackVariant
 from kernels.volta.manifest import MANIFEST, SOURCES
 from kernels.volta.nvrtc import compile_cuda, version
-from kernels.volta.variants import COMPILER_OPTIONS, HEAD_SIZES, VARIANTS, Variant
+from kernels.volta.variants import COMPILER_OPTIONS, HEAD_SIZES, Variant
 
+Compiled = Variant | LinearVariant | UnpackVariant
+VARIANTS: tuple[Compiled, ...] = (*variants.VARIANTS, *linear_variants.VARIANTS, *linear_variants.UNPACK)
 MAX_SPILLED = {
     "prefill_d112_e4m3.sm_70": 8,
     "prefill_d112_e5m2.sm_70": 8,
@@ -51,7 +54,7 @@ them afterwards (tests/kernels/volta/test_cache.py). Decoding on Turing at head 
 bounds limit the registers."""
 
 
-def build(variant: Variant, folder: Path) -> str:
+def build(variant: Compiled, folder: Path) -> str:
     """Compile one variant. Returns the compiler's log."""
     source = (SOURCES / variant.source).read_text()
     log = ""
@@ -70,7 +73,7 @@ def build(variant: Variant, folder: Path) -> str:
     return log
 
 
-def max_registers(variant: Variant) -> int:
+def max_registers(variant: Compiled) -> int:
     """Maximum registers per thread for ``ctas_per_sm`` CTAs within an SM's 65536, allocated in multiples of eight."""
     threads = variant.threads or max(HEAD_SIZES) // 8  # each thread of combine handles eight numbers of a head
     return min(255, 65536 // (threads * variant.ctas_per_sm) // 8 * 8)

@@ -13,7 +13,7 @@ import numpy.typing
 
 from kernels.volta import variants
 from kernels.volta.emulator import Emulation
-from kernels.volta.linear_variants import TILE, UNIT_BYTES, UNPACK, VARIANTS, LinearVariant, UnpackVariant, shape
+from kernels.volta.linear_variants import TILE, UNIT_BYTES, UNPACK, VARIANTS, LinearVariant, UnpackVariant
 from kernels.volta.manifest import SOURCES
 from kernels.volta.nvrtc import compile_cuda
 from kernels.volta.sim import Cubin, Simulation
@@ -222,10 +222,9 @@ class Launch:
         return slice(TILE * first, TILE * (first + count))
 
 
-def launch(given: Problem, variant: LinearVariant, machine: Any, ctas: int = 0, warps: int = 0) -> Launch:
-    """``ctas`` and ``warps``: by default those of :func:`shape`."""
-    usual = shape(given.columns, given.k, variant)
-    ctas, warps = ctas or usual[0], warps or usual[1]
+def launch(given: Problem, variant: LinearVariant, machine: Any, ctas: int, warps: int = 0) -> Launch:
+    """``warps``: by default as many as the variant can have."""
+    warps = warps or variant.warps
     out = numpy.full((len(given.x), given.columns), numpy.nan, numpy.float16)
     parameters = Linear(
         weights=weights_on(machine, given),
@@ -237,7 +236,7 @@ def launch(given: Problem, variant: LinearVariant, machine: Any, ctas: int = 0, 
         tiles=given.columns // TILE // ctas,
         more=given.columns // TILE % ctas,
     )
-    machine.launch((ctas, 1, 1), (32 * warps, 1, 1), bytes(parameters), variant.shared_bytes(warps))
+    machine.launch((ctas, 1, 1), (32 * warps, 1, 1), bytes(parameters), warps * variant.shared_bytes_per_warp)
     return Launch(machine, out, parameters, ctas)
 
 

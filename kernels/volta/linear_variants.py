@@ -11,8 +11,8 @@ TILE = 8
 """Columns."""
 ROWS = (8, 16)
 """Maximum numbers of rows of a launch."""
-SMS = 80
-"""Number of SMs of a V100."""
+CONSTANTS = {"tile": TILE, "unit_bytes": UNIT_BYTES, "most_rows": max(ROWS)}
+"""What packed weights and the launcher depend on, besides the structures of ``linear.h``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,25 @@ class LinearVariant:
         """k of a unit."""
         return 128 if self.weight == "int4" else 64
 
-    def shared_bytes(self, warps: int) -> int:
-        """Shared memory of a CTA of so many warps: sums at the end, and before with more than eight rows, x."""
+    @property
+    def shared_bytes_per_warp(self) -> int:
+        """Shared memory of a CTA, for each of its warps: sums at the end, and before with more than eight rows, x."""
         products = self.rows // 8
-        staged = 16 * 32 * warps * products * (self.unit // 32) if products > 1 else 0
-        return max(16 * 32 * warps * self.tiles, staged)
+        staged = 16 * 32 * products * (self.unit // 32) if products > 1 else 0
+        return max(16 * 32 * self.tiles, staged)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a CTA with all warps."""
+        return self.warps * self.shared_bytes_per_warp
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def image(self, suffix: str) -> str:
+        """The file name of its image. ``suffix``: ``cubin`` or ``ptx``."""
+        return f"{self.name}.sm_{self.architecture}.{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,12 @@ class UnpackVariant:
     warps: int = 4
     source: str = "unpack.cu"
     kernel: str = "fa_volta_unpack"
+    ctas_per_sm: int = 8
     architecture: int = 70
+    rows: int = 0
+    tiles: int = 0
+    shared_bytes_per_warp: int = 0
+    shared_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -76,15 +95,13 @@ class UnpackVariant:
     def defines(self) -> dict[str, str | int]:
         return {"WEIGHT": WEIGHTS.index(self.weight), "WARPS": self.warps}
 
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
 
-def shape(columns: int, k: int, variant: LinearVariant) -> tuple[int, int]:
-    """CTAs and warps of a launch. CTAs fill the GPU a whole number of times, if there are enough tiles."""
-    tiles, at_once = columns // TILE, SMS * variant.ctas_per_sm
-    waves = -(-tiles // (at_once * variant.tiles))
-    units = -(-k // variant.unit)
-    # The most warps whose turns at the units leave few of them idle.
-    warps = max(range(4, variant.warps + 1), key=lambda count: (units / (count * -(-units // count)) > 0.93, count))
-    return min(tiles, waves * at_once), warps
+    def image(self, suffix: str) -> str:
+        """The file name of its image. ``suffix``: ``cubin`` or ``ptx``."""
+        return f"{self.name}.sm_{self.architecture}.{suffix}"
 
 
 VARIANTS = tuple(
@@ -94,3 +111,9 @@ VARIANTS = tuple(
 )
 
 UNPACK = tuple(map(UnpackVariant, WEIGHTS))
+
+
+def describe(variant: LinearVariant | UnpackVariant) -> dict[str, str | int]:
+    """The manifest's entry for a variant, which the launcher reads."""
+    names = ("kernel", "weight", "rows", "tiles", "warps", "shared_bytes_per_warp", "ctas_per_sm", "architecture")
+    return {"name": f"{variant.name}.sm_{variant.architecture}"} | {name: getattr(variant, name) for name in names}

@@ -1,7 +1,7 @@
 """Writes ``manifest.json`` next to the compiled images: the code they match, and the parameters of their launches.
 
 A launch passes a block of bytes and a workspace whose layouts are compiled into the kernels. The manifest contains
-these layouts, read from ``problem.h``. The launcher compares them with its own layouts and refuses images that differ.
+these layouts, read from the headers, for each launcher. The launcher compares them with its own layouts and refuses images that differ.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kernels.volta.variants import CHUNK, DECODE_ROWS, WIDE_ROWS, Variant, describe
+from kernels.volta import linear_variants, variants
+from kernels.volta.linear_variants import LinearVariant, UnpackVariant
+from kernels.volta.variants import CHUNK, DECODE_ROWS, WIDE_ROWS, Variant
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 """The version of the manifest's format."""
 SUFFIXES = ("cubin", "ptx")
 SOURCES = Path(__file__).resolve().parent / "src"
@@ -38,11 +40,16 @@ Layout = dict[str, tuple[int, int]]
 """Offset and size of each field in bytes. The key "" holds those of the whole structure."""
 
 
-def write(folder: Path, variants: Iterable[Variant], compiler: str, sources: Path = SOURCES) -> None:
-    """The manifest for the images of ``variants`` in ``folder``, which were compiled from the current ``sources``."""
-    variants = tuple(variants)
+def write(
+    folder: Path,
+    compiled: Iterable[Variant | LinearVariant | UnpackVariant],
+    compiler: str,
+    sources: Path = SOURCES,
+) -> None:
+    """The manifest for the images of ``compiled`` in ``folder``, which were compiled from the current ``sources``."""
+    compiled = tuple(compiled)
     images = {}
-    for variant in variants:
+    for variant in compiled:
         for suffix in SUFFIXES:
             content = (folder / variant.image(suffix)).read_bytes()
             images[variant.image(suffix)] = {
@@ -52,9 +59,16 @@ def write(folder: Path, variants: Iterable[Variant], compiler: str, sources: Pat
     manifest = {
         "format": FORMAT,
         "compiler": compiler,
-        "constants": CONSTANTS,
-        "structures": structures((sources / "problem.h").read_text()),
-        "variants": [describe(variant) for variant in variants],
+        "attention": {
+            "constants": CONSTANTS,
+            "structures": structures((sources / "problem.h").read_text()),
+            "variants": [variants.describe(one) for one in compiled if isinstance(one, Variant)],
+        },
+        "linear": {
+            "constants": linear_variants.CONSTANTS,
+            "structures": structures((sources / "linear.h").read_text()),
+            "variants": [linear_variants.describe(one) for one in compiled if not isinstance(one, Variant)],
+        },
         "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources.iterdir())},
         "images": images,
     }

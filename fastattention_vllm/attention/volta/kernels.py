@@ -19,6 +19,7 @@ from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import launch as volta_kernels
+from fastattention_vllm.attention.volta.images import IMAGES
 from fastattention_vllm.attention.volta.launch import (
     CHUNK,
     HEAD_SIZES,
@@ -31,8 +32,6 @@ from fastattention_vllm.attention.volta.launch import (
     WriteKv,
 )
 
-IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
-"""Folder with the manifest and, for each variant, ``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx`` (or ``sm_75``)."""
 ANY_PAGE_SIZE = False
 DEVICE = "cuda"
 LOG2E = math.log2(math.e)
@@ -434,5 +433,4 @@ def _kernel(variant: Variant) -> cuda_driver.Kernel:
 @functools.cache
 def _loaded(variant: Variant, suffix: str) -> cuda_driver.Kernel:
     # Turing also runs the V100's machine code, so kernels without matrix products exist only for the V100.
-    image = volta_images.read(IMAGES, variant, suffix)
-    return cuda_driver.load(image + b"\0", variant.kernel, variant.shared_bytes)
+    return volta_images.load(IMAGES, variant, suffix)

@@ -1,7 +1,7 @@
 """The parameters of a launch of the Volta kernels: parameter blocks, grids, workspaces. Needs no GPU and no torch.
 
 The sources are in ``kernels/volta/src``; ``problem.h`` there defines the structures that are mirrored here. Before an
-image is loaded, the mirrored structures are compared with the manifest of the compiled images (:func:`disagreement`).
+image is loaded, the mirrored structures are compared with the manifest of the compiled images (``images.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import math
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass
-from typing import Any
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 DECODE_ROWS = 8
@@ -252,22 +251,3 @@ CONSTANTS = {
     "bytes_of_lse": 4,
 }
 """The constants that :func:`part_length`, :func:`floats_of_parts` and :func:`bytes_of_means` depend on."""
-
-
-def disagreement(constants: object, structures: object) -> str:
-    """The name of a constant or structure in which a manifest differs from this launcher; empty if none differs.
-
-    Images that were compiled for other arguments or another workspace would access wrong addresses.
-    """
-    ours = {structure.__name__: {name: [*at] for name, at in layout(structure).items()} for structure in STRUCTURES}
-    pairs: tuple[tuple[str, dict[str, Any], object], ...] = (
-        ("constants", CONSTANTS, constants),
-        ("structures", ours, structures),
-    )
-    for kind, here, there in pairs:
-        if not isinstance(there, dict):
-            return kind
-        for name in sorted({*here, *there}):
-            if here.get(name) != there.get(name):
-                return str(name)
-    return ""

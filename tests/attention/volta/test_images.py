@@ -84,19 +84,19 @@ def spoil(images: Path, how: str) -> None:
     elif how == "no manifest at all":
         manifest.write_text("[]")
     elif how == "another structure":
-        content["structures"]["Split"]["rows"] = [200, 4]
+        content["attention"]["structures"]["Split"]["rows"] = [200, 4]
         manifest.write_text(json.dumps(content))
     elif how == "a structure more":
-        content["structures"]["More"] = {"": [0, 4], "one": [0, 4]}
+        content["attention"]["structures"]["More"] = {"": [0, 4], "one": [0, 4]}
         manifest.write_text(json.dumps(content))
     elif how == "no structures":
-        del content["structures"]
+        del content["attention"]["structures"]
         manifest.write_text(json.dumps(content))
     elif how == "longer parts":
-        content["constants"]["longest_part"] = 2048
+        content["attention"]["constants"]["longest_part"] = 2048
         manifest.write_text(json.dumps(content))
     elif how == "a kernel without its tile":
-        del content["variants"][0]["tile"]
+        del content["attention"]["variants"][0]["tile"]
         manifest.write_text(json.dumps(content))
     elif how == "changed":
         (images / FILES[1]).write_text("something else")
@@ -115,8 +115,8 @@ def spoil(images: Path, how: str) -> None:
     [
         ("no manifest", r"have no manifest\.json, so their version is unknown"),
         ("cut off", r"manifest\.json is not JSON \(.*\)"),
-        ("another format", r"manifest\.json is not a manifest of format 2"),
-        ("no manifest at all", r"manifest\.json is not a manifest of format 2"),
+        ("another format", r"manifest\.json is not a manifest of format 3"),
+        ("no manifest at all", r"manifest\.json is not a manifest of format 3"),
         ("another structure", rf"{OTHER} \(difference: Split\)"),
         ("a structure more", rf"{OTHER} \(difference: More\)"),
         ("no structures", rf"{OTHER} \(difference: structures\)"),

@@ -86,12 +86,12 @@ def test_kernels_are_compiled_with_nvrtc_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{len(variants.VARIANTS)}\n")
+    assert done.stdout.startswith(f"{len(build.VARIANTS)}\n")
     (variant,) = images.variants(tmp_path).values()
     assert variant.kernel == COMBINE.kernel
     assert images.read(tmp_path, variant, "cubin")[:4] == b"\x7fELF"
 
 
 def test_the_wanted_ctas_fit_the_threads_of_an_sm() -> None:
-    for variant in variants.VARIANTS:
+    for variant in build.VARIANTS:
         assert build.max_registers(variant) >= 32, variant.name
