@@ -1,7 +1,8 @@
 """vLLM's start on GPUs of compute capability 7.x: a model that cannot run is refused before any process is started, and
 the V100 gets other defaults.
 
-On other GPUs nothing is changed.
+On other GPUs nothing is changed. All GPUs have the name ``--quantization fastattention``, which chooses itself only for
+quantised checkpoints below compute capability 7.5.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def install() -> None:
     """Repeated calls are safe. This queries the driver without initialising a GPU."""
     from vllm.platforms import current_platform
 
+    from fastattention_vllm.integration.cuda.quantised import registration
+
+    registration.install()
     found = current_platform.get_device_capability()
     if found is None or not V100 <= tuple(found) < FLASH:
         return

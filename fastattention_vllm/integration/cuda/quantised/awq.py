@@ -22,7 +22,7 @@ BITS = 4
 _Base: Any = get_quantization_config("awq")
 
 
-class AwqConfig(QuantisedConfig, _Base):  # type: ignore[misc]
+class AwqConfig(QuantisedConfig, _Base):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> AwqConfig:
         bits = config.get("bits", config.get("w_bit"))
@@ -50,7 +50,7 @@ class AwqMethod(IntegerMethod):
 
     def add_parameters(self, layer: torch.nn.Module) -> None:
         self.check_sizes(self.widths, self.per_word, "an output size of")
-        packed = {"packed_dim": 1, "packed_factor": self.per_word}
+        packed = self.in_words | {"packed_dim": 1}
         words, groups = self.n // self.per_word, self.groups
         self.add(layer, "qweight", PackedvLLMParameter, torch.empty(self.k, words, dtype=torch.int32),
                  input_dim=0, output_dim=1, **packed)  # fmt: skip
@@ -59,7 +59,7 @@ class AwqMethod(IntegerMethod):
         self.add(layer, "scales", self.scales_kind(packed=False), torch.empty(groups, self.n, dtype=self.dtype),
                  **self.axes(0, 1))  # fmt: skip
 
-    def matrix(self, layer: torch.nn.Module) -> QuantisedMatrix:
+    def matrix(self, layer: Any) -> QuantisedMatrix:
         return QuantisedMatrix(
             self.form, self.k, self.n,
             awq_numbers(layer.qweight.data), layer.scales.data, awq_zeros(layer.qzeros.data),

@@ -15,7 +15,12 @@ from fastattention_vllm.integration.cuda.quantised.activation_order import order
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig, unsupported
 from fastattention_vllm.integration.cuda.quantised.fp8_method import Fp8Method
 from fastattention_vllm.integration.cuda.quantised.integers import reordered, unpacked
-from fastattention_vllm.integration.cuda.quantised.linear_method import ORDER, IntegerMethod, QuantisedLinearMethod, keep
+from fastattention_vllm.integration.cuda.quantised.linear_method import (
+    ORDER,
+    IntegerMethod,
+    QuantisedLinearMethod,
+    keep,
+)
 from fastattention_vllm.integration.cuda.quantised.registration import INTEGER_BITS
 from fastattention_vllm.linear.weights import BLOCK, QuantisedMatrix
 
@@ -24,7 +29,7 @@ FLOATS = ("float-quantized", "naive-quantized")
 _Base: Any = get_quantization_config("compressed-tensors")
 
 
-class CompressedTensorsCheckpointConfig(QuantisedConfig, _Base):  # type: ignore[misc]
+class CompressedTensorsCheckpointConfig(QuantisedConfig, _Base):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsCheckpointConfig:
         made: CompressedTensorsCheckpointConfig = super().from_config(dict(config))
@@ -60,7 +65,7 @@ def method_of(prefix: str, scheme: dict[str, Any]) -> QuantisedLinearMethod:
         Refusal: the kernels do not compute it.
     """
     weights, inputs, form = scheme["weights"], scheme.get("input_activations"), scheme.get("format")
-    kind, strategy = str(getattr(weights.type, "value", weights.type)), str(getattr(weights.strategy, "value", ""))
+    kind, strategy = _word(weights.type), _word(weights.strategy)
     said = f"{weights.num_bits}-bit {kind} weights per {strategy} in the format {form!r}"
     if inputs is not None and kind == "int":
         raise unsupported(prefix, f"compressed-tensors with {said} and {inputs.num_bits}-bit activations")
@@ -68,8 +73,8 @@ def method_of(prefix: str, scheme: dict[str, Any]) -> QuantisedLinearMethod:
         raise unsupported(prefix, f"compressed-tensors with {said}, which are not static")
     if kind == "int" and form == PACKED and weights.num_bits in INTEGER_BITS and strategy in ("group", "channel"):
         size = weights.group_size if strategy == "group" else -1
-        grouped = str(getattr(weights.actorder, "value", weights.actorder)).lower() == "group"
-        return PackedMethod(prefix, weights.num_bits, size, not weights.symmetric, grouped)
+        ordered = _word(weights.actorder) == "group"
+        return PackedMethod(prefix, weights.num_bits, size, not weights.symmetric, ordered)
     if kind == "float" and form in FLOATS and weights.num_bits == 8 and strategy in ("tensor", "channel", "block"):
         block = getattr(weights, "block_structure", None)
         if strategy == "block" and list(block or ()) != [BLOCK, BLOCK]:
@@ -77,6 +82,11 @@ def method_of(prefix: str, scheme: dict[str, Any]) -> QuantisedLinearMethod:
         static = inputs is not None and not inputs.dynamic
         return FloatMethod(prefix, strategy, "weight_scale", static)  # type: ignore[arg-type]
     raise unsupported(prefix, f"compressed-tensors with {said}")
+
+
+def _word(value: object) -> str:
+    """Of a string or a member of one of compressed-tensors' enums."""
+    return str(getattr(value, "value", value)).lower()
 
 
 @register_weight_loader_v2_supported_method
@@ -105,7 +115,7 @@ class PackedMethod(IntegerMethod):
                 "use --tensor-parallel-size 1, or a checkpoint with actorder: weight or without it",
             )
         self.check_sizes((self.k,), self.per_word, "an input size of")
-        groups, packed = self.groups, {"packed_factor": self.per_word}
+        groups, packed = self.groups, self.in_words
         self.add(layer, "weight_packed", PackedvLLMParameter,
                  torch.empty(self.n, self.k // self.per_word, dtype=torch.int32),
                  input_dim=1, output_dim=0, packed_dim=1, **packed)  # fmt: skip
@@ -121,7 +131,7 @@ class PackedMethod(IntegerMethod):
             self.add(layer, "weight_g_idx", RowvLLMParameter, torch.empty(self.k, dtype=torch.int32),
                      input_dim=0, alike=True)  # fmt: skip
 
-    def matrix(self, layer: torch.nn.Module) -> QuantisedMatrix:
+    def matrix(self, layer: Any) -> QuantisedMatrix:
         numbers = layer.weight_packed.data.t()
         if self.activation_order:
             order = order_of(layer.weight_g_idx.data, self.group_size, self.prefix)

@@ -19,7 +19,7 @@ from fastattention_vllm.linear.weights import BLOCK
 _Base: Any = get_quantization_config("fp8")
 
 
-class Fp8CheckpointConfig(QuantisedConfig, _Base):  # type: ignore[misc]
+class Fp8CheckpointConfig(QuantisedConfig, _Base):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp8CheckpointConfig:
         block = config.get("weight_block_size")

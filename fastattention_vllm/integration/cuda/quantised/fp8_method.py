@@ -50,7 +50,7 @@ class Fp8Method(QuantisedLinearMethod):
                     "use a smaller --tensor-parallel-size",
                 )
 
-    def add_parameters(self, layer: torch.nn.Module) -> None:
+    def add_parameters(self, layer: Any) -> None:
         weight = torch.empty(self.n, self.k, dtype=torch.float8_e4m3fn)
         self.add(layer, "weight", ModelWeightParameter, weight, input_dim=1, output_dim=0)
         parts, float32 = len(self.widths), torch.float32
@@ -69,7 +69,7 @@ class Fp8Method(QuantisedLinearMethod):
             self.add(layer, "input_scale", PerTensorScaleParameter, torch.empty(parts, dtype=float32),
                      loader=load_scalar, optional=True)  # fmt: skip
 
-    def matrix(self, layer: torch.nn.Module) -> QuantisedMatrix:
+    def matrix(self, layer: Any) -> QuantisedMatrix:
         scales = getattr(layer, self.scales_name).data
         if self.scales == "tensor":
             widths = torch.tensor(self.widths, device=scales.device)

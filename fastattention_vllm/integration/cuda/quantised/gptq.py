@@ -24,7 +24,7 @@ SECOND = "gptq_v2"
 _Base: Any = get_quantization_config("gptq")
 
 
-class GptqConfig(QuantisedConfig, _Base):  # type: ignore[misc]
+class GptqConfig(QuantisedConfig, _Base):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> GptqConfig:
         # Newer versions of vLLM refuse what these kernels can compute: zero points and activation order.
@@ -88,7 +88,7 @@ class GptqMethod(IntegerMethod):
             )
         self.check_sizes((self.k,), self.per_word, "an input size of")
         self.check_sizes(self.widths, self.per_word, "an output size of")
-        groups, packed = self.groups, {"packed_factor": self.per_word}
+        groups, packed = self.groups, self.in_words
         self.add(layer, "qweight", PackedvLLMParameter, torch.empty(self.k // self.per_word, self.n, dtype=torch.int32),
                  input_dim=0, output_dim=1, packed_dim=0, **packed)  # fmt: skip
         self.add(layer, "g_idx", RowvLLMParameter, torch.empty(self.k, dtype=torch.int32),
@@ -99,7 +99,7 @@ class GptqMethod(IntegerMethod):
         self.add(layer, "scales", self.scales_kind(packed=False), torch.empty(groups, self.n, dtype=self.dtype),
                  **self.axes(0, 1))  # fmt: skip
 
-    def matrix(self, layer: torch.nn.Module) -> QuantisedMatrix:
+    def matrix(self, layer: Any) -> QuantisedMatrix:
         numbers = layer.qweight.data
         if self.loadings["g_idx"].numbers and self.group_size != -1:
             order = order_of(layer.g_idx.data, self.group_size, self.prefix)
@@ -114,5 +114,7 @@ class GptqMethod(IntegerMethod):
             middle = MIDDLE[self.form.kind]
             # Tools disagree about which of the two belongs to symmetric weights.
             if not bool(((stored == middle) | (stored == middle - 1)).all()):
-                raise self.refusal("the checkpoint says sym, but qzeros has other zero points", "serve another checkpoint")
+                raise self.refusal(
+                    "the checkpoint says sym, but qzeros has other zero points", "serve another checkpoint"
+                )
         return QuantisedMatrix(self.form, self.k, self.n, numbers, layer.scales.data, zeros)

@@ -52,7 +52,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         """Add the checkpoint's tensors with :meth:`add`."""
 
     @abstractmethod
-    def matrix(self, layer: torch.nn.Module) -> QuantisedMatrix:
+    def matrix(self, layer: Any) -> QuantisedMatrix:
         """The loaded matrix."""
 
     def create_weights(
@@ -177,17 +177,22 @@ class IntegerMethod(QuantisedLinearMethod):
         return WeightFormat(kind, "group", self.group_size, self.zero_points)
 
     @property
+    def in_words(self) -> dict[str, Any]:
+        """What vLLM's packed parameters want to know."""
+        return {"packed_factor": self.per_word}
+
+    @property
     def groups(self) -> int:
         return 1 if self.group_size == -1 else -(-self.k // self.group_size)
 
-    def scales_kind(self, packed: bool) -> type[Any]:
+    def scales_kind(self, packed: bool) -> Any:
         """The class of parameters with a row per group. Scales per channel are the same on all ranks of a row-parallel
         layer."""
         if self.group_size == -1:
             return PackedColumnParameter if packed else ChannelQuantScaleParameter
         return PackedvLLMParameter if packed else GroupQuantScaleParameter
 
-    def axes(self, k: int, n: int) -> dict[str, int]:
+    def axes(self, k: int, n: int) -> dict[str, Any]:
         """The axes of a tensor with a row per group."""
         return {"output_dim": n} | ({} if self.group_size == -1 else {"input_dim": k})
 

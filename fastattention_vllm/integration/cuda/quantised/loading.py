@@ -90,9 +90,7 @@ class Loading:
 class _Writes(TorchDispatchMode):
     """Counts the numbers that are written in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.copied = self.filled = 0
+    copied = filled = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.copy_.default:
