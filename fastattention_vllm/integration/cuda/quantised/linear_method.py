@@ -113,7 +113,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         except ValueError as error:
             if isinstance(error, Refusal):
                 raise
-            raise self.refusal(str(error).removesuffix("."), "serve another checkpoint") from error
+            raise Refusal(f"{self.prefix}: {error}") from error
         for name in self.loadings:
             delattr(layer, name)
         keep(layer, self.KEPT, weights.packed)

@@ -51,8 +51,9 @@ class Loading:
             except (AssertionError, IndexError, RuntimeError) as error:
                 raise self._misshapen(shape, parameter) from error
             # A rank takes all of a tensor, or one of as many parts as there are ranks (or as KV heads are divided into).
+            # A scale of a whole matrix may be written for each part of it.
             times, rest = divmod(loaded.numel(), max(writes.copied, 1))
-            if rest or not times or self.ranks % times:
+            if loaded.numel() > 1 and (rest or not times or self.ranks % times):
                 raise self._misshapen(shape, parameter)
             if before is not None and not torch.equal(before, parameter.data):
                 raise Refusal(
@@ -82,7 +83,7 @@ class Loading:
     def _misshapen(self, shape: list[int], parameter: torch.Tensor) -> Refusal:
         return Refusal(
             f"{self.layer}: the checkpoint's {self.name} has shape {shape}, which does not fit this layer "
-            f"({list(parameter.shape)} on each of {self.ranks} rank(s)); download or copy the model again, or serve "
+            f"({list(parameter.shape)} on each of {self.ranks} ranks); download or copy the model again, or serve "
             "another checkpoint."
         )
 

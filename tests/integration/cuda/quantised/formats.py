@@ -83,9 +83,7 @@ def awq(group: int = 128) -> Format:
         }
         return Stored(tensors, meant)
 
-    return Format(
-        {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}, store
-    )
+    return Format({"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}, store)
 
 
 def gptq(
