@@ -27,8 +27,9 @@ from volta_sim_report import FEED, TITLE, versions
 from volta_sim_rows import feed_timing
 
 from fastattention_vllm.bench.report import Row, compared, report
+from fastattention_vllm.linear.volta import launch as launcher
 from kernels.volta import linear_problems as linear
-from kernels.volta.linear_variants import TILE, VARIANTS, WEIGHTS, LinearVariant, shape
+from kernels.volta.linear_variants import TILE, VARIANTS, WEIGHTS, LinearVariant, describe
 from kernels.volta.sim import V100, Simulation, default_timing
 
 GROUP = 128
@@ -59,7 +60,7 @@ class Time:
 
 def simulated(weight: str, rows: int, k: int, columns: int, variant: LinearVariant) -> Time:
     """One launch. Only the CTAs of SM 0 are computed, on a smaller matrix that has their columns alone."""
-    ctas, warps = shape(columns, k, variant)
+    ctas, warps = launcher.shape(columns, -(-k // variant.unit), launched(variant))
     tiles, more = divmod(columns // TILE, ctas)
     mine = [tiles + (cta < more) for cta in range(0, ctas, V100.sms)]  # the longer ones come first
     given = linear.problem(weight, rows, k, sum(mine) * TILE, group=GROUP, blocks=True)
@@ -107,10 +108,15 @@ def row(weight: str, layer: str, rows: int) -> Row:
     )
 
 
+def launched(variant: LinearVariant) -> launcher.Variant:
+    """What the launcher knows of a variant."""
+    return launcher.Variant(**describe(variant))  # type: ignore[arg-type]
+
+
 def best(weight: str, rows: int, columns: int) -> LinearVariant:
-    """The variant with the fewest rows and the fewest tiles that do not cost a further wave."""
-    fitting = [one for one in VARIANTS if one.weight == weight and rows <= one.rows]
-    return min(fitting, key=lambda one: (one.rows, -(-columns // TILE // (V100.sms * 2 * one.tiles)), one.tiles))
+    """The variant that the launcher chooses."""
+    fitting = {launched(one): one for one in VARIANTS if one.weight == weight}
+    return fitting[launcher.variant_for(fitting, rows, columns)]
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import images as volta
 from fastattention_vllm.bench import gpu
 from kernels.volta import manifest
 from kernels.volta.variants import VARIANTS
@@ -45,7 +45,7 @@ SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) ")
 # One process, because a sanitizer takes seconds for the first kernel of each process.
 PYTEST = """
 import sys, pathlib, pytest
-from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import images as volta
 volta.IMAGES = pathlib.Path(sys.argv[1])
 sys.exit(pytest.main(sys.argv[2:]))
 """

@@ -42,7 +42,7 @@ def probe(folder: Path | None = None) -> Kernels:
         isas = (chosen, *(one for one in cpu.usable_isas() if one != chosen))
     except (OSError, RuntimeError, ValueError) as failed:
         error = str(failed)
-    folder = folder or volta.IMAGES
+    folder = folder or images.IMAGES
     errors: dict[int, str] = {}
     variants: list[Variant] = []
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +29,8 @@ class WeightFormat:
     kind: Kind
     """Unsigned integers of 4 or 8 bits, or FP8 e4m3 (fn: without infinities)."""
     scales: Scales
-    """``group``: of ``group_size`` k of a column. ``channel``: of a column. FP8 also has ``tensor``: a single scale, and
-    ``block``: of 128 x 128 weights. FP8 has no ``group``."""
+    """``group``: of ``group_size`` k of a column. ``channel``: of a column. FP8 has no ``group``, but ``tensor``: a
+    single scale, and ``block``: of 128 x 128 weights."""
     group_size: int = 0
     """0 unless ``scales`` is ``group``."""
     zero_points: bool = False
@@ -96,7 +97,9 @@ class QuantisedMatrix:
         _check("numbers", self.numbers, form.number_shape(self.k, self.n), (_DTYPES.get(form.kind, torch.int32),))
         _check("scales", self.scales, form.scale_shape(self.k, self.n), (torch.float16, torch.bfloat16, torch.float32))
         if (self.zeros is not None) != form.zero_points:
-            raise ValueError(f"zero points are {'given' if self.zeros is not None else 'missing'}, but the format is {form}.")
+            raise ValueError(
+                f"zero points are {'given' if self.zeros is not None else 'missing'}, but the format is {form}."
+            )
         if self.zeros is not None:
             _check("zeros", self.zeros, form.scale_shape(self.k, self.n), _INTEGERS)
 
@@ -109,9 +112,9 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tupl
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}.")
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {tensor.dtype}, but must have {_list(map(str, dtypes))}.")
+        raise ValueError(f"{name} has dtype {tensor.dtype}, but must have {_list(dtypes)}.")
 
 
-def _list(names: object) -> str:
-    *most, last = names  # type: ignore[misc]
-    return f"{', '.join(most)} or {last}" if most else str(last)
+def _list(names: Iterable[object]) -> str:
+    *most, last = map(str, names)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,7 +1,8 @@
 """Writes ``manifest.json`` next to the compiled images: the code they match, and the parameters of their launches.
 
 A launch passes a block of bytes and a workspace whose layouts are compiled into the kernels. The manifest contains
-these layouts, read from the headers, for each launcher. The launcher compares them with its own layouts and refuses images that differ.
+these layouts, read from the headers, for each launcher. A launcher compares them with its own layouts and refuses
+images that differ.
 """
 
 from __future__ import annotations

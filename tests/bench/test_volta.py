@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fastattention_vllm.attention import xformers
-from fastattention_vllm.attention.volta import kernels
+from fastattention_vllm.attention.volta import images, kernels
 from fastattention_vllm.bench import command, volta
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench.cases import Case
@@ -297,7 +297,7 @@ def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_that_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_gpu(monkeypatch, (7, 0))
     monkeypatch.setattr(gpus, "wake", lambda: None)
-    monkeypatch.setattr(kernels, "IMAGES", tmp_path)
+    monkeypatch.setattr(images, "IMAGES", tmp_path)
     status, output = run_command()
     assert status == 2
     (line,) = output.splitlines()

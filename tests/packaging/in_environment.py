@@ -18,7 +18,7 @@ from fastattention_vllm.attention.ascend_triton import compilation
 from fastattention_vllm.attention.ascend_triton.kernels import program_of
 from fastattention_vllm.attention.cpu import kernels, library
 from fastattention_vllm.attention.volta import images
-from fastattention_vllm.attention.volta.kernels import IMAGES
+from fastattention_vllm.attention.volta.images import IMAGES
 
 
 def worst_error(dtype: torch.dtype) -> float:

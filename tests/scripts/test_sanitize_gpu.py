@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattention_vllm.attention.volta import kernels as volta
+from fastattention_vllm.attention.volta import images as volta
 from fastattention_vllm.bench import gpu
 from kernels.volta.variants import VARIANTS
 from scripts import sanitize_gpu

@@ -19,7 +19,6 @@ from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import launch as volta_kernels
-from fastattention_vllm.attention.volta.images import IMAGES
 from fastattention_vllm.attention.volta.launch import (
     CHUNK,
     HEAD_SIZES,
@@ -418,7 +417,7 @@ def _on(device: torch.device, problem: AttentionProblem) -> AttentionProblem:
 def _variant(
     kind: str, head_size: int = 0, *, adjusted: bool = False, cache: str = "", architecture: int = VOLTA
 ) -> Variant:
-    return _described(IMAGES)[kind, head_size, adjusted, cache, architecture]
+    return _described(volta_images.IMAGES)[kind, head_size, adjusted, cache, architecture]
 
 
 @functools.cache
@@ -433,4 +432,4 @@ def _kernel(variant: Variant) -> cuda_driver.Kernel:
 @functools.cache
 def _loaded(variant: Variant, suffix: str) -> cuda_driver.Kernel:
     # Turing also runs the V100's machine code, so kernels without matrix products exist only for the V100.
-    return volta_images.load(IMAGES, variant, suffix)
+    return volta_images.load(volta_images.IMAGES, variant, suffix)

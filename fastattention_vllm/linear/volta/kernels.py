@@ -1,8 +1,8 @@
 """x times quantised weights on NVIDIA V100 (sm_70), in fp16 with fp32 sums. Equal inputs give equal bits.
 
 Up to 16 rows are one launch that reads the weights once, from 17 on in turns of 16. Many rows are multiplied by cuBLAS,
-with weights that are converted to fp16 a slice at a time. On a newer GPU, the same kernels run from their PTX for tests:
-they are correct there, but slow.
+with weights that are converted to fp16 a slice at a time. On a newer GPU, the same kernels run from their PTX for
+tests: they are correct there, but slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.volta import images
-from fastattention_vllm.attention.volta.images import IMAGES
 from fastattention_vllm.attention.volta.kernels import target
 from fastattention_vllm.linear.volta import launch, packing, reference
 from fastattention_vllm.linear.volta.launch import TILE, Linear, Unpack, Variant, Weights
@@ -68,10 +67,15 @@ def apply(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None = N
     Raises:
         ValueError: a dtype, shape or device is wrong. One sentence.
     """
+    rows = x.reshape(-1, x.shape[-1])
+    out: torch.Tensor = torch.ops.fastattention.volta_linear(rows, bias, *_arguments(weights))
+    return out.view(*x.shape[:-1], weights.n)
+
+
+def _arguments(weights: PackedWeights) -> tuple[Any, ...]:
+    """The weights as arguments of an operator, which takes no structures."""
     form = weights.format
-    out: torch.Tensor = torch.ops.fastattention.volta_linear(
-        x.reshape(-1, x.shape[-1]),
-        bias,
+    return (
         weights.packed,
         weights.scales,
         weights.factor,
@@ -82,7 +86,6 @@ def apply(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None = N
         weights.k,
         weights.n,
     )
-    return out.view(*x.shape[:-1], weights.n)
 
 
 def _given(
@@ -96,7 +99,7 @@ def _given(
     k: int,
     n: int,
 ) -> PackedWeights:
-    """The weights that the operator was called with."""
+    """The inverse of :func:`_arguments`."""
     return PackedWeights(WeightFormat(kind, scales_per, group_size, zero_points), k, n, packed, scales, factor)
 
 
@@ -139,10 +142,10 @@ def _on_gpu(x: torch.Tensor, bias: torch.Tensor | None, *of: Any) -> torch.Tenso
 
 
 def _by_packed(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    variants, description = _variants(NAMES[weights.format.kind]), _described(weights)
+    fitting, description = _variants(NAMES[weights.format.kind]), _described(weights)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     for first, rows in launch.turns(len(x)):
-        variant = launch.variant_for(variants, rows, weights.n)
+        variant = launch.variant_for(fitting, rows, weights.n)
         ctas, warps = launch.shape(weights.n, description.units, variant)
         tiles, more = divmod(weights.n // TILE, ctas)
         argument = Linear(
@@ -204,11 +207,16 @@ def _described(weights: PackedWeights) -> Weights:
 
 def _variants(weight: str) -> list[Variant]:
     """``weight``: the format's name in the kernels."""
-    return [one for one in _found(IMAGES) if one.weight == weight]
+    return [one for one in variants(images.IMAGES) if one.weight == weight]
 
 
 @functools.cache
-def _found(folder: Path) -> list[Variant]:
+def variants(folder: Path) -> list[Variant]:
+    """The compiled kernels in ``folder``.
+
+    Raises:
+        ImageError: the manifest is missing, or the kernels do not match this launcher.
+    """
     return images.described(folder, "linear", Variant, launch.STRUCTURES, launch.CONSTANTS)
 
 
@@ -219,7 +227,7 @@ def _kernel(variant: Variant) -> cuda_driver.Kernel:
 @functools.cache
 def _loaded(variant: Variant, suffix: str) -> cuda_driver.Kernel:
     # Turing runs the V100's machine code, and newer GPUs its PTX.
-    return images.load(IMAGES, variant, suffix)
+    return images.load(images.IMAGES, variant, suffix)
 
 
 def _shape(x: torch.Tensor, bias: torch.Tensor | None, *of: Any) -> torch.Tensor:

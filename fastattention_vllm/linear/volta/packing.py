@@ -145,11 +145,11 @@ def _packed_scales(matrix: QuantisedMatrix) -> tuple[torch.Tensor, torch.Tensor 
     """``PackedWeights.scales`` and ``PackedWeights.factor``."""
     form = matrix.format
     scales = matrix.scales.to(torch.float32 if form.kind == "fp8_e4m3" else torch.float16)
-    if not bool(scales.isfinite().all()):
-        worst = matrix.scales.float().nan_to_num(nan=torch.inf).abs().max().item()
+    finite = scales.isfinite()
+    if not bool(finite.all()):
         raise ValueError(
-            f"a scale is {worst:g} or NaN, which {scales.dtype} cannot hold, so the checkpoint is damaged or not meant "
-            "for these kernels; use another one."
+            f"a scale is {matrix.scales[~finite][0].item():g}, which {scales.dtype} cannot hold, so the checkpoint is "
+            "damaged or not meant for fp16; use another one."
         )
     if form.kind == "fp8_e4m3":
         if form.scales == "channel":

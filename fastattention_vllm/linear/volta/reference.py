@@ -1,4 +1,4 @@
-"""The kernels' results in plain torch, for CPU tensors in tests. Slow: the whole matrix is converted for each product."""
+"""The kernels' results in plain torch, for CPU tensors in tests. Slow: each product converts the whole matrix."""
 
 from __future__ import annotations
 

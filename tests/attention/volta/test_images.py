@@ -22,6 +22,7 @@ from fastattention_vllm.attention.volta.images import MANIFEST, ImageError
 from fastattention_vllm.attention.volta.launch import Variant
 from fastattention_vllm.integration.cuda import volta as backend_volta
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.linear.volta import launch as linear
 from kernels.volta import manifest as build_manifest
 from kernels.volta import variants
 
@@ -40,7 +41,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in FILES:
         (folder / name).write_text(name)
     monkeypatch.setattr(volta_images, "SOURCES", sources)
-    monkeypatch.setattr(volta, "IMAGES", folder)
+    monkeypatch.setattr(volta_images, "IMAGES", folder)
     build_manifest.write(folder, [VARIANT], "NVRTC 12.9", sources)
     monkeypatch.setattr(volta, "_described", volta_images.variants)
     return folder
@@ -227,22 +228,27 @@ def fields_of(header: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_launchers_structures_equal_the_headers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "structures"), [("problem.h", volta_kernels.STRUCTURES), ("linear.h", linear.STRUCTURES)]
+)
+def test_the_launchers_structures_equal_the_headers(
+    name: str, structures: tuple[type[ctypes.Structure], ...], tmp_path: Path
+) -> None:
     """Names and order as in the header; offsets and sizes as a C++ compiler computes them."""
-    header = volta_images.SOURCES / "problem.h"
+    header = volta_images.SOURCES / name
     names = fields_of(header.read_text())
-    ours = {structure.__name__: volta_kernels.layout(structure) for structure in volta_kernels.STRUCTURES}
+    ours = {structure.__name__: volta_kernels.layout(structure) for structure in structures}
     assert {name: [field for field in layout if field] for name, layout in ours.items()} == names
     lines = [
         f'std::printf("%s %s %zu %zu\\n", "{name}", "{field}", offsetof(T, {field}), sizeof(T::{field}));'
         for name, fields in names.items()
         for field in fields
     ]
-    includes = "".join(f"#include {name}\n" for name in ("<cstddef>", "<cstdio>", '"problem.h"'))
+    includes = "".join(f"#include {name}\n" for name in ("<cstddef>", "<cstdio>", f'"{name}"'))
     program = f"{includes}using namespace fastattention;\nint main() {{\n"
-    for name in names:
-        own = "\n".join(line for line in lines if f'"{name}", ' in line)
-        program += f'{{ using T = {name}; std::printf("{name}  0 %zu\\n", sizeof(T));\n{own} }}\n'
+    for one in names:
+        own = "\n".join(line for line in lines if f'"{one}", ' in line)
+        program += f'{{ using T = {one}; std::printf("{one}  0 %zu\\n", sizeof(T));\n{own} }}\n'
     source, binary = tmp_path / "layout.cpp", tmp_path / "layout"
     source.write_text(program + "}\n")
     subprocess.run(["g++", "-std=c++17", f"-I{header.parent}", str(source), "-o", str(binary)], check=True)

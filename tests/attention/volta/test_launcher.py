@@ -14,6 +14,7 @@ import torch
 
 from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.attention.volta import images
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.cuda_driver import DriverError, Kernel
@@ -140,7 +141,7 @@ def test_kernels_that_are_not_built(
 ) -> None:
     """Each GPU has its own kernels; newer GPUs can use the PTX of either."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(volta, "IMAGES", tmp_path)
+    monkeypatch.setattr(images, "IMAGES", tmp_path)
     variant = variants.decode(64, architecture=volta.choose(kernels).architecture)
     said = rf"not built: there is no {tmp_path}/decode_d64\.{re.escape(image)}; run `make volta`"
     with pytest.raises(RuntimeError, match=said):
