@@ -29,8 +29,8 @@ class AwqConfig(QuantisedConfig, _Base):
         zero_point, version = config.get("zero_point", True), str(config.get("version", "gemm")).lower()
         if bits != BITS or not zero_point or version != "gemm":
             raise Refusal(
-                f"this AWQ checkpoint has bits = {bits}, zero_point = {zero_point} and version = {version!r}, but only 4 "
-                f"bits with zero points in the version 'gemm' run below compute capability 7.5; {INSTEAD}."
+                f"this AWQ checkpoint has bits = {bits}, zero_point = {zero_point} and version = {version!r}, but only "
+                f"4 bits with zero points in the version 'gemm' run below compute capability 7.5; {INSTEAD}."
             )
         made: AwqConfig = super().from_config(dict(config) | {"zero_point": True})
         made.checkpoint = dict(config)

@@ -110,8 +110,8 @@ class PackedMethod(IntegerMethod):
     def add_parameters(self, layer: torch.nn.Module) -> None:
         if self.activation_order and self.k != self.whole_k:
             raise self.refusal(
-                f"activation order (actorder: group) does not run in a layer whose inputs are divided among {self.ranks} "
-                "ranks",
+                "activation order (actorder: group) does not run in a layer whose inputs are divided among "
+                f"{self.ranks} ranks",
                 "use --tensor-parallel-size 1, or a checkpoint with actorder: weight or without it",
             )
         self.check_sizes((self.k,), self.per_word, "an input size of")

@@ -83,7 +83,8 @@ class GptqMethod(IntegerMethod):
     def add_parameters(self, layer: torch.nn.Module) -> None:
         if self.activation_order and self.k != self.whole_k:
             raise self.refusal(
-                f"activation order (desc_act) does not run in a layer whose inputs are divided among {self.ranks} ranks",
+                "activation order (desc_act) does not run in a layer whose inputs are divided among "
+                f"{self.ranks} ranks",
                 "use --tensor-parallel-size 1, or a checkpoint without desc_act",
             )
         self.check_sizes((self.k,), self.per_word, "an input size of")

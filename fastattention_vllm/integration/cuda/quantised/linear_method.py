@@ -1,4 +1,4 @@
-"""A linear layer with quantised weights: its parameters while it is loaded, and the kernels' form of them afterwards."""
+"""A layer with quantised weights: its parameters while it is loaded, and afterwards the kernels' form of them."""
 
 from __future__ import annotations
 

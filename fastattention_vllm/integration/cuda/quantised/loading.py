@@ -44,14 +44,14 @@ class Loading:
             before = parameter.data.clone() if self.alike and self.numbers else None
             shape = list(loaded.shape)
             try:
-                with _Writes() as writes:
+                with _Writes() as writes:  # type: ignore[no-untyped-call]
                     loader(parameter, loaded, *part, **named)
             except torch.OutOfMemoryError:
                 raise
             except (AssertionError, IndexError, RuntimeError) as error:
                 raise self._misshapen(shape, parameter) from error
-            # A rank takes all of a tensor, or one of as many parts as there are ranks (or as KV heads are divided into).
-            # A scale of a whole matrix may be written for each part of it.
+            # A rank takes all of a tensor, or one of as many parts as there are ranks or KV heads. A scale of a whole
+            # matrix may be written for each part of it.
             times, rest = divmod(loaded.numel(), max(writes.copied, 1))
             if loaded.numel() > 1 and (rest or not times or self.ranks % times):
                 raise self._misshapen(shape, parameter)

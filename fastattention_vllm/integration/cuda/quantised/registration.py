@@ -19,8 +19,8 @@ MARLIN = (7, 5)
 """The minimum compute capability of vLLM's own kernels for most formats."""
 FORMATS = ("awq", "gptq", "compressed-tensors", "fp8")
 INSTEAD = (
-    "serve the model as an AWQ, GPTQ (4 or 8 bits), compressed-tensors (int4, int8 or FP8 weights) or FP8 checkpoint, or "
-    "unquantised in float16"
+    "serve the model as an AWQ, GPTQ (4 or 8 bits), compressed-tensors (int4, int8 or FP8 weights) or FP8 checkpoint, "
+    "or unquantised in float16"
 )
 INTEGER_BITS = (4, 8)
 

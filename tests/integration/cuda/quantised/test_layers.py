@@ -1,7 +1,7 @@
 """vLLM's own linear layers with quantised weights, as models build and load them, against products in float64.
 
-The kernels' CPU reference multiplies. The capability is faked. `make conformance` runs this file with vLLM 0.19.1, 0.23.0
-and newer versions, so it needs no other file of tests/ than formats.py.
+The kernels' CPU reference multiplies. The capability is faked. `make conformance` runs this file with vLLM 0.19.1,
+0.23.0 and newer versions, so it needs no other file of tests/ than formats.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""Whole models with quantised weights, served by a real engine: the answers are those of the unquantised copy.
+
+The engine runs on the CPU, with the kernels' CPU reference. tests/gpu/test_volta_quantised.py does the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.model_executor.layers import quantization
+from vllm.platforms import current_platform
+
+from fastattention_vllm.integration import support
+from fastattention_vllm.integration.cuda.quantised import registration
+from tests import reference_models as reference
+from tests.integration.cuda.quantised.checkpoints import Checkpoints, write
+from tests.integration.cuda.quantised.formats import FORMATS
+from tests.integration.engine import engine, generate
+from tests.reference_models import random_prompts, save_random
+
+CPU: dict[str, Any] = {"dtype": "float16", "max_model_len": 256}
+LENGTHS = (1, 17, 70)
+ALLOWED = 2**-5
+"""Tolerance of log-probabilities, as between two backends on GPUs: 32 steps of an fp16 logit between 1 and 2."""
+Steps = list[tuple[int, float]]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plugin does on GPUs. On CPUs it refuses quantised weights."""
+    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", list(quantization.QUANTIZATION_METHODS))
+    monkeypatch.setattr(type(current_platform), "supported_quantization", [])
+    left = tuple(one for one in support.UNSUPPORTED if one.feature != "weight quantisation")
+    assert len(left) == len(support.UNSUPPORTED) - 1
+    monkeypatch.setattr(support, "UNSUPPORTED", left)
+    registration.install()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(reference.qwen3(4, 2, 64, layers=2), tmp_path_factory.mktemp("qwen3"))
+
+
+def answers(path: Path, **changes: Any) -> list[Steps]:
+    with engine(path, **(CPU | changes)) as llm:
+        completions = [output.outputs[0] for output in generate(llm, random_prompts(LENGTHS))]
+    return [
+        [(token, step[token].logprob) for token, step in zip(found.token_ids, found.logprobs, strict=True)]
+        for found in completions
+    ]
+
+
+def check(found: Checkpoints, **changes: Any) -> None:
+    """Log-probabilities agree up to the token where rounding decides between two equally good tokens."""
+    compared = 0
+    ours, theirs = answers(found.quantised, quantization="fastattention", **changes), answers(found.plain)
+    for one, other in zip(ours, theirs, strict=True):
+        for (token, logprob), (wanted, like) in zip(one, other, strict=True):
+            assert logprob == pytest.approx(like, abs=ALLOWED)
+            compared += 1
+            if token != wanted:
+                break
+    assert compared > 4 * len(LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_answers_are_those_of_the_unquantised_copy(name: str, model: Path, tmp_path: Path) -> None:
+    check(write(model, FORMATS[name], tmp_path))
