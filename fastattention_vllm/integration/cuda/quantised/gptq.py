@@ -27,6 +27,9 @@ _Base: Any = get_quantization_config("gptq")
 class GptqConfig(QuantisedConfig, _Base):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> GptqConfig:
+        bits = config.get("bits")
+        if bits not in INTEGER_BITS:
+            raise Refusal(f"GPTQ with {bits} bits does not run below compute capability 7.5; {INSTEAD}.")
         # Newer versions of vLLM refuse what these kernels can compute: zero points and activation order.
         made: GptqConfig = super().from_config(dict(config) | {"sym": True, "desc_act": False})
         made.checkpoint = dict(config)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +16,10 @@ from safetensors.torch import load_file, save_file
 from tests.integration.cuda.quantised.formats import Format
 
 PROJECTIONS = re.compile(r"(.*\.(?:[qkvo]|gate|up|down)_proj)\.weight")
+
+
+ALLOWED = 2**-5
+"""Tolerance of log-probabilities: 32 steps of an fp16 logit between 1 and 2, as between two backends on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,17 @@ def write(model: Path, form: Format, folder: Path, left: str = "") -> Checkpoint
     return found
 
 
-def logits(model: Path, prompt: list[int]) -> torch.Tensor:
-    """fp32 ``[tokens, vocabulary]``, by Hugging Face transformers."""
+def compare(outputs: Sequence[Any], plain: Path, device: str = "cpu", allowed: float = ALLOWED) -> None:
+    """Each token of an engine's greedy answers is as likely as Hugging Face says in fp32, and nearly the best one."""
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.inference_mode():
-        found: torch.Tensor = loaded(torch.tensor([prompt])).logits[0].float()
-    return found
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).to(device)
+    for output in outputs:
+        answer = output.outputs[0]
+        tokens = [*output.prompt_token_ids, *answer.token_ids]
+        with torch.inference_mode():
+            found = model(torch.tensor([tokens], device=device)).logits[0].float().log_softmax(-1)
+        steps = found[len(output.prompt_token_ids) - 1 : -1]
+        for token, step, given in zip(answer.token_ids, steps, answer.logprobs, strict=True):
+            assert abs(given[token].logprob - float(step[token])) < allowed
+            assert float(step.max() - step[token]) < 2 * allowed
