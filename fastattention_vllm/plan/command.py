@@ -44,7 +44,7 @@ def plan(
     batched_tokens: Annotated[int, typer.Option(min=1, help="Same as vLLM's --max-num-batched-tokens.")] = 8192,
     utilization: Annotated[float, typer.Option(min=0.01, max=1, help="Same as vLLM's --gpu-memory-utilization.")] = 0.9,
     weights_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Size of all weights, for quantised models.")
+        float | None, typer.Option(min=0.001, help="Size of all weights, if it cannot be calculated.")
     ] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(min=0.001, help="Limit of the KV cache per device.")] = None,
     host: Annotated[

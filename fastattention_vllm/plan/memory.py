@@ -49,7 +49,7 @@ class Request:
     utilization: float = 0.9
     """--gpu-memory-utilization."""
     weights_gib: float | None = None
-    """Weights of all devices together; None: 2 bytes per parameter."""
+    """Weights of all devices together; None: calculated from the model's config.json."""
     kv_cache_gib: float | None = None
     """Limit of the KV memory per device; None: what is left."""
     host_kv_gib: float | None = None
@@ -139,12 +139,12 @@ def weight_bytes(shape: ModelShape, request: Request, ranks: int) -> int:
     """Bytes on one device."""
     if request.weights_gib is not None:
         return int(request.weights_gib * GIB) // ranks
-    if shape.quantisation:
+    if shape.matrix_bytes is None:
         raise PlanError(
-            f"the weights are quantised ({shape.quantisation}), so the planner cannot calculate their size; pass "
-            "--weights-gib with the size of the weight files."
+            f"the weights are quantised ({shape.quantisation}) in a way that the planner does not know, so it cannot "
+            "calculate their size; pass --weights-gib with the size of the weight files."
         )
-    return 2 * shape.parameters(ranks)
+    return int(shape.matrix_bytes * shape.layers_parameters(ranks)) + 2 * shape.embedding_parameters(ranks)
 
 
 def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fastattention_vllm.plan.errors import PlanError
+from fastattention_vllm.plan.weights import PLAIN as PLAIN_BYTES
+from fastattention_vllm.plan.weights import bytes_per_weight
 
 GATED = 3
 PLAIN = 2
@@ -90,6 +92,8 @@ class ModelShape:
     windowed_layers: tuple[int, ...]
     quantisation: str
     """The method by which the weights are quantised; empty if they are not."""
+    matrix_bytes: float | None = PLAIN_BYTES
+    """Bytes of each weight of the layers' matrices, with its share of the scales. None: not known."""
     linear: LinearAttention | None = None
     has_images: bool = False
     """Whether the model also has an image encoder, which is not described here."""
@@ -134,10 +138,13 @@ class ModelShape:
         """The matrix of logits on one rank."""
         return self.vocab_size * self.hidden_size // ranks
 
+    def embedding_parameters(self, ranks: int = 1) -> int:
+        """The embeddings and the matrix of logits on one rank."""
+        return self.head_parameters(ranks) * (1 if self.tied_embeddings else 2)
+
     def parameters(self, ranks: int = 1) -> int:
         """All matrices on one rank. Norms and biases, under 0.1 % of them, are left out."""
-        embeddings = self.head_parameters(ranks) * (1 if self.tied_embeddings else 2)
-        return self.layers_parameters(ranks) + embeddings
+        return self.layers_parameters(ranks) + self.embedding_parameters(ranks)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ``PlanError`` if vLLM cannot divide the heads and MLPs among so many ranks."""
@@ -230,6 +237,7 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         window=window if windowed else 0,
         windowed_layers=windowed,
         quantisation=str(quantisation.get("quant_method", "an unnamed method")) if quantisation else "",
+        matrix_bytes=bytes_per_weight(quantisation) if quantisation else PLAIN_BYTES,
         linear=_linear_attention(config, size, layers) if architecture in HYBRIDS else None,
         has_images=has_images,
     )

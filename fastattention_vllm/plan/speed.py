@@ -155,7 +155,7 @@ def prefill(plan: MemoryPlan) -> Prediction:
         new = min(request.batched_tokens, request.context - begin)
         for (on_host, has_window, has_state, weights), layers in counts.items():
             linear = 2 * weights * new / _linear_rate(machine)
-            reading = ELEMENT * weights / (1e9 * machine.device.gb_per_s)
+            reading = (shape.matrix_bytes or ELEMENT) * weights / (1e9 * machine.device.gb_per_s)
             pairs = 0 if has_state else _pairs(begin, new, shape.window if has_window else 0)
             attention = 4 * pairs * shape.num_heads // ranks * shape.head_size / attention_rate
             streamed = min(begin, shape.window) if has_window else begin

@@ -180,8 +180,8 @@ def test_kv_dtypes(gpu: str, kv_dtype: str, element: int) -> None:
 
 
 def test_the_weights_of_a_quantised_model_are_asked_for() -> None:
-    quantised = dataclasses.replace(shape("llama3-8b"), quantisation="awq")
-    with pytest.raises(PlanError, match=r"quantised \(awq\).*pass --weights-gib"):
+    quantised = dataclasses.replace(shape("llama3-8b"), quantisation="aqlm", matrix_bytes=None)
+    with pytest.raises(PlanError, match=r"quantised \(aqlm\).*pass --weights-gib"):
         plan_memory(quantised, machine("t4-16g", 1), Request(4096))
     found = plan_memory(quantised, machine("t4-16g", 1), Request(4096, weights_gib=5.5))
     assert found.device.weights == int(5.5 * GIB)
