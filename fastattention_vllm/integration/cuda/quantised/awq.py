@@ -14,7 +14,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig
 from fastattention_vllm.integration.cuda.quantised.integers import awq_numbers, awq_zeros
 from fastattention_vllm.integration.cuda.quantised.linear_method import IntegerMethod
-from fastattention_vllm.integration.cuda.quantised.registration import INSTEAD
+from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.weights import QuantisedMatrix
 

@@ -21,7 +21,7 @@ from fastattention_vllm.integration.cuda.quantised.linear_method import (
     QuantisedLinearMethod,
     keep,
 )
-from fastattention_vllm.integration.cuda.quantised.registration import INTEGER_BITS
+from fastattention_vllm.integration.cuda.quantised.scope import INTEGER_BITS
 from fastattention_vllm.linear.weights import BLOCK, QuantisedMatrix
 
 PACKED = "pack-quantized"

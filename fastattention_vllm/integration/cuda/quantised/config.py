@@ -11,7 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.linear_method import QuantisedLinearMethod
-from fastattention_vllm.integration.cuda.quantised.registration import INSTEAD, MARLIN, NAME, capability
+from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, MARLIN, NAME, capability
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig
 from fastattention_vllm.integration.cuda.quantised.fp8_method import Fp8Method
-from fastattention_vllm.integration.cuda.quantised.registration import INSTEAD
+from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.weights import BLOCK
 

@@ -15,7 +15,7 @@ from fastattention_vllm.integration.cuda.quantised.activation_order import order
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig
 from fastattention_vllm.integration.cuda.quantised.integers import reordered, unpacked
 from fastattention_vllm.integration.cuda.quantised.linear_method import ORDER, IntegerMethod, keep
-from fastattention_vllm.integration.cuda.quantised.registration import INSTEAD, INTEGER_BITS
+from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, INTEGER_BITS
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.weights import MIDDLE, QuantisedMatrix
 

@@ -6,7 +6,7 @@ tensor that is too large a part is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ class Loading:
 
     def __init__(self, layer: str, name: str, ranks: int, optional: bool = False, alike: bool = False) -> None:
         self.layer, self.name, self.ranks, self.optional, self.alike = layer, name, ranks, optional, alike
-        self.numbers: dict[Hashable, int] = {}
-        """Numbers that were written, by the part's id; None if all parts are one tensor of the checkpoint."""
+        self.numbers: dict[str, int] = {}
+        """Numbers that were written, by the part's id."""
 
     def wrap(self, loader: Callable[..., None]) -> Callable[..., None]:
         """vLLM's loader of the parameter, with checks.
@@ -60,8 +60,8 @@ class Loading:
                     f"{self.layer}: {self.name} differs between the parts of this merged layer, which is not "
                     "supported; quantise the model again without activation order (desc_act: false)."
                 )
-            found = next(iter((*part, *named.values())), None)
-            self.numbers[found if isinstance(found, Hashable) else repr(found)] = writes.copied + writes.filled
+            which = repr((*part, *named.values()))
+            self.numbers[which] = writes.copied + writes.filled
 
         return load
 

@@ -12,31 +12,21 @@ from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.refusal import Refusal
-
-NAME = "fastattention"
-MARLIN = (7, 5)
-"""The minimum compute capability of vLLM's own kernels for most formats."""
-FORMATS = ("awq", "gptq", "compressed-tensors", "fp8")
-INSTEAD = (
-    "serve the model as an AWQ, GPTQ (4 or 8 bits), compressed-tensors (int4, int8 or FP8 weights) or FP8 checkpoint, "
-    "or unquantised in float16"
+from fastattention_vllm.integration.cuda.quantised.scope import (
+    FORMATS,
+    INSTEAD,
+    INTEGER_BITS,
+    MARLIN,
+    NAME,
+    capability,
 )
-INTEGER_BITS = (4, 8)
+from fastattention_vllm.integration.refusal import Refusal
 
 
 def install() -> None:
     """Register ``--quantization fastattention``. Repeated calls are safe."""
     if NAME not in quantization.QUANTIZATION_METHODS:
         quantization.register_quantization_config(NAME)(QuantisedCheckpoint)
-
-
-def capability() -> tuple[int, int] | None:
-    """Of this machine's GPUs; None without one. This queries the driver without initialising a GPU."""
-    from vllm.platforms import current_platform
-
-    found = current_platform.get_device_capability()
-    return None if found is None else (found.major, found.minor)
 
 
 class QuantisedCheckpoint(QuantizationConfig):

@@ -19,7 +19,8 @@ from vllm.platforms.interface import DeviceCapability
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised import config as common
 from fastattention_vllm.integration.cuda.quantised import registration
-from fastattention_vllm.integration.cuda.quantised.registration import NAME, QuantisedCheckpoint
+from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
+from fastattention_vllm.integration.cuda.quantised.scope import NAME
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from tests import reference_models as reference
 from tests.integration.cuda.quantised.formats import FORMATS, awq, fp8, gptq
