@@ -36,11 +36,12 @@ class AwqConfig(QuantisedConfig, _Base):
         made.checkpoint = dict(config)
         return made
 
-    def linear_method(self, layer: torch.nn.Module, prefix: str) -> AwqMethod | None:
+    def is_unquantised(self, layer: torch.nn.Module, prefix: str) -> bool:
         if isinstance(layer, ParallelLMHead) and not self.checkpoint.get("lm_head", False):
-            return None
-        if compat.is_layer_skipped(prefix, self.modules_to_not_convert, self.packed_modules_mapping):
-            return None
+            return True
+        return compat.is_layer_skipped(prefix, self.modules_to_not_convert, self.packed_modules_mapping)
+
+    def linear_method(self, layer: torch.nn.Module, prefix: str) -> AwqMethod:
         return AwqMethod(prefix, BITS, self.group_size, zero_points=True)
 
 

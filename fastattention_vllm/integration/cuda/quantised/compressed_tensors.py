@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import LinearBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization import get_quantization_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.parameter import BasevLLMParameter, PackedvLLMParameter, RowvLLMParameter
 
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.activation_order import order_of
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig, unsupported
 from fastattention_vllm.integration.cuda.quantised.fp8_method import Fp8Method
@@ -36,26 +35,23 @@ class CompressedTensorsCheckpointConfig(QuantisedConfig, _Base):
         made.checkpoint = dict(config)
         return made
 
-    def linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantisedLinearMethod | None:
-        scheme = None
-        if isinstance(layer, ParallelLMHead):
-            # Some versions raise an error if no rule of the checkpoint matches, as for nearly all output layers.
-            with contextlib.suppress(ValueError):
-                scheme = self.get_scheme_dict(layer, prefix)
-        else:
-            scheme = self.get_scheme_dict(layer, prefix)
-        if scheme is None or scheme.get("weights") is None:
-            return None
+    def is_unquantised(self, layer: torch.nn.Module, prefix: str) -> bool:
+        if isinstance(layer, LinearBase):
+            return _has_no_weights(self.get_scheme_dict(layer, prefix))
+        name = prefix
+        if isinstance(layer, compat.experts_class()):
+            self._add_fused_moe_to_target_scheme_map()
+            name = f"{prefix}.0.gate_proj"  # checkpoints list the experts one by one
+        # Some versions raise an error if no rule of the checkpoint matches, as for nearly all output layers.
+        try:
+            return _has_no_weights(self.get_scheme_dict(layer, name))
+        except ValueError:
+            return True
+
+    def linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantisedLinearMethod:
         if self.transform_config is not None or getattr(self, "sparsity_scheme_map", None):
             raise unsupported(prefix, "a compressed-tensors checkpoint with transforms or sparsity")
-        return method_of(prefix, scheme)
-
-    def experts_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        with contextlib.suppress(ValueError):
-            if (scheme := self.get_scheme_dict(layer, prefix)) is None or scheme.get("weights") is None:
-                inherited: Any = super()
-                return inherited.get_quant_method(layer, prefix)
-        return super().experts_method(layer, prefix)
+        return method_of(prefix, self.get_scheme_dict(layer, prefix))
 
 
 def method_of(prefix: str, scheme: dict[str, Any]) -> QuantisedLinearMethod:
@@ -82,6 +78,10 @@ def method_of(prefix: str, scheme: dict[str, Any]) -> QuantisedLinearMethod:
         static = inputs is not None and not inputs.dynamic
         return FloatMethod(prefix, strategy, "weight_scale", static)  # type: ignore[arg-type]
     raise unsupported(prefix, f"compressed-tensors with {said}")
+
+
+def _has_no_weights(scheme: dict[str, Any] | None) -> bool:
+    return scheme is None or scheme.get("weights") is None
 
 
 def _word(value: object) -> str:

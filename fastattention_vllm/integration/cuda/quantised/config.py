@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -37,14 +38,23 @@ class QuantisedConfig:
     def override_quantization_method(cls, *_: Any, **__: Any) -> None:
         """Only the registered class chooses."""
 
-    def linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantisedLinearMethod | None:
-        """None if the checkpoint has this layer unquantised."""
+    def is_unquantised(self, layer: torch.nn.Module, prefix: str) -> bool:
+        """Whether the checkpoint says that this layer is unquantised."""
+        raise NotImplementedError
+
+    def linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantisedLinearMethod:
+        """For a layer that is quantised.
+
+        Raises:
+            Refusal: the kernels do not compute it.
+        """
         raise NotImplementedError
 
     def experts_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """
+        """For experts that are quantised.
+
         Raises:
-            Refusal: quantised experts, unless a format overrides this.
+            Refusal: always, unless a format overrides this.
         """
         raise Refusal(
             f"{prefix}: quantised experts of this format do not run below compute capability 7.5; serve a "
@@ -53,11 +63,14 @@ class QuantisedConfig:
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, compat.experts_class()):
+            if self.is_unquantised(layer, prefix):
+                return UnquantizedFusedMoEMethod(layer.moe_config)
             return self.experts_method(layer, prefix)
         if isinstance(layer, LinearBase | ParallelLMHead):
             check_device()
-            found: Any = self.linear_method(layer, prefix)
-            return UnquantizedLinearMethod() if found is None and isinstance(layer, LinearBase) else found
+            if self.is_unquantised(layer, prefix):
+                return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+            return self.linear_method(layer, prefix)
         inherited: Any = super()
         return inherited.get_quant_method(layer, prefix)
 

@@ -32,11 +32,12 @@ class Fp8CheckpointConfig(QuantisedConfig, _Base):
         made.checkpoint = dict(config)
         return made
 
-    def linear_method(self, layer: torch.nn.Module, prefix: str) -> Fp8CheckpointMethod | None:
+    def is_unquantised(self, layer: torch.nn.Module, prefix: str) -> bool:
         if isinstance(layer, ParallelLMHead):
-            return None
-        if compat.is_layer_skipped(prefix, self.ignored_layers, self.packed_modules_mapping, whole=True):
-            return None
+            return True
+        return compat.is_layer_skipped(prefix, self.ignored_layers, self.packed_modules_mapping, whole=True)
+
+    def linear_method(self, layer: torch.nn.Module, prefix: str) -> Fp8CheckpointMethod:
         blocks = self.weight_block_size is not None
         scales = "weight_scale_inv" if blocks else "weight_scale"
         return Fp8CheckpointMethod(prefix, "block" if blocks else "tensor", scales, self.activation_scheme == "static")

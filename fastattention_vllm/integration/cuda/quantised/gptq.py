@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.parameter import PackedvLLMParameter, RowvLLMParameter
 
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.activation_order import order_of
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig
 from fastattention_vllm.integration.cuda.quantised.integers import reordered, unpacked
@@ -35,16 +36,17 @@ class GptqConfig(QuantisedConfig, _Base):
         made.checkpoint = dict(config)
         return made
 
-    def linear_method(self, layer: torch.nn.Module, prefix: str) -> GptqMethod | None:
+    def is_unquantised(self, layer: torch.nn.Module, prefix: str) -> bool:
         if isinstance(layer, ParallelLMHead) and not self.lm_head_quantized:
-            return None
+            return True
         # False: a rule of the checkpoint leaves the layer unquantised.
         if get_dynamic_override(self, layer_name=prefix) is False:
-            return None
-        listed = self.modules_in_block_to_quantize
-        if not is_layer_gptq_quantized(prefix, listed, self.packed_modules_mapping):
-            return None
+            return True
+        if isinstance(layer, compat.experts_class()):  # the list has the experts one by one
+            return False
+        return not is_layer_gptq_quantized(prefix, self.modules_in_block_to_quantize, self.packed_modules_mapping)
 
+    def linear_method(self, layer: torch.nn.Module, prefix: str) -> GptqMethod:
         def value(key: str, default: Any = None) -> Any:
             return get_dynamic_override(self, prefix, key, self.checkpoint.get(key, default))
 
@@ -61,8 +63,18 @@ class GptqConfig(QuantisedConfig, _Base):
         )
 
     def experts_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """vLLM's own kernels, as without this package. They contain code for compute capability 7.0."""
+        """vLLM's own kernels, as without this package. They contain code for compute capability 7.0.
+
+        Raises:
+            Refusal: a vLLM that may choose other kernels.
+        """
         from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
+
+        if not compat.has_gptq_experts_without_marlin():
+            raise Refusal(
+                f"{prefix}: this vLLM may run quantised experts with Marlin, which needs compute capability 7.5; install "
+                "vLLM 0.19.1, or serve a dense model."
+            )
 
         return MoeWNA16Config.from_config(self.checkpoint).get_quant_method(layer, prefix)
 

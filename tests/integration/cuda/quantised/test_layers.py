@@ -10,6 +10,7 @@ import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cuda.quantised import config as common
 from fastattention_vllm.integration.cuda.quantised import linear_method
 from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
 from fastattention_vllm.integration.refusal import Refusal
@@ -84,7 +87,14 @@ def _is_loaded(form: Format) -> bool:
     return True
 
 
-LOADED = [name for name, form in FORMATS.items() if _is_loaded(form)]
+QUICK = ("awq", "gptq-8-bits-zero-points", "gptq-order", "packed-zero-points", "floats-tensor", "fp8-block")
+LOADED = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.more)
+    for name, form in FORMATS.items()
+    if _is_loaded(form)
+]
+IN_ORDER = [one for one in LOADED if "order" not in str(one.values[0])]
+IN_ANY_ORDER = [one for one in LOADED if one.values[0] in ("gptq-order", "packed-order")]
 
 
 def drawn(n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -163,7 +173,7 @@ def test_the_second_of_two_ranks_has_its_columns(name: str, monkeypatch: pytest.
     check(finish(layer), stored.weight[128:])
 
 
-@pytest.mark.parametrize("name", [name for name in LOADED if "order" not in name])
+@pytest.mark.parametrize("name", IN_ORDER)
 def test_the_second_of_two_ranks_has_its_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 1, 2)
     stored, config = stored_as(name), config_of(FORMATS[name])
@@ -172,7 +182,7 @@ def test_the_second_of_two_ranks_has_its_inputs(name: str, monkeypatch: pytest.M
     check(finish(layer), stored.weight[:, K // 2 :])
 
 
-@pytest.mark.parametrize("name", ["gptq-order", *(["packed-order"] if "packed-order" in LOADED else [])])
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
 def test_activation_order_is_refused_where_ranks_divide_the_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 0, 2)
     config = config_of(FORMATS[name])
@@ -230,12 +240,12 @@ IGNORING = {
 
 @pytest.mark.parametrize(("form", "rules"), IGNORING.values(), ids=IGNORING)
 def test_layers_that_the_checkpoint_ignores_stay_unquantised(form: Format, rules: dict[str, Any]) -> None:
-    config = config_of(form, **rules)
-    method = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="mtp.o_proj").quant_method
+    found = config_of(form, **rules)
+    method = ReplicatedLinear(K, N, bias=False, quant_config=found, prefix="mtp.o_proj").quant_method
     assert isinstance(method, UnquantizedLinearMethod)
-    merged = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=config, prefix="l.gate_up_proj")
+    merged = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=found, prefix="l.gate_up_proj")
     assert isinstance(merged.quant_method, UnquantizedLinearMethod)
-    method = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="model.layers.0.o_proj").quant_method
+    method = ReplicatedLinear(K, N, bias=False, quant_config=found, prefix="model.layers.0.o_proj").quant_method
     assert isinstance(method, linear_method.QuantisedLinearMethod)
 
 
@@ -368,6 +378,48 @@ def test_formats_without_kernels_are_refused_with_the_layers_name(name: str) -> 
         Refusal, match=r"^l.o_proj: compressed-tensors with .* does not run below .*; serve the model as"
     ):
         ReplicatedLinear(K, N, bias=False, quant_config=found, prefix="l.o_proj")
+
+
+def experts() -> Any:
+    """The layer of a mixture of experts, without what vLLM's constructor adds."""
+    layer = compat.experts_class().__new__(compat.experts_class())
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = SimpleNamespace(disable_inplace=False, is_act_and_mul=True)
+    return layer
+
+
+def test_gptq_experts_stay_on_vllms_own_kernels() -> None:
+    from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Method
+
+    if not compat.has_gptq_experts_without_marlin():
+        with pytest.raises(
+            Refusal, match=r"^l.mlp.experts: this vLLM may run quantised experts with Marlin.* 0.19.1, or"
+        ):
+            config_of(gptq()).get_quant_method(experts(), "l.mlp.experts")
+        return
+    method = config_of(gptq()).get_quant_method(experts(), "l.mlp.experts")
+    assert isinstance(method, MoeWNA16Method)
+    assert (method.quant_config.weight_bits, method.quant_config.has_zp) == (4, False)
+
+
+@pytest.mark.parametrize("name", ["awq", "packed", "floats-channel", "fp8-block"])
+def test_other_quantised_experts_are_refused_by_name(name: str) -> None:
+    with pytest.raises(Refusal, match=r"^model.layers.0.mlp.experts: quantised experts .* serve a GPTQ checkpoint"):
+        config_of(FORMATS[name]).get_quant_method(experts(), "model.layers.0.mlp.experts")
+
+
+@pytest.mark.parametrize(("name", "rules"), [
+    ("awq", {"modules_to_not_convert": ["experts"]}),
+    ("fp8", {"modules_to_not_convert": ["l.mlp.experts"]}),
+    ("packed", {"ignore": ["re:.*experts.*"]}),
+    ("gptq", {"dynamic": {r"-:.*experts.*": {}}}),
+])  # fmt: skip
+def test_unquantised_experts_beside_quantised_layers(
+    name: str, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "UnquantizedFusedMoEMethod", lambda moe: moe)
+    layer = experts()
+    assert config_of(FORMATS[name], **rules).get_quant_method(layer, "l.mlp.experts") is layer.moe_config
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
