@@ -39,7 +39,7 @@ LEVELS = (
 )
 """The levels of integration/: each imports only from lower ones. Devices do not import each other."""
 MAX_MODULES = 14
-KNOW_VLLM = {"attention/flash.py", "bench/vllm_native.py", "bench/serving.py"}
+KNOW_VLLM = {"attention/flash.py", "bench/exllama.py", "bench/vllm_native.py", "bench/serving.py"}
 """Files outside of integration/ that may: flash.py borrows vLLM's kernels, bench/ runs vLLM as a peer."""
 OTHERS = ("vllm", "vllm_ascend")
 

@@ -115,6 +115,9 @@ def volta(
     kernels: Annotated[
         str, typer.Option(help="auto: this GPU's. On newer GPUs, ptx: the V100's; ptx-sm_75: Turing's.")
     ] = "auto",
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Measure products with quantised weights instead of attention.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved samples of each contender.")] = 9,
     json: Annotated[Path, typer.Option(help="Write the rows there.")] = Path("fastattention-bench-volta.json"),
     report: Annotated[
@@ -128,9 +131,12 @@ def volta(
 
     Without options, it measures the cases of Figure 8 of the FastAttention paper, and decoding. With --report, the
     file is a hardware report: please attach that of a V100, a T4 or an RTX 20 to an issue.
+
+    With --weights, the cases are the matrices of a 27B model in int4, int8 and FP8, and the peers are fp16 weights
+    (cuBLAS) and exllama's GPTQ kernel of vLLM.
     """
     from fastattention_vllm.bench import volta as measuring
-    from fastattention_vllm.bench import volta_numbers
+    from fastattention_vllm.bench import volta_linear, volta_numbers
     from fastattention_vllm.bench.volta_contenders import contenders as of_volta
 
     try:
@@ -141,12 +147,16 @@ def volta(
         reason = measuring.why_not(kernels)
         if reason is not None:
             raise ValueError(reason)
+        if weights and report is not None:
+            raise ValueError("--report checks attention; use --json with --weights.")
         written = report or json
         written.open("a").close()
     except (ValueError, OSError) as error:
         reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)
         typer.echo(f"fastattention bench: {reason}", err=True)
         raise typer.Exit(2) from None
+    if weights:
+        raise typer.Exit(volta_linear.run(rounds, written, new_console(), measuring.kernels_here()))
     checks = None
     if report is not None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -245,11 +245,15 @@ def _first_sentence(error: Exception) -> str:
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
+def kernels_here() -> str:
+    """How the chosen kernels run on torch's GPU."""
+    return how_kernels_run(volta.target(), torch.cuda.get_device_capability())
+
+
 def report(rows: list[VoltaRow]) -> VoltaReport:
-    capability = torch.cuda.get_device_capability()
     return VoltaReport(
         hardware=gpus.hardware(),
-        kernels=how_kernels_run(volta.target(), capability),
+        kernels=kernels_here(),
         versions=gpus.versions(),
         date=today(),
         rows=rows,
