@@ -72,8 +72,8 @@ class GptqConfig(QuantisedConfig, _Base):
 
         if not compat.has_gptq_experts_without_marlin():
             raise Refusal(
-                f"{prefix}: this vLLM may run quantised experts with Marlin, which needs compute capability 7.5; install "
-                "vLLM 0.19.1, or serve a dense model."
+                f"{prefix}: this vLLM may run quantised experts with Marlin, which needs compute capability 7.5; "
+                "install vLLM 0.19.1, or serve a dense model."
             )
 
         return MoeWNA16Config.from_config(self.checkpoint).get_quant_method(layer, prefix)
