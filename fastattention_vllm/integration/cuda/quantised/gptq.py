@@ -36,6 +36,13 @@ class GptqConfig(QuantisedConfig, _Base):
         made.checkpoint = dict(config)
         return made
 
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """>= 0.32: by default vLLM drops g_idx, which these layers need."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper()
+
     def is_unquantised(self, layer: torch.nn.Module, prefix: str) -> bool:
         if isinstance(layer, ParallelLMHead) and not self.lm_head_quantized:
             return True

@@ -66,6 +66,5 @@ def compare(outputs: Sequence[Any], plain: Path, device: str = "cpu", allowed: f
             found = model(torch.tensor([tokens], device=device)).logits[0].float().log_softmax(-1)
         steps = found[len(output.prompt_token_ids) - 1 : -1]
         for token, step, given in zip(answer.token_ids, steps, answer.logprobs, strict=True):
-            print("DIFF", abs(given[token].logprob - float(step[token])), float(step.max()-step[token]))
             assert abs(given[token].logprob - float(step[token])) < allowed
             assert float(step.max() - step[token]) < 2 * allowed

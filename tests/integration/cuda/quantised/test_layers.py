@@ -257,6 +257,15 @@ def test_a_rule_of_gptq_changes_bits_and_group_size() -> None:
     check(finish(layer), stored.weight)
 
 
+@pytest.mark.parametrize("name", ["gptq-order", "floats-tensor"])
+def test_a_compiled_layer_is_one_graph(name: str) -> None:
+    stored = stored_as(name)
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(FORMATS[name]), prefix="l.o_proj")
+    load(layer, stored)
+    finish(layer)
+    check(torch.compile(lambda x: layer.quant_method.apply(layer, x), fullgraph=True, backend="eager"), stored.weight)
+
+
 def test_the_parts_of_a_packed_matrix_are_freed() -> None:
     layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(awq()), prefix="l.o_proj")
     load(layer, stored_as("awq"))
