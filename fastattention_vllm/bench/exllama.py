@@ -31,7 +31,8 @@ def operators() -> Any | str:
 
 def call(x: torch.Tensor, given: QuantisedMatrix) -> Call:
     """``x @ given``. The zero points must be those of the middle, as in most GPTQ checkpoints."""
-    ops, form = operators(), given.format
+    ops: Any = operators()
+    form = given.format
     bits = 4 if form.kind == "int4" else 8
     middle = MIDDLE[form.kind]
     word = int.from_bytes(bytes([middle << 4 | middle if bits == 4 else middle] * 4), "little") - (1 << 32)

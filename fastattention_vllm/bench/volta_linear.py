@@ -25,7 +25,7 @@ from fastattention_vllm.bench.hardware_report import SEND
 from fastattention_vllm.bench.report import Report, Row, today
 from fastattention_vllm.linear.volta import kernels, launch, packing
 from fastattention_vllm.linear.volta.reference import dequantised
-from fastattention_vllm.linear.weights import Kind, QuantisedMatrix, WeightFormat
+from fastattention_vllm.linear.weights import MIDDLE, Kind, QuantisedMatrix, WeightFormat
 
 OURS = "ours"
 TOLERANCE = 1e-2
@@ -146,7 +146,7 @@ class Exllama:
     name = "exllama (vLLM)"
 
     def why_not(self, product: Product) -> str | None:
-        if product.format.kind not in exllama.MIDDLE:
+        if product.format.kind not in MIDDLE:
             return "exllama has no FP8 weights."
         operators = exllama.operators()
         return operators if isinstance(operators, str) else None

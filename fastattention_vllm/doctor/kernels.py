@@ -14,6 +14,8 @@ from fastattention_vllm.attention.volta.launch import TURING, VOLTA, Variant
 from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.doctor.hardware import Hardware
 from fastattention_vllm.doctor.software import Software
+from fastattention_vllm.linear.volta import kernels as linear
+from fastattention_vllm.linear.volta import launch as linear_launch
 
 TESTED = {
     VOLTA: "tested on a simulated V100, not yet run on hardware",
@@ -44,16 +46,17 @@ def probe(folder: Path | None = None) -> Kernels:
         error = str(failed)
     folder = folder or images.IMAGES
     errors: dict[int, str] = {}
-    variants: list[Variant] = []
+    variants: list[Variant | linear_launch.Variant] = []
     try:
-        variants = list(images.variants(folder).values())
+        variants = [*images.variants(folder).values(), *linear.variants(folder)]
     except images.ImageError as failed:
         errors = dict.fromkeys((VOLTA, TURING), str(failed))
     for architecture in (VOLTA, TURING):
         try:
             for variant in variants:
                 # Kernels without matrix products have V100 machine code alone, which the T4 runs too.
-                if variant.architecture == architecture or variant.kind in ("write_kv", "combine"):
+                everywhere = isinstance(variant, Variant) and variant.kind in ("write_kv", "combine")
+                if variant.architecture == architecture or everywhere:
                     images.read(folder, variant, "cubin")
         except images.ImageError as failed:
             errors[architecture] = str(failed)

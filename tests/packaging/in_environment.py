@@ -19,6 +19,7 @@ from fastattention_vllm.attention.ascend_triton.kernels import program_of
 from fastattention_vllm.attention.cpu import kernels, library
 from fastattention_vllm.attention.volta import images
 from fastattention_vllm.attention.volta.images import IMAGES
+from fastattention_vllm.linear.volta import kernels as linear
 
 
 def worst_error(dtype: torch.dtype) -> float:
@@ -49,8 +50,8 @@ def main() -> None:
     package = Path(fastattention_vllm.__file__).resolve()
     assert checkout / "fastattention_vllm" not in package.parents, f"{package} must not come from the checkout"
     assert package.parent in library.library_path().resolve().parents
-    variants = images.variants(IMAGES)
-    for variant in variants.values():
+    variants = [*images.variants(IMAGES).values(), *linear.variants(IMAGES)]
+    for variant in variants:
         for suffix in ("cubin", "ptx"):
             images.read(IMAGES, variant, suffix)
     entry_points = {
@@ -64,7 +65,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "isas": kernels.usable_isas(),
                 "errors": {str(dtype): worst_error(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
-                "volta": sorted({variant.architecture for variant in variants.values()}),
+                "volta": sorted({variant.architecture for variant in variants}),
                 "npu_programs": npu_programs(),
                 "entry_points": entry_points,
             }

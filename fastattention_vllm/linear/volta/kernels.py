@@ -207,10 +207,14 @@ def _described(weights: PackedWeights) -> Weights:
 
 def _variants(weight: str) -> list[Variant]:
     """``weight``: the format's name in the kernels."""
-    return [one for one in variants(images.IMAGES) if one.weight == weight]
+    return _of(images.IMAGES, weight)
 
 
 @functools.cache
+def _of(folder: Path, weight: str) -> list[Variant]:
+    return [one for one in variants(folder) if one.weight == weight]
+
+
 def variants(folder: Path) -> list[Variant]:
     """The compiled kernels in ``folder``.
 

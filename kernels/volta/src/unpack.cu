@@ -28,11 +28,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) fa_volta_unpack(const U
       pairs[i * kPairs + j] = as_is ? found[j] : pack(low * factor, high * factor);
     }
   }
-  uint4* const out = reinterpret_cast<uint4*>(p.out) + static_cast<size_t>(8 * blockIdx.x + lane.slot) * w.chunks;
+  // Lanes of neighbouring columns exchange every second chunk of eight numbers, so that two lanes write whole sectors
+  // of 32 bytes.
+  const int odd = lane.slot & 1;
+  uint4* const out = reinterpret_cast<uint4*>(p.out) + static_cast<size_t>(8 * blockIdx.x + lane.slot - odd) * w.chunks;
   FA_UNROLL
-  for (int i = 0; i < kPairs; ++i) {  // eight numbers each
-    const int chunk = (4 * unit + lane.quadpair) * kPairs + i;
-    if (chunk < w.chunks) out[chunk] = make_uint4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
+  for (int i = 0; i < kPairs; i += 2) {
+    u32 even[4], other[4];  // this lane's chunk of the even column, and of the odd one
+    FA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const u32 first = pairs[4 * i + j], second = pairs[4 * (i + 1) + j];
+      const u32 received = __shfl_xor_sync(~0u, odd ? first : second, 1);
+      even[j] = odd ? received : first;
+      other[j] = odd ? second : received;
+    }
+    const int chunk = (4 * unit + lane.quadpair) * kPairs + i + odd;
+    if (chunk >= w.chunks) continue;
+    out[chunk] = make_uint4(even[0], even[1], even[2], even[3]);
+    out[w.chunks + chunk] = make_uint4(other[0], other[1], other[2], other[3]);
   }
 }
 

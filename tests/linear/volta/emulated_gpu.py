@@ -67,7 +67,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Emulate all further launches; returns the list to which the kernels' names and numbers of rows are appended."""
     launches: list[tuple[str, int]] = []
     known = [Variant(**describe(one)) for one in COMPILED.values()]  # type: ignore[arg-type]
-    monkeypatch.setattr(kernels, "variants", lambda folder: known)
+    monkeypatch.setattr(kernels, "_variants", lambda weight: [one for one in known if one.weight == weight])
     monkeypatch.setattr(kernels, "_kernel", lambda variant: EmulatedKernel(variant, launches))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     return launches
