@@ -1,4 +1,4 @@
-"""The checkpoints that tests write are what others read and write: compressed-tensors, and vLLM's packers of GPTQ and AWQ."""
+"""The tests' checkpoints are what others read and write: compressed-tensors, and vLLM's packers of GPTQ and AWQ."""
 
 from __future__ import annotations
 

@@ -263,7 +263,9 @@ def test_a_compiled_layer_is_one_graph(name: str) -> None:
     layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(FORMATS[name]), prefix="l.o_proj")
     load(layer, stored)
     finish(layer)
-    check(torch.compile(lambda x: layer.quant_method.apply(layer, x), fullgraph=True, backend="eager"), stored.weight)
+    check(
+        torch.compile(lambda x: layer.quant_method.apply(layer, x), fullgraph=True, backend="aot_eager"), stored.weight
+    )
 
 
 def test_the_parts_of_a_packed_matrix_are_freed() -> None:
