@@ -9,11 +9,10 @@ Turing's, whose m16n8k8 they have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from pydantic import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
@@ -21,11 +20,12 @@ from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
 from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench.cases import Case
-from fastattention_vllm.bench.contender import Bound, Call
+from fastattention_vllm.bench.contender import Bound
 from fastattention_vllm.bench.correctness import attention
 from fastattention_vllm.bench.gpu import Gpu, Timed
 from fastattention_vllm.bench.hardware_report import SEND, Check, hardware_report
-from fastattention_vllm.bench.report import Report, Row, geometric_mean, today
+from fastattention_vllm.bench.measured import Measured, noted, sample, together
+from fastattention_vllm.bench.report import Report, geometric_mean, today
 from fastattention_vllm.bench.volta_contenders import OURS, Layer, VoltaContender
 
 TOLERANCE = 1e-2
@@ -34,13 +34,8 @@ MIN_ROTATED = 4
 """Decoding goes through so many times the L2 cache before it reads anything again."""
 
 
-class VoltaRow(Row):
-    """One case and one contender, the peer. Rows that lose, fail or run out of memory stay.
-
-    ``ratio``, of right answers only: its time over ours.
-    """
-
-    model_config = ConfigDict(extra="forbid")
+class VoltaRow(Measured):
+    """``value``: ``TFLOPS`` of prefill, ``GB/s`` of keys and values of decoding."""
 
     kind: str
     batch: int
@@ -49,20 +44,8 @@ class VoltaRow(Row):
     head_size: int
     context: int
     causal: bool
-    contender: str
-    value: float | None = None
-    """In ``unit``: ``TFLOPS`` of prefill, ``GB/s`` of keys and values of decoding."""
-    milliseconds: float | None = None
-    iqr: float | None = None
-    samples: int | None = None
-    error: float | None = None
-    """Largest difference to float64 on a sample of rows."""
     ours_is: float | None = None
     """The same as ``ratio``."""
-    captured: bool = False
-    """As a CUDA graph, without the CPU's part."""
-    note: str = ""
-    """Why there is no value, or what is wrong with it."""
 
 
 class VoltaReport(Report[VoltaRow]):
@@ -135,38 +118,20 @@ def measure(case: Case, everyone: Sequence[VoltaContender], gpu: Gpu, rounds: in
         row.note = one.why_not(case) or ""
         if row.note:
             continue
-        try:
+        with noted(row, TOLERANCE, gpu):
             bound = one.bind(case, query, layers)
             row.error = error_of(case, query, layers[0], bound.answer())
-            whole, row.captured = _together(case, bound.calls, gpu)
+            # Decoding is a graph in vLLM: the CPU's part must not count.
+            whole, row.captured = together(bound.calls, gpu, graph=case.kind == "decode")
             gpu.seconds(whole)
             timed.append(Timed(one.name, whole, len(bound.calls)))
-        except torch.OutOfMemoryError:
-            row.note = "out of memory."
-        except (RuntimeError, ValueError, ImportError, OSError) as error:  # a kernel or a library that is not for it
-            row.note = _first_sentence(error)
         bound = None  # its tensors go before the next contender's come
         gpu.free()
-        if row.error is not None and not row.error <= TOLERANCE:
-            row.note = f"wrong by {row.error:.1e}."
-    gpus.interleave(gpu, timed, rounds)
-    for sampled in timed:
-        row, samples = rows[sampled.name], sampled.samples
-        row.milliseconds, row.iqr, row.samples = 1e3 * samples.median, samples.iqr, len(samples.used)
-        row.value = (case.flops / 1e12 if case.kind == "prefill" else case.kv_bytes / 1e9) / samples.median
-    compare(rows[OURS], list(rows.values()))
+    work = case.flops / 1e12 if case.kind == "prefill" else case.kv_bytes / 1e9
+    sample(rows, timed, gpu, rounds, lambda name: work, OURS)
+    for row in rows.values():
+        row.ours_is = row.ratio
     return list(rows.values())
-
-
-def compare(ours: VoltaRow, rows: Sequence[VoltaRow]) -> None:
-    """Fill in what ``rows`` of one case say against ``ours``, which is one of them."""
-    for row in rows:
-        row.ours = None if ours.note else ours.value
-        if row is ours:
-            continue
-        row.peer_name, row.peer = row.contender, None if row.note else row.value
-        if row.milliseconds and ours.milliseconds and not row.note and not ours.note:
-            row.ours_is = row.ratio = row.milliseconds / ours.milliseconds
 
 
 def _empty(case: Case, name: str) -> VoltaRow:
@@ -201,23 +166,6 @@ def _tensors(case: Case, device: torch.device, l2_bytes: int) -> tuple[torch.Ten
     ]
 
 
-def _together(case: Case, calls: Sequence[Call], gpu: Gpu) -> tuple[Callable[[], object], bool]:
-    """One call for all layers, and whether it is a graph. Decoding is one in vLLM: the CPU's part must not count."""
-
-    def one_by_one() -> None:
-        for call in calls:
-            call()
-
-    if case.kind == "prefill":
-        return one_by_one, False
-    try:
-        return gpu.captured(calls), True
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return one_by_one, False
-
-
 def error_of(case: Case, query: torch.Tensor, layer: Layer, out: torch.Tensor) -> float:
     """Largest difference to float64 on up to 32 query rows of two heads of two sequences; infinity for NaN.
 
@@ -235,11 +183,6 @@ def error_of(case: Case, query: torch.Tensor, layer: Layer, out: torch.Tensor) -
             difference = (out[own, head].double() - right).abs().max().item()
             worst = max(worst, difference if difference == difference else float("inf"))
     return worst
-
-
-def _first_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------

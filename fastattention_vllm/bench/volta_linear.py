@@ -7,13 +7,12 @@ The matrices are those of a 27B model on one, two and four GPUs, as in benchmark
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from pydantic import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +21,8 @@ from fastattention_vllm.bench import gpu as gpus
 from fastattention_vllm.bench.contender import Call
 from fastattention_vllm.bench.gpu import Gpu, Timed
 from fastattention_vllm.bench.hardware_report import SEND
-from fastattention_vllm.bench.report import Report, Row, today
+from fastattention_vllm.bench.measured import Measured, noted, sample, together
+from fastattention_vllm.bench.report import Report, today
 from fastattention_vllm.linear.volta import kernels, launch, packing
 from fastattention_vllm.linear.volta.reference import dequantised
 from fastattention_vllm.linear.weights import MIDDLE, Kind, QuantisedMatrix, WeightFormat
@@ -48,27 +48,14 @@ SAMPLED = 256
 """Columns of an answer that are compared with float64."""
 
 
-class LinearRow(Row):
-    """One product and one contender, the peer. ``ratio``, of right answers only: its time over ours."""
-
-    model_config = ConfigDict(extra="forbid")
+class LinearRow(Measured):
+    """``value``: ``GB/s`` of the contender's own weights and scales up to 16 rows, ``TFLOPS`` from there on."""
 
     weights: Kind
     layer: str
     k: int
     n: int
     rows: int
-    contender: str
-    value: float | None = None
-    """In ``unit``: ``GB/s`` of the contender's own weights and scales up to 16 rows, ``TFLOPS`` from there on."""
-    milliseconds: float | None = None
-    iqr: float | None = None
-    samples: int | None = None
-    error: float | None = None
-    captured: bool = False
-    """As a CUDA graph, without the CPU's part."""
-    note: str = ""
-    """Why there is no value, or what is wrong with it."""
 
 
 class LinearReport(Report[LinearRow]):
@@ -207,39 +194,18 @@ def measure(
         row.note = one.why_not(product) or ""
         if row.note:
             continue
-        try:
+        with noted(row, TOLERANCE, gpu):
             copies = max(1, -(-ROTATED * l2_bytes // one.weight_bytes(product))) if product.decodes else 1
             first = matrix(product, gpu.device, 0)
             calls = [one.bind(x, first if copy == 0 else matrix(product, gpu.device, copy)) for copy in range(copies)]
             row.error = error_of(x, first, calls[0]())
-            if not row.error <= TOLERANCE:
-                row.note = f"wrong by {row.error:.1e}."
-            whole, row.captured = _together(calls, gpu)
+            # In vLLM, steps of few rows are graphs: the CPU's part must not count.
+            whole, row.captured = together(calls, gpu, graph=product.decodes)
             gpu.seconds(whole)
             timed.append(Timed(one.name, whole, copies))
-        except torch.OutOfMemoryError:
-            row.note = "out of memory."
-        except (RuntimeError, ValueError, ImportError, OSError) as error:  # a kernel or a library that is not for it
-            row.note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        gpu.free()
-    gpus.interleave(gpu, timed, rounds)
-    of = {one.name: one for one in everyone}
-    for sampled in timed:
-        row, samples = rows[sampled.name], sampled.samples
-        row.milliseconds, row.iqr, row.samples = 1e3 * samples.median, samples.iqr, len(samples.used)
-        work = (
-            of[sampled.name].weight_bytes(product) / 1e9
-            if product.decodes
-            else 2 * product.rows * product.k * product.n / 1e12
-        )
-        row.value = work / samples.median
-    ours = rows[OURS]
-    for row in rows.values():
-        row.ours = None if ours.note else ours.value
-        if row is not ours:
-            row.peer_name, row.peer = row.contender, None if row.note else row.value
-            if row.milliseconds and ours.milliseconds and not row.note and not ours.note:
-                row.ratio = row.milliseconds / ours.milliseconds
+    bytes_of = {one.name: one.weight_bytes(product) for one in everyone}
+    flops = 2 * product.rows * product.k * product.n
+    sample(rows, timed, gpu, rounds, lambda name: bytes_of[name] / 1e9 if product.decodes else flops / 1e12, OURS)
     return list(rows.values())
 
 
@@ -256,21 +222,6 @@ def _empty(product: Product, name: str) -> LinearRow:
         rows=product.rows,
         contender=name,
     )
-
-
-def _together(calls: Sequence[Call], gpu: Gpu) -> tuple[Callable[[], Any], bool]:
-    """One call for all of them, and whether it is a graph, as in vLLM: the CPU's part must not count."""
-
-    def one_by_one() -> None:
-        for call in calls:
-            call()
-
-    try:
-        return gpu.captured(calls), True
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return one_by_one, False
 
 
 def run(rounds: int, json: Path, console: Console, kernels_run: str) -> int:
