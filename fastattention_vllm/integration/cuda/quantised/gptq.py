@@ -83,7 +83,7 @@ class GptqConfig(QuantisedConfig, _Base):
                 "install vLLM 0.19.1, or serve a dense model."
             )
 
-        return MoeWNA16Config.from_config(self.checkpoint).get_quant_method(layer, prefix)
+        return MoeWNA16Config.from_config({"sym": True} | self.checkpoint).get_quant_method(layer, prefix)
 
 
 @register_weight_loader_v2_supported_method

@@ -105,6 +105,10 @@ class QuantisedLinearMethod(LinearMethodBase):
         Raises:
             Refusal: the checkpoint lacks a tensor or has values that the kernels cannot read.
         """
+        if get_current_vllm_config().load_config.load_format == "dummy":
+            raise self.refusal(
+                "--load-format dummy leaves quantised weights undefined", "serve a checkpoint, or an unquantised model"
+            )
         for name, loading in self.loadings.items():
             loading.check(getattr(layer, name))
         try:

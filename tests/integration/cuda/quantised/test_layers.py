@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers import linear as layers
@@ -338,6 +338,13 @@ def test_zero_points_of_symmetric_weights_are_refused() -> None:
     layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(gptq()), prefix="l.o_proj")
     load(layer, stored)
     with pytest.raises(Refusal, match=r"^l.o_proj: the checkpoint says sym, but qzeros has other zero points"):
+        finish(layer)
+
+
+def test_dummy_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_current_vllm_config().load_config, "load_format", "dummy")
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(awq()), prefix="l.o_proj")
+    with pytest.raises(Refusal, match=r"^l.o_proj: --load-format dummy leaves quantised weights undefined; serve a"):
         finish(layer)
 
 
