@@ -300,10 +300,10 @@ def test_a_missing_part_of_a_merged_layer_is_noticed(name: str) -> None:
         finish(layer)
 
 
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("name", LOADED)
-def test_each_misshapen_tensor_is_named(name: str) -> None:
-    config = config_of(FORMATS[name])
-    layer = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="model.layers.3.o_proj")
+def test_each_misshapen_tensor_is_named(name: str, kind: Any) -> None:
+    layer = kind(K, N, bias=False, quant_config=config_of(FORMATS[name]), prefix="model.layers.3.o_proj")
     held = dict(layer.named_parameters())
     for other, tensor in stored_as(name).tensors.items():
         for axis in range(tensor.dim() if other != "input_scale" else 0):
