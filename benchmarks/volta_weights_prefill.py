@@ -6,8 +6,9 @@ Run by: contributors who change kernels/volta/src/unpack.cu or the launcher's ch
 Needs: `make setup-dev`, and the results of benchmarks/volta_weights_sim.py. No GPU.
 
 A turn of 16 rows is simulated (volta_weights_sim.py, x from L2). Unpacking is counted: packed weights are read and fp16
-weights are written at 817 GB/s, which the simulated kernel reaches. cuBLAS is assumed: 90 TFLOPS, and 85 and 95 beside
-it, but never faster than its weights are read. The times of launches are not included.
+weights are written at 817 GB/s. The simulated kernel moves no further bytes, and keeps memory busy (`unpacked`). cuBLAS
+is assumed: 90 TFLOPS, and 85 and 95 beside it, but never faster than its weights are read. The times of launches are
+not included.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy
 from rich.console import Console
 from rich.table import Table
 from volta_sim_report import FEED
-from volta_weights_sim import LAYERS, weight_bytes
+from volta_weights_sim import FED, GROUP, LAYERS, weight_bytes
 
 from fastattention_vllm.bench.report import Row, compared, report
 from fastattention_vllm.linear.volta import launch
+from kernels.volta import linear_problems as linear
+from kernels.volta.linear_variants import TILE, UNPACK
+from kernels.volta.sim import default_timing
 
 SIMULATED = Path(__file__).parent / "results" / "2026-11-25-volta-simulated-weights.json"
 KINDS = {"int4": "int4", "int8": "int8", "e4m3": "fp8_e4m3"}
@@ -48,6 +53,22 @@ class Times:
     """Of a model with fp16 weights."""
     chosen: float
     """Of the way that the launcher takes."""
+
+
+def unpacked(weight: str, k: int, n: int) -> tuple[float, float]:
+    """Bytes that an SM of the simulated V100 moves to unpack a matrix, and what memory could move in that time."""
+    given = linear.problem(weight, 1, k, n, group=GROUP, blocks=True)
+    variant = next(one for one in UNPACK if one.weight == weight)
+    machine = linear.simulated(variant)
+    weights = linear.weights_on(machine, given)
+    out = numpy.zeros((n, k), numpy.float16)
+    grid = (n // TILE, -(-weights.units // variant.warps), 1)
+    parameters = linear.Unpack(weights=weights, out=machine.map(out), first_tile=0)
+    machine.launch(grid, (variant.threads, 1, 1), bytes(parameters))
+    traces = [machine.trace(x, y) for x in range(grid[0]) for y in range(grid[1])]
+    timing = default_timing(**FED, l1_kib=machine.l1_kib(machine.occupancy.ctas))
+    found = machine.time(traces, timing=timing)
+    return found.l2_bytes, FED["l2_bytes_per_cycle"] * found.cycles
 
 
 def turn_seconds() -> dict[str, float]:

@@ -21,7 +21,7 @@ from kernels.volta.nvrtc import compile_cuda, version
 from kernels.volta.variants import COMPILER_OPTIONS, HEAD_SIZES, Variant
 
 Compiled = Variant | LinearVariant | UnpackVariant
-VARIANTS: tuple[Compiled, ...] = (*variants.VARIANTS, *linear_variants.VARIANTS, *linear_variants.UNPACK)
+VARIANTS: tuple[Compiled, ...] = (*variants.VARIANTS, *linear_variants.ALL)
 MAX_SPILLED = {
     "prefill_d112_e4m3.sm_70": 8,
     "prefill_d112_e5m2.sm_70": 8,

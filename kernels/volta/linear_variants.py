@@ -112,6 +112,8 @@ VARIANTS = tuple(
 
 UNPACK = tuple(map(UnpackVariant, WEIGHTS))
 
+ALL: tuple[LinearVariant | UnpackVariant, ...] = (*VARIANTS, *UNPACK)
+
 
 def describe(variant: LinearVariant | UnpackVariant) -> dict[str, str | int]:
     """The manifest's entry for a variant, which the launcher reads."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,3 +128,19 @@ def test_reports_of_hardware_are_of_attention(monkeypatch: pytest.MonkeyPatch, t
     result = CliRunner().invoke(command.app, arguments)
     assert result.exit_code == 2
     assert result.output == "fastattention bench: --report checks attention; use --json with --weights.\n"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_whole_run(wrong: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wrong answer of ours is the exit status."""
+    monkeypatch.setattr(gpus, "CudaGpu", Clock)
+    monkeypatch.setattr(gpus, "hardware", lambda: {"gpu": "Tesla V100-SXM2-16GB"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=6 << 20))
+    monkeypatch.setattr(volta_linear, "products", lambda: SMALL[1::2])
+    if wrong:
+        monkeypatch.setattr(kernels, "apply", lambda x, weights: torch.zeros(len(x), weights.n).half())
+    out = tmp_path / "rows.json"
+    assert volta_linear.run(1, out, Console(width=180), "sm_70, machine code") == int(wrong)
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 3 * 3
+    assert {row["weights"] for row in rows} == {"int4", "int8", "fp8_e4m3"}

@@ -33,6 +33,16 @@ def test_1024_rows_reach_80_percent_of_fp16(rows: list[dict[str, Any]]) -> None:
         assert min(fractions) >= 0.8, row["case"]
 
 
+@pytest.mark.parametrize("weight", ["int4", "int8", "e4m3"])
+def test_unpacking_takes_as_long_as_its_bytes(weight: str) -> None:
+    """Whole sectors are written, and instructions do not take longer than memory."""
+    import volta_weights_prefill as script
+
+    moved, possible = script.unpacked(weight, 2048, 64)
+    assert moved <= 1.01 * (script.weight_bytes(weight, 2048, 64) + 2 * 2048 * 64)
+    assert possible <= 1.05 * moved
+
+
 def test_times() -> None:
     import volta_weights_prefill as script
 

@@ -14,10 +14,10 @@ from fastattention_vllm.linear.volta import kernels, launch
 from fastattention_vllm.linear.volta.launch import Linear, Unpack, Variant, Weights
 from fastattention_vllm.linear.volta.packing import PackedWeights
 from kernels.volta.emulator import Emulation
-from kernels.volta.linear_variants import UNPACK, VARIANTS, LinearVariant, UnpackVariant, describe
+from kernels.volta.linear_variants import ALL, describe
 from kernels.volta.manifest import SOURCES
 
-COMPILED: dict[str, LinearVariant | UnpackVariant] = {str(describe(one)["name"]): one for one in (*VARIANTS, *UNPACK)}
+COMPILED = {str(describe(one)["name"]): one for one in ALL}
 
 
 @dataclass
@@ -41,7 +41,7 @@ class EmulatedKernel:
         machine = Emulation(SOURCES / compiled.source, compiled.kernel, defines=compiled.defines)
         for address, size in memory(parameters, grid[0]):
             if address:
-                machine.map(numpy.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=numpy.uint8))
+                machine.map(numpy.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
         machine.launch(grid, block, bytes(parameters), shared_bytes)
         for x in range(grid[0]):
             for y in range(grid[1]):

@@ -172,7 +172,7 @@ def test_what_is_supported(form: WeightFormat) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with false images of all kernels."""
-    variants = (*linear_variants.VARIANTS, *linear_variants.UNPACK)
+    variants = linear_variants.ALL
     for variant in variants:
         for suffix in ("cubin", "ptx"):
             (tmp_path / variant.image(suffix)).write_text(variant.image(suffix))
@@ -191,7 +191,7 @@ def test_all_kernels_of_a_format_are_loaded(
     monkeypatch.setattr(cuda_driver, "load", lambda *image: given.append(image))
     monkeypatch.setattr(kernels, "target", lambda: attention.target_of(capability))
     kernels.load(INT4)
-    own = [one for one in (*linear_variants.VARIANTS, *linear_variants.UNPACK) if one.weight == "int4"]
+    own = [one for one in linear_variants.ALL if one.weight == "int4"]
     assert given == [(f"{one.image(suffix)}\0".encode(), one.kernel, one.shared_bytes) for one in own]
     kernels.load(replace(INT4, group_size=32))
     assert len(given) == len(own)
