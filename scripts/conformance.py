@@ -53,6 +53,11 @@ SUITES = (
     Suite("upstream: backend registry", "tests/test_attention_backend_registry.py"),
     Suite("options and claims: as recorded", str(PLUGINS / "options_and_claims.py"), adapts_upstream=False),
     Suite("block tables: hybrids beside host layers", str(PLUGINS / "hybrid_block_tables.py"), adapts_upstream=False),
+    Suite(
+        "quantised weights: layers of the V100",
+        str(ROOT / "tests" / "integration" / "cuda" / "quantised" / "test_layers.py"),
+        adapts_upstream=False,
+    ),
     Suite("vllm serve: needle over HTTP", str(PLUGINS / "served_needle.py"), adapts_upstream=False),
     Suite("host layers: offline and over HTTP", str(PLUGINS / "host_kv_layers.py"), adapts_upstream=False),
 )

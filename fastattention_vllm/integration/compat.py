@@ -529,6 +529,41 @@ def has_kernel_dispatcher() -> bool:
     return importlib.util.find_spec("vllm.triton_utils.dispatcher") is not None
 
 
+def has_own_gptq_kernels() -> bool:
+    """0.19 yes, 0.23 no: whether vLLM has GPTQ kernels besides Marlin's, which need compute capability 7.5."""
+    return importlib.util.find_spec("vllm.model_executor.layers.quantization.gptq") is not None
+
+
+def has_gptq_experts_without_marlin() -> bool:
+    """0.23 yes, 0.32 no: whether the method of GPTQ experts always uses kernels of its own."""
+    from vllm.model_executor.layers.quantization import moe_wna16
+
+    return not hasattr(moe_wna16, "select_wna16_moe_backend")
+
+
+def experts_class() -> type[Any]:
+    """The layer of a mixture of experts that has the weights. <= 0.19: FusedMoE; newer: RoutedExperts inside of it."""
+    from vllm.model_executor.layers import fused_moe
+
+    found: type[Any] = getattr(fused_moe, "RoutedExperts", None) or fused_moe.FusedMoE
+    return found
+
+
+def is_layer_skipped(prefix: str, listed: list[str], parts: Mapping[str, list[str]], whole: bool = False) -> bool:
+    """Whether a list of unquantised layers contains a layer: its ``whole`` name, or a part of it.
+
+    0.32 has an option of three values where older versions have one of two.
+
+    Args:
+        parts: the parts of merged layers, by the last component of the merged layer's name.
+    """
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    if "match_mode" in inspect.signature(is_layer_skipped).parameters:
+        return bool(is_layer_skipped(prefix, listed, parts, match_mode="exact" if whole else "substring"))
+    return bool(is_layer_skipped(prefix, listed, parts, skip_with_substr=not whole))
+
+
 def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
     """Replace Triton kernels by ``kernels``, a mapping from the full name of a Triton kernel to its replacement.
 

@@ -2,7 +2,7 @@
 
 Functions are replaced only where vLLM has no hook. Each entry lists the statements that replace something, and a test
 (tests/integration/test_patches.py) fails if the package has such a statement that no entry lists. vLLM's official
-plugin interfaces (platform, backend class, options) are not listed.
+plugin interfaces (platform, backend class, options, quantisation methods) are not listed.
 
 This module only describes the patches. The code that applies them is in the module of each feature.
 """

@@ -29,6 +29,7 @@ def gpu() -> Iterator[None]:
     """Replaces the fixture of other GPU tests, because these run from the V100 on."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (7, 0):
         pytest.skip("needs an NVIDIA GPU of compute capability 7.0 or newer")
+    torch.zeros(1, device="cuda")  # images are loaded into torch's context
     attention.choose("auto")
     for form in ONE_OF_EACH_KIND:
         kernels.load(form)

@@ -1,5 +1,8 @@
 """vLLM's start on NVIDIA GPUs: a model that no kernel computes is refused before any process is started, and the V100
 gets other defaults.
+
+All GPUs have the name ``--quantization fastattention``, which chooses itself only for quantised checkpoints below compute
+capability 7.5.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ def install() -> None:
     """Repeated calls are safe. This queries the driver without initialising a GPU."""
     from vllm.platforms import current_platform
 
+    from fastattention_vllm.integration.cuda.quantised import registration
+
+    registration.install()
     found = current_platform.get_device_capability()
     if found is None or tuple(found) < V100:
         return

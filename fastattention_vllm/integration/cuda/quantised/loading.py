@@ -1,0 +1,101 @@
+"""What a checkpoint has put into the parameters of a quantised layer.
+
+vLLM does not check this for quantised models: a tensor that the checkpoint lacks leaves the memory as it was, and of a
+tensor that is too large a part is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattention_vllm.integration.refusal import Refusal
+
+aten = torch.ops.aten
+
+
+class Loading:
+    """The loads of one parameter. A merged layer loads each part by itself.
+
+    Args:
+        layer: the layer's name.
+        name: the parameter's name.
+        ranks: tensor parallel ranks, among which a tensor of the checkpoint may be divided.
+        optional: the checkpoint may lack it.
+        alike: all parts of a merged layer must have the same values, because the layer has it once.
+    """
+
+    def __init__(self, layer: str, name: str, ranks: int, optional: bool = False, alike: bool = False) -> None:
+        self.layer, self.name, self.ranks, self.optional, self.alike = layer, name, ranks, optional, alike
+        self.numbers: dict[str, int] = {}
+        """Numbers that were written, by the part's id."""
+
+    def wrap(self, loader: Callable[..., None]) -> Callable[..., None]:
+        """vLLM's loader of the parameter, with checks.
+
+        Raises:
+            Refusal: the tensor's shape does not fit.
+        """
+
+        def load(parameter: Any, loaded: torch.Tensor, *part: Any, **named: Any) -> None:
+            before = parameter.data.clone() if self.alike and self.numbers else None
+            shape = list(loaded.shape)
+            try:
+                with _Writes() as writes:  # type: ignore[no-untyped-call]
+                    loader(parameter, loaded, *part, **named)
+            except torch.OutOfMemoryError:
+                raise
+            except (AssertionError, IndexError, RuntimeError) as error:
+                raise self._misshapen(shape, parameter) from error
+            # A rank takes all of a tensor, or one of as many parts as there are ranks or KV heads. A scale of a whole
+            # matrix may be written for each part of it.
+            times, rest = divmod(loaded.numel(), max(writes.copied, 1))
+            if loaded.numel() > 1 and (rest or not times or self.ranks % times):
+                raise self._misshapen(shape, parameter)
+            if before is not None and not torch.equal(before, parameter.data):
+                raise Refusal(
+                    f"{self.layer}: {self.name} differs between the parts of this merged layer, which is not "
+                    "supported; quantise the model again without activation order (desc_act: false)."
+                )
+            which = repr((*part, *named.values()))
+            self.numbers[which] = writes.copied + writes.filled
+
+        return load
+
+    def check(self, parameter: torch.Tensor) -> None:
+        """Once all is loaded.
+
+        Raises:
+            Refusal: the checkpoint lacks the tensor, or a part of it.
+        """
+        written = sum(self.numbers.values())
+        if written >= parameter.numel() or (self.optional and not self.numbers):
+            return
+        lacks = f"only {written} of {parameter.numel()} numbers" if written else "none"
+        raise Refusal(
+            f"{self.layer}: this layer needs {self.name}, but the checkpoint has {lacks}; download or copy the model "
+            "again, or serve another checkpoint."
+        )
+
+    def _misshapen(self, shape: list[int], parameter: torch.Tensor) -> Refusal:
+        return Refusal(
+            f"{self.layer}: the checkpoint's {self.name} has shape {shape}, which does not fit this layer "
+            f"({list(parameter.shape)} on each of {self.ranks} ranks); download or copy the model again, or serve "
+            "another checkpoint."
+        )
+
+
+class _Writes(TorchDispatchMode):
+    """Counts the numbers that are written in place."""
+
+    copied = filled = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.copy_.default:
+            self.copied += args[0].numel()
+        elif func in (aten.fill_.Scalar, aten.zero_.default):
+            self.filled += args[0].numel()
+        return func(*args, **(kwargs or {}))

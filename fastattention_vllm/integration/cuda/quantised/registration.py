@@ -1,0 +1,106 @@
+"""The name under which vLLM finds this package's configurations of quantised checkpoints.
+
+vLLM asks registered names first, for every quantised checkpoint. This module is imported in every process on NVIDIA
+GPUs, and the modules of the formats only where such a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cuda.quantised.scope import (
+    FORMATS,
+    INSTEAD,
+    INTEGER_BITS,
+    MARLIN,
+    NAME,
+    capability,
+)
+from fastattention_vllm.integration.refusal import Refusal
+
+
+def install() -> None:
+    """Register ``--quantization fastattention``. Repeated calls are safe."""
+    if NAME not in quantization.QUANTIZATION_METHODS:
+        quantization.register_quantization_config(NAME)(QuantisedCheckpoint)
+
+
+class QuantisedCheckpoint(QuantizationConfig):
+    """Chooses the configuration of the checkpoint's format. It has no instances of its own."""
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """vLLM names them in an error if config.json has no quantization_config."""
+        return ["quantize_config.json", "quant_config.json"]
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> Any:
+        """``NAME`` if this package loads the checkpoint; None leaves it to vLLM.
+
+        Raises:
+            Refusal: neither this package nor vLLM has kernels for this method on this GPU.
+        """
+        if user_quant == NAME:
+            return NAME
+        found = capability()
+        if found is None or found >= MARLIN:
+            return None
+        method = method_of(hf_quant_cfg)
+        if method not in FORMATS:
+            refuse_what_vllm_cannot(method, found)
+            return None
+        if method == "gptq" and _is_left_to_vllm(hf_quant_cfg, user_quant):
+            return None
+        return NAME if user_quant in (None, method, f"{method}_marlin", f"auto_{method}", "marlin") else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The configuration of the checkpoint's format.
+
+        Raises:
+            Refusal: this package cannot load the format.
+        """
+        match method_of(config):
+            case "awq":
+                from fastattention_vllm.integration.cuda.quantised.awq import AwqConfig as found
+            case "gptq":
+                from fastattention_vllm.integration.cuda.quantised.gptq import GptqConfig as found
+            case "fp8":
+                from fastattention_vllm.integration.cuda.quantised.fp8 import Fp8CheckpointConfig as found
+            case "compressed-tensors":
+                from fastattention_vllm.integration.cuda.quantised.compressed_tensors import (
+                    CompressedTensorsCheckpointConfig as found,
+                )
+            case method:
+                raise Refusal(f"quantization method {method!r} does not run with --quantization {NAME}; {INSTEAD}.")
+        return found.from_config(config)
+
+
+def method_of(config: dict[str, Any]) -> str:
+    """The quant_method of a checkpoint's quantization_config, in vLLM's spelling."""
+    return str(config.get("quant_method", "")).lower().replace("_", "-")
+
+
+def refuse_what_vllm_cannot(method: str, found: tuple[int, int]) -> None:
+    """Refuse a method whose kernels in vLLM need a newer GPU, before any process is started."""
+    vllms = method.replace("-", "_")
+    known = [name for name in (method, vllms) if name in quantization.QUANTIZATION_METHODS]
+    if not known:
+        return
+    needed = quantization.get_quantization_config(known[0]).get_min_capability()
+    if needed > found[0] * 10 + found[1]:
+        raise Refusal(
+            f"quantization method {method!r} needs compute capability {needed // 10}.{needed % 10}, but this GPU has "
+            f"{found[0]}.{found[1]}; {INSTEAD}."
+        )
+
+
+def _is_left_to_vllm(config: dict[str, Any], user_quant: str | None) -> bool:
+    """vLLM 0.19 has GPTQ kernels for these GPUs. They run if the user names them, and for 2 and 3 bits."""
+    return compat.has_own_gptq_kernels() and (user_quant == "gptq" or config.get("bits") not in INTEGER_BITS)

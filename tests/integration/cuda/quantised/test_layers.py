@@ -1,0 +1,448 @@
+"""vLLM's own linear layers with quantised weights, as models build and load them, against products in float64.
+
+The kernels' CPU reference multiplies. The capability is faked. `make conformance` runs this file with vLLM 0.19.1,
+0.23.0 and newer versions, so it needs no other file of tests/ than formats.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.model_executor import parameter as parameters
+from vllm.model_executor.layers import linear as layers
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cuda.quantised import config as common
+from fastattention_vllm.integration.cuda.quantised import linear_method
+from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
+from fastattention_vllm.integration.refusal import Refusal
+from tests.integration.cuda.quantised.formats import FORMATS, Format, Stored, awq, floats, fp8, gptq, packed
+
+K, N = 256, 384
+MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+class Model:
+    """What vLLM's layers read of a model's configuration."""
+
+    dtype = torch.float16
+    is_moe = False
+    quantization = "fastattention"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    config = VllmConfig()
+    object.__setattr__(config, "model_config", Model())
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{Path(folder) / 'ranks'}", 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+        yield
+    torch.set_default_dtype(default)
+
+
+@pytest.fixture(autouse=True)
+def v100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(7, 0))
+
+
+def config_of(form: Format, **changes: Any) -> Any:
+    config = QuantisedCheckpoint.from_config(form.config | changes)
+    config.packed_modules_mapping = MAPPING
+    if hasattr(config, "modules_in_block_to_quantize"):  # vLLM reads it from the checkpoint's files
+        config.modules_in_block_to_quantize = ["proj", "lm_head"]
+    return config
+
+
+def _is_loaded(form: Format) -> bool:
+    """vLLM 0.32 refuses activation order of compressed-tensors by itself."""
+    try:
+        QuantisedCheckpoint.from_config(dict(form.config))
+    except ValueError as error:
+        if "is no longer supported" not in str(error):
+            raise
+        return False
+    return True
+
+
+QUICK = ("awq", "gptq-8-bits-zero-points", "gptq-order", "packed-zero-points", "floats-tensor", "fp8-block")
+LOADED = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.more)
+    for name, form in FORMATS.items()
+    if _is_loaded(form)
+]
+IN_ORDER = [one for one in LOADED if "order" not in str(one.values[0])]
+IN_ANY_ORDER = [one for one in LOADED if one.values[0] in ("gptq-order", "packed-order")]
+
+
+def drawn(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 0.05
+
+
+@functools.cache
+def _stored(name: str, n: int, k: int, seed: int) -> Stored:
+    return FORMATS[name].store(drawn(n, k, seed) * (1 + seed))
+
+
+def stored_as(name: str, n: int = N, k: int = K, seed: int = 0) -> Stored:
+    """A random matrix; its tensors may be replaced."""
+    found = _stored(name, n, k, seed)
+    return Stored(dict(found.tensors), found.weight)
+
+
+def load(layer: Any, stored: Stored, *part: Any) -> None:
+    """As models do."""
+    held = dict(layer.named_parameters())
+    for name, tensor in stored.tensors.items():
+        held[name].weight_loader(held[name], tensor, *part)
+
+
+def finish(layer: Any) -> Any:
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def check(layer: Any, weight: torch.Tensor, rows: int = 5, bias: torch.Tensor | None = None) -> None:
+    """The layer's product equals the stored weights' one within the rounding of its result to fp16."""
+    x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(7), dtype=torch.float32).half()
+    found = layer(x)
+    found = found[0] if isinstance(found, tuple) else found
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().t()
+    assert found.shape == exact.shape
+    assert found.dtype == torch.float16
+    # Half a unit in the last place of fp16; fp32 sums; FP8 weights are not rounded to fp16 in between, as `weight` is.
+    assert bool(((found.double() - exact).abs() <= exact.abs() * 2**-10 + size * 2**-11).all())
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_column_parallel_layer(name: str) -> None:
+    stored, config = stored_as(name), config_of(FORMATS[name])
+    layer = ColumnParallelLinear(K, N, bias=True, quant_config=config, prefix="model.layers.0.o_proj")
+    load(layer, stored)
+    layer.bias.data.copy_(bias := drawn(1, N, seed=3)[0].half())
+    check(finish(layer), stored.weight, bias=bias)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_merged_gate_and_up(name: str) -> None:
+    parts, config = [stored_as(name, seed=seed) for seed in range(2)], config_of(FORMATS[name])
+    layer = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=config, prefix="l.gate_up_proj")
+    for index, part in enumerate(parts):
+        load(layer, part, index)
+    check(finish(layer), torch.cat([part.weight for part in parts]))
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_merged_queries_keys_and_values(name: str) -> None:
+    parts = {"q": stored_as(name, 256), "k": stored_as(name, 128, seed=1), "v": stored_as(name, 128, seed=2)}
+    layer = QKVParallelLinear(K, 64, 4, 2, bias=False, quant_config=config_of(FORMATS[name]), prefix="l.qkv_proj")
+    for part, stored in parts.items():
+        load(layer, stored, part)
+    check(finish(layer), torch.cat([stored.weight for stored in parts.values()]))
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_second_of_two_ranks_has_its_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1, 2)
+    stored, config = stored_as(name, n=2 * 128), config_of(FORMATS[name])
+    layer = ColumnParallelLinear(K, 2 * 128, bias=False, quant_config=config, prefix="model.layers.0.q_proj")
+    load(layer, stored)
+    check(finish(layer), stored.weight[128:])
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_the_second_of_two_ranks_has_its_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1, 2)
+    stored, config = stored_as(name), config_of(FORMATS[name])
+    layer = RowParallelLinear(K, N, bias=False, reduce_results=False, quant_config=config, prefix="l.down_proj")
+    load(layer, stored)
+    check(finish(layer), stored.weight[:, K // 2 :])
+
+
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
+def test_activation_order_is_refused_where_ranks_divide_the_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0, 2)
+    config = config_of(FORMATS[name])
+    with pytest.raises(
+        Refusal, match=r"^l.down_proj: activation order .* divided among 2 ranks; use --tensor-parallel"
+    ):
+        RowParallelLinear(K, N, bias=False, quant_config=config, prefix="l.down_proj")
+
+
+def test_one_kv_head_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1, 2)
+    parts = {"q": stored_as("awq", 512), "k": stored_as("awq", 128, seed=1), "v": stored_as("awq", 128, seed=2)}
+    layer = QKVParallelLinear(K, 128, 4, 1, bias=False, quant_config=config_of(awq()), prefix="l.qkv_proj")
+    for part, stored in parts.items():
+        load(layer, stored, part)
+    check(finish(layer), torch.cat([parts["q"].weight[256:], parts["k"].weight, parts["v"].weight]))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "packed", "fp8", "floats-tensor"])
+def test_parts_that_are_one_tensor_in_the_checkpoint(name: str) -> None:
+    """As in Phi-3. A scale per tensor then belongs to all parts."""
+    stored, config = stored_as(name), config_of(FORMATS[name])
+    layer = MergedColumnParallelLinear(K, [N // 2, N // 2], bias=False, quant_config=config, prefix="l.gate_up_proj")
+    load(layer, stored)
+    check(finish(layer), stored.weight)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-order", "packed"])
+def test_an_output_layer_that_is_quantised(name: str) -> None:
+    form, stored = FORMATS[name], stored_as(name)
+    rules: dict[str, Any] = {"lm_head": True}
+    if name == "packed":
+        group = form.config["config_groups"]["group_0"] | {"targets": ["Linear", "re:.*lm_head"]}
+        rules = {"ignore": [], "config_groups": {"group_0": group}}
+    layer = ParallelLMHead(N, K, quant_config=config_of(form, **rules), prefix="lm_head")
+    load(layer, stored)
+    finish(layer)
+    check(lambda x: layer.quant_method.apply(layer, x), stored.weight)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "packed", "floats-channel", "fp8"])
+def test_an_output_layer_that_is_not_quantised(name: str) -> None:
+    layer = ParallelLMHead(N, K, quant_config=config_of(FORMATS[name]), prefix="lm_head")
+    assert {name: held.dtype for name, held in layer.named_parameters()} == {"weight": torch.float16}
+
+
+IGNORING = {
+    "awq": (awq(), {"modules_to_not_convert": ["mtp", "gate_proj", "up_proj"]}),
+    "fp8": (fp8(), {"modules_to_not_convert": ["mtp.o_proj", "l.gate_proj", "l.up_proj"]}),
+    "fp8-ignored_layers": (fp8(), {"ignored_layers": ["mtp.o_proj", "l.gate_proj", "l.up_proj"]}),
+    "packed": (packed(), {"ignore": ["lm_head", "re:.*mtp.*", "l.gate_proj", "l.up_proj"]}),
+    "gptq": (gptq(), {"dynamic": {r"-:.*mtp.*": {}, r"-:.*gate_up.*": {}}}),
+}
+
+
+@pytest.mark.parametrize(("form", "rules"), IGNORING.values(), ids=IGNORING)
+def test_layers_that_the_checkpoint_ignores_stay_unquantised(form: Format, rules: dict[str, Any]) -> None:
+    found = config_of(form, **rules)
+    method = ReplicatedLinear(K, N, bias=False, quant_config=found, prefix="mtp.o_proj").quant_method
+    assert isinstance(method, UnquantizedLinearMethod)
+    merged = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=found, prefix="l.gate_up_proj")
+    assert isinstance(merged.quant_method, UnquantizedLinearMethod)
+    method = ReplicatedLinear(K, N, bias=False, quant_config=found, prefix="model.layers.0.o_proj").quant_method
+    assert isinstance(method, linear_method.QuantisedLinearMethod)
+
+
+def test_a_rule_of_gptq_changes_bits_and_group_size() -> None:
+    rules = {r"+:.*special.*": {"bits": 8, "group_size": 64, "sym": False}}
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(gptq(), dynamic=rules), prefix="l.special_proj")
+    stored = FORMATS["gptq-8-bits-zero-points"].store(drawn(N, K))
+    load(layer, stored)
+    check(finish(layer), stored.weight)
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "floats-tensor"])
+def test_a_compiled_layer_is_one_graph(name: str) -> None:
+    stored = stored_as(name)
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(FORMATS[name]), prefix="l.o_proj")
+    load(layer, stored)
+    finish(layer)
+    check(
+        torch.compile(lambda x: layer.quant_method.apply(layer, x), fullgraph=True, backend="aot_eager"), stored.weight
+    )
+
+
+def test_the_parts_of_a_packed_matrix_are_freed() -> None:
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(awq()), prefix="l.o_proj")
+    load(layer, stored_as("awq"))
+    finish(layer)
+    held = dict(layer.named_parameters())
+    assert set(held) == {"qweight", "packed_scales"}, "LoRA looks for qweight"
+    assert sum(one.numel() * one.element_size() for one in held.values()) < K * N * 0.55
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_each_missing_tensor_is_named(name: str) -> None:
+    stored, config = stored_as(name), config_of(FORMATS[name])
+    for lost in set(stored.tensors) - {"weight_shape", "input_scale", "g_idx" if "order" not in name else ""}:
+        layer = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="model.layers.3.o_proj")
+        load(layer, Stored({other: held for other, held in stored.tensors.items() if other != lost}, stored.weight))
+        wanted = rf"^model.layers.3.o_proj: this layer needs {lost}, but the checkpoint has none; download"
+        with pytest.raises(Refusal, match=wanted):
+            finish(layer)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_missing_part_of_a_merged_layer_is_noticed(name: str) -> None:
+    stored, config = stored_as(name), config_of(FORMATS[name])
+    layer = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=config, prefix="l.gate_up_proj")
+    load(layer, stored, 0)
+    lost = next(other for other in stored.tensors if "scale" in other and other != "input_scale")
+    load(layer, Stored({other: held for other, held in stored.tensors.items() if other != lost}, stored.weight), 1)
+    wanted = rf"^l.gate_up_proj: this layer needs {lost}, but the checkpoint has only \d+ of \d+ numbers; download"
+    with pytest.raises(Refusal, match=wanted):
+        finish(layer)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("name", LOADED)
+def test_each_misshapen_tensor_is_named(name: str, kind: Any) -> None:
+    layer = kind(K, N, bias=False, quant_config=config_of(FORMATS[name]), prefix="model.layers.3.o_proj")
+    held = dict(layer.named_parameters())
+    for other, tensor in stored_as(name).tensors.items():
+        for axis in range(tensor.dim() if other != "input_scale" else 0):
+            wrong = [torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)]
+            wrong += [tensor.narrow(axis, 0, tensor.shape[axis] - 1)] if tensor.shape[axis] > 1 else []
+            for misshapen in wrong:
+                wanted = rf"^model.layers.3.o_proj: the checkpoint's {other} has shape \[\d+.*\] on each of 1 ranks\)"
+                with pytest.raises(Refusal, match=wanted):
+                    held[other].weight_loader(held[other], misshapen)
+
+
+def test_other_groups_in_a_merged_layer_are_refused() -> None:
+    form, one, other = FORMATS["gptq-order"], stored_as("gptq-order"), stored_as("gptq-order")
+    other.tensors["g_idx"] = other.tensors["g_idx"].flip(0)
+    layer = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=config_of(form), prefix="l.gate_up_proj")
+    load(layer, one, 0)
+    with pytest.raises(Refusal, match=r"^l.gate_up_proj: g_idx differs between the parts of this merged layer"):
+        load(layer, other, 1)
+
+
+def test_groups_of_other_sizes_are_refused() -> None:
+    form, stored = FORMATS["gptq-order"], stored_as("gptq-order")
+    stored.tensors["g_idx"] = torch.zeros_like(stored.tensors["g_idx"])
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(form), prefix="l.o_proj")
+    load(layer, stored)
+    with pytest.raises(Refusal, match=r"^l.o_proj: the groups in g_idx do not have 128 inputs each"):
+        finish(layer)
+
+
+def test_zero_points_of_symmetric_weights_are_refused() -> None:
+    stored = stored_as("gptq-zero-points")
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(gptq()), prefix="l.o_proj")
+    load(layer, stored)
+    with pytest.raises(Refusal, match=r"^l.o_proj: the checkpoint says sym, but qzeros has other zero points"):
+        finish(layer)
+
+
+def test_dummy_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_current_vllm_config().load_config, "load_format", "dummy")
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(awq()), prefix="l.o_proj")
+    with pytest.raises(Refusal, match=r"^l.o_proj: --load-format dummy leaves quantised weights undefined; serve a"):
+        finish(layer)
+
+
+def test_bad_values_end_in_a_sentence_with_the_layers_name() -> None:
+    stored = stored_as("awq")
+    stored.tensors["scales"] = stored.tensors["scales"].clone().fill_diagonal_(float("inf"))
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(awq()), prefix="l.o_proj")
+    load(layer, stored)
+    with pytest.raises(Refusal, match=r"^l.o_proj: a scale is .* cannot hold, so the checkpoint is damaged"):
+        finish(layer)
+
+
+def test_a_shape_that_no_kernel_takes_is_refused_with_the_layers_name() -> None:
+    with pytest.raises(Refusal, match=r"^l.o_proj: .*; use another --tensor-parallel-size or another checkpoint\.$"):
+        ReplicatedLinear(K, N + 4, bias=False, quant_config=config_of(floats()), prefix="l.o_proj")
+
+
+def test_a_group_that_ranks_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0, 2)
+    with pytest.raises(
+        Refusal, match=r"^l.down_proj: each rank has 192 of 384 inputs, .* group size 128; use a smaller"
+    ):
+        RowParallelLinear(384, N, bias=False, quant_config=config_of(awq()), prefix="l.down_proj")
+
+
+def test_a_block_of_scales_that_parts_divide_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"^l.gate_up_proj: a part of 192 inputs or outputs is not a multiple of the 128"):
+        MergedColumnParallelLinear(
+            K, [192, 192], bias=False, quant_config=config_of(fp8(block=True)), prefix="l.gate_up_proj"
+        )
+
+
+WRONG = {
+    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+    "MXFP4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True},
+    "W8A8": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "3 bits": {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
+}
+FORMS = {"NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized", "W8A8": "int-quantized"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_formats_without_kernels_are_refused_with_the_layers_name(name: str) -> None:
+    config = packed().config | {"format": FORMS.get(name, "pack-quantized")}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if name == "W8A8" else None
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": WRONG[name], "input_activations": inputs}}
+    found = QuantisedCheckpoint.from_config(config)
+    with pytest.raises(
+        Refusal, match=r"^l.o_proj: compressed-tensors with .* does not run below .*; serve the model as"
+    ):
+        ReplicatedLinear(K, N, bias=False, quant_config=found, prefix="l.o_proj")
+
+
+def experts() -> Any:
+    """The layer of a mixture of experts, without what vLLM's constructor adds."""
+    layer = compat.experts_class().__new__(compat.experts_class())
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = SimpleNamespace(disable_inplace=False, is_act_and_mul=True)
+    return layer
+
+
+def test_gptq_experts_stay_on_vllms_own_kernels() -> None:
+    from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Method
+
+    if not compat.has_gptq_experts_without_marlin():
+        with pytest.raises(
+            Refusal, match=r"^l.mlp.experts: this vLLM may run quantised experts with Marlin.* 0.19.1, or"
+        ):
+            config_of(gptq()).get_quant_method(experts(), "l.mlp.experts")
+        return
+    method = config_of(gptq()).get_quant_method(experts(), "l.mlp.experts")
+    assert isinstance(method, MoeWNA16Method)
+    assert (method.quant_config.weight_bits, method.quant_config.has_zp) == (4, False)
+
+
+@pytest.mark.parametrize("name", ["awq", "packed", "floats-channel", "fp8-block"])
+def test_other_quantised_experts_are_refused_by_name(name: str) -> None:
+    with pytest.raises(Refusal, match=r"^model.layers.0.mlp.experts: quantised experts .* serve a GPTQ checkpoint"):
+        config_of(FORMATS[name]).get_quant_method(experts(), "model.layers.0.mlp.experts")
+
+
+@pytest.mark.parametrize(("name", "rules"), [
+    ("awq", {"modules_to_not_convert": ["experts"]}),
+    ("fp8", {"modules_to_not_convert": ["l.mlp.experts"]}),
+    ("packed", {"ignore": ["re:.*experts.*"]}),
+    ("gptq", {"dynamic": {r"-:.*experts.*": {}}}),
+])  # fmt: skip
+def test_unquantised_experts_beside_quantised_layers(
+    name: str, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "UnquantizedFusedMoEMethod", lambda moe: moe)
+    layer = experts()
+    assert config_of(FORMATS[name], **rules).get_quant_method(layer, "l.mlp.experts") is layer.moe_config
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    """As if this process were one of several tensor parallel ranks."""
+    for module in (layers, parameters, linear_method):
+        for name, value in (("get_tensor_model_parallel_rank", rank), ("get_tensor_model_parallel_world_size", ranks)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda value=value: value)
