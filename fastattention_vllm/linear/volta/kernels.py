@@ -174,7 +174,8 @@ def _by_unpacked(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | N
         if bias is None:
             torch.mm(x, transposed.t(), out=out[:, columns])
         else:
-            torch.addmm(bias[columns], x, transposed.t(), out=out[:, columns])
+            # With a vector to add, torch rounds the product before the sum. Here the sum is rounded once.
+            out[:, columns].copy_(bias[columns]).addmm_(x, transposed.t())
 
 
 def unpack_tiles(weights: PackedWeights, first: int, out: torch.Tensor) -> None:
