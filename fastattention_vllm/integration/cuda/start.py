@@ -1,8 +1,8 @@
 """vLLM's start on NVIDIA GPUs: a model that no kernel computes is refused before any process is started, and the V100
 gets other defaults.
 
-All GPUs have the name ``--quantization fastattention``, which chooses itself only for quantised checkpoints below compute
-capability 7.5.
+All GPUs have the name ``--quantization fastattention``, which chooses itself only for quantised checkpoints below
+compute capability 7.5.
 """
 
 from __future__ import annotations
