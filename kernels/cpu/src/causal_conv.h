@@ -1,0 +1,112 @@
+// The causal convolution of each channel with its own filter, and the inputs that it keeps for the next step.
+namespace fastattention {
+namespace {
+
+// x / (1 + e^-x). Below -87, where e^-x overflows, the result is smaller than the smallest normal number.
+inline Vec silu(Vec x) {
+  const Vec power = exp2(mul(max(x, splat(-87.0f)), splat(-kLog2E)));
+  return select_less(x, splat(-87.0f), splat(0.0f), div(x, add(splat(1.0f), power)));
+}
+
+// Up to kWidth numbers that are stride apart.
+template <class T, class Part>
+inline Vec read_strided(const T* p, int64_t stride, int count, Part part) {
+  if (stride == 1) return part.read(p);
+  T lanes[kWidth] = {};
+  for (int i = 0; i < count; ++i) lanes[i] = p[i * stride];
+  return part.read(lanes);
+}
+template <class T, class Part>
+inline void write_strided(T* p, int64_t stride, int count, Vec a, Part part) {
+  if (stride == 1) return part.write(p, a);
+  T lanes[kWidth];
+  part.write(lanes, a);
+  for (int i = 0; i < count; ++i) p[i * stride] = lanes[i];
+}
+
+// The channels [channel, channel + size) of the tokens [first, first + count) of a request, to rows of whole vectors;
+// lanes past the end are zero. first is 0 or at least W - 1.
+template <int W, class Pointer>
+void convolve_width(const fa_gated_delta& problem, int request, int channel, int size, int first, int count, float* out,
+                    int out_stride) {
+  const int64_t channels = delta_channels(problem);
+  const int64_t stride = problem.x_token_stride;
+  const Pointer x = static_cast<Pointer>(const_cast<void*>(problem.x)) + (problem.query_start_loc[request] + first) * stride + channel;
+  for_each_vector(size, [&](int d, auto part) {
+    Vec filter[W], window[W];
+    FA_UNROLL
+    for (int j = 0; j < W; ++j) filter[j] = part.read(problem.weight + j * channels + channel + d);
+    const Vec bias = problem.bias != nullptr ? part.read(problem.bias + channel + d) : splat(0.0f);
+    if (first > 0) {
+      FA_UNROLL
+      for (int j = 0; j < W - 1; ++j) window[j] = part.read(x + (j - W + 1) * stride + d);
+    } else {
+      FA_UNROLL
+      for (int j = 0; j < W - 1; ++j) window[j] = splat(0.0f);
+      if (problem.begun[request] != 0) {
+        with_dtype(problem.inputs_dtype, [&](auto* type) {
+          const auto* kept = static_cast<decltype(type)>(problem.inputs) +
+                             problem.slots[request] * problem.inputs_slot_stride +
+                             (channel + d) * problem.inputs_channel_stride;
+          FA_UNROLL
+          for (int j = 0; j < W - 1; ++j) {
+            window[j] = read_strided(kept + j * problem.inputs_token_stride, problem.inputs_channel_stride,
+                                     size - d < kWidth ? size - d : kWidth, part);
+          }
+        });
+      }
+    }
+    for (int t = 0; t < count; ++t) {
+      window[W - 1] = part.read(x + t * stride + d);
+      Vec sum = bias;
+      FA_UNROLL
+      for (int j = 0; j < W; ++j) sum = fma(filter[j], window[j], sum);
+      FA_UNROLL
+      for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
+      store(out + static_cast<size_t>(t) * out_stride + d, problem.silu != 0 ? silu(sum) : sum);
+    }
+  });
+}
+
+void convolve(const fa_gated_delta& problem, int request, int channel, int size, int first, int count, float* out,
+              int out_stride) {
+  with_dtype(problem.dtype, [&](auto* type) {
+    const auto run = problem.width == 2   ? convolve_width<2, decltype(type)>
+                     : problem.width == 3 ? convolve_width<3, decltype(type)>
+                                          : convolve_width<4, decltype(type)>;
+    run(problem, request, channel, size, first, count, out, out_stride);
+  });
+}
+
+void keep_inputs(const fa_gated_delta& problem, int request, int channel_begin, int channel_end) {
+  const int64_t begin = problem.query_start_loc[request];
+  const int count = static_cast<int>(problem.query_start_loc[request + 1] - begin);
+  const int64_t slot = problem.slots[request] * problem.inputs_slot_stride;
+  const int64_t stride = problem.inputs_channel_stride;
+  const int kept = problem.width - 1;
+  with_dtype(problem.dtype, [&](auto* from) {
+    const auto* x = static_cast<decltype(from)>(const_cast<void*>(problem.x)) + begin * problem.x_token_stride;
+    with_dtype(problem.inputs_dtype, [&](auto* to) {
+      auto* inputs = static_cast<decltype(to)>(problem.inputs) + slot;
+      for_each_vector(channel_end - channel_begin, [&](int d, auto part) {
+        const int channel = channel_begin + d;
+        const int lanes = channel_end - channel < kWidth ? channel_end - channel : kWidth;
+        // With few tokens, older inputs move up. Each row is read before it is overwritten.
+        for (int j = 0; j < kept; ++j) {
+          const int token = count - kept + j;
+          Vec row = splat(0.0f);
+          if (token >= 0) {
+            row = part.read(x + token * problem.x_token_stride + channel);
+          } else if (problem.begun[request] != 0) {
+            row = read_strided(inputs + (j + count) * problem.inputs_token_stride + channel * stride, stride, lanes,
+                               part);
+          }
+          write_strided(inputs + j * problem.inputs_token_stride + channel * stride, stride, lanes, row, part);
+        }
+      });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace fastattention
