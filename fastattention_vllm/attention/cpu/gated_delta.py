@@ -111,13 +111,21 @@ class GatedDeltaLayer:
             raise ValueError(f"activation is {activation!r}, but must be 'silu', 'swish' or None.")
         for name, size in (("key_size", key_size), ("value_size", value_size)):
             if size % HEAD_SIZE_MULTIPLE != 0 or not 0 < size <= MAX_HEAD_SIZE:
-                raise ValueError(f"{name} is {size}, but must be a multiple of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}.")
+                raise ValueError(
+                    f"{name} is {size}, but must be a multiple of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}."
+                )
         if key_heads <= 0 or value_heads <= 0 or value_heads % key_heads != 0:
-            raise ValueError(f"value_heads is {value_heads}, but must be a positive multiple of key_heads ({key_heads}).")
+            raise ValueError(
+                f"value_heads is {value_heads}, but must be a positive multiple of key_heads ({key_heads})."
+            )
         channels = 2 * key_heads * key_size + value_heads * value_size
         if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
             raise ValueError(f"weight must be [{channels}, 2 to 4], not {list(weight.shape)}.")
-        for name, vector, length in (("bias", bias, channels), ("a_log", a_log, value_heads), ("dt_bias", dt_bias, value_heads)):
+        for name, vector, length in (
+            ("bias", bias, channels),
+            ("a_log", a_log, value_heads),
+            ("dt_bias", dt_bias, value_heads),
+        ):
             if vector is not None and vector.shape != (length,):
                 raise ValueError(f"{name} must be [{length}], not {list(vector.shape)}.")
         self._channels, self._value_heads = channels, value_heads

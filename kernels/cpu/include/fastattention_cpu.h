@@ -120,15 +120,13 @@ typedef struct fa_kv_write {
 
 /* What a Gated DeltaNet layer computes between its projections, for several requests at once (arXiv 2412.06464).
  *
- * Request r has the tokens [query_start_loc[r], query_start_loc[r + 1]). With the convolution's last width - 1 inputs and
- * the state matrix S [key_size, value_size] of each value head in slot slots[r], every token does
- *     y = act(bias + sum_j weight[j] * input[j])      the causal convolution of each channel; input[width - 1] is x
- *     q, k, v = y                                     key_heads queries, key_heads keys, value_heads values
- *     q = q / |q| / sqrt(key_size);  k = k / |k|      |q|^2 has 1e-6 added
- *     g = -e^a_log * softplus(a + dt_bias);  beta = sigmoid(b)
- *     S = e^g S;  S = S + k (beta (v - S^T k))^T;  out = S^T q
- * Value head h uses key head h / (value_heads / key_heads). Where begun[r] is 0, the slot's old content counts as zero.
- * The arithmetic is fp32. The slots of a call must differ. */
+ * Request r has the tokens [query_start_loc[r], query_start_loc[r + 1]). With the convolution's last width - 1 inputs
+ * and the state matrix S [key_size, value_size] of each value head in slot slots[r], every token does y = act(bias +
+ * sum_j weight[j] * input[j])      the causal convolution of each channel; input[width - 1] is x q, k, v = y key_heads
+ * queries, key_heads keys, value_heads values q = q / |q| / sqrt(key_size);  k = k / |k|      |q|^2 has 1e-6 added g =
+ * -e^a_log * softplus(a + dt_bias);  beta = sigmoid(b) S = e^g S;  S = S + k (beta (v - S^T k))^T;  out = S^T q Value
+ * head h uses key head h / (value_heads / key_heads). Where begun[r] is 0, the slot's old content counts as zero. The
+ * arithmetic is fp32. The slots of a call must differ. */
 typedef struct fa_gated_delta {
   int32_t num_requests;
   int32_t key_heads;
@@ -147,9 +145,9 @@ typedef struct fa_gated_delta {
   int64_t num_tokens;             /* rows of x; query_start_loc must not exceed it */
   int64_t num_slots;
 
-  const float* weight; /* [width, channels]; channels = 2 * key_heads * key_size + value_heads * value_size */
-  const float* bias;   /* [channels] or NULL */
-  const float* a_log;  /* [value_heads] */
+  const float* weight;  /* [width, channels]; channels = 2 * key_heads * key_size + value_heads * value_size */
+  const float* bias;    /* [channels] or NULL */
+  const float* a_log;   /* [value_heads] */
   const float* dt_bias; /* [value_heads] */
 
   const void* x; /* [num_tokens, channels]: queries, keys, values */

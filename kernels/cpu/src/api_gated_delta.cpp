@@ -69,7 +69,8 @@ int32_t check(const fa_gated_delta& p) {
 }
 
 int32_t check(const fa_gated_norm& p) {
-  if (p.num_rows < 0) return fail(FA_BAD_ARGUMENT, "num_rows must not be negative, but is %lld.", (long long)p.num_rows);
+  if (p.num_rows < 0)
+    return fail(FA_BAD_ARGUMENT, "num_rows must not be negative, but is %lld.", (long long)p.num_rows);
   if (const int32_t status = check_size("size", p.size)) return status;
   if (const int32_t status = check_dtype("dtype", p.dtype)) return status;
   if (!(p.epsilon >= 0.0f)) return fail(FA_BAD_ARGUMENT, "epsilon must be 0 or more, not %g.", (double)p.epsilon);

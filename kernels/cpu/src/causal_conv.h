@@ -24,47 +24,75 @@ inline void write_strided(T* p, int64_t stride, int count, Vec a, Part part) {
   for (int i = 0; i < count; ++i) p[i * stride] = lanes[i];
 }
 
+// The W - 1 inputs before a step, of the channels from channel on: N vectors, oldest first.
+template <int W, int N, class Part>
+inline void load_kept(const fa_gated_delta& problem, int request, int channel, int count, Part part,
+                      Vec (&window)[N][W]) {
+  with_dtype(problem.inputs_dtype, [&](auto* type) {
+    const int64_t stride = problem.inputs_channel_stride;
+    const auto* kept = static_cast<decltype(type)>(problem.inputs) +
+                       problem.slots[request] * problem.inputs_slot_stride + channel * stride;
+    FA_UNROLL
+    for (int n = 0; n < N; ++n) {
+      FA_UNROLL
+      for (int j = 0; j < W - 1; ++j) {
+        window[n][j] = read_strided(kept + j * problem.inputs_token_stride + n * kWidth * stride, stride,
+                                    count < kWidth ? count : kWidth, part);
+      }
+    }
+  });
+}
+
+// N vectors of channels, for the count tokens from first on of a request; x is the first one's row.
+template <int W, int N, class Pointer, class Part>
+inline void convolve_columns(const fa_gated_delta& problem, int request, int channel, int lanes, int first, int count,
+                             Pointer x, float* out, int out_stride, Part part) {
+  // Tokens are far apart, so the hardware does not prefetch them.
+  constexpr int kAhead = 8;
+  const int64_t channels = delta_channels(problem), stride = problem.x_token_stride;
+  Vec filter[W][N], window[N][W], bias[N];
+  FA_UNROLL
+  for (int n = 0; n < N; ++n) {
+    FA_UNROLL
+    for (int j = 0; j < W; ++j) filter[j][n] = part.read(problem.weight + j * channels + channel + n * kWidth);
+    bias[n] = problem.bias != nullptr ? part.read(problem.bias + channel + n * kWidth) : splat(0.0f);
+    FA_UNROLL
+    for (int j = 0; j < W - 1; ++j) {
+      window[n][j] = first > 0 ? part.read(x + (j - W + 1) * stride + n * kWidth) : splat(0.0f);
+    }
+  }
+  if (first == 0 && problem.begun[request] != 0) load_kept<W, N>(problem, request, channel, lanes, part, window);
+  const bool active = problem.silu != 0;
+  for (int t = 0; t < count; ++t) {
+    if (t + kAhead < count) __builtin_prefetch(x + (t + kAhead) * stride);
+    FA_UNROLL
+    for (int n = 0; n < N; ++n) {
+      window[n][W - 1] = part.read(x + t * stride + n * kWidth);
+      Vec sum = bias[n];
+      FA_UNROLL
+      for (int j = 0; j < W; ++j) sum = fma(filter[j][n], window[n][j], sum);
+      FA_UNROLL
+      for (int j = 0; j < W - 1; ++j) window[n][j] = window[n][j + 1];
+      store(out + static_cast<size_t>(t) * out_stride + n * kWidth, active ? silu(sum) : sum);
+    }
+  }
+}
+
 // The channels [channel, channel + size) of the tokens [first, first + count) of a request, to rows of whole vectors;
-// lanes past the end are zero. first is 0 or at least W - 1.
+// lanes past the end are zero. first is 0 or at least W - 1. Two vectors of 16-bit inputs are a cache line.
 template <int W, class Pointer>
 void convolve_width(const fa_gated_delta& problem, int request, int channel, int size, int first, int count, float* out,
                     int out_stride) {
-  const int64_t channels = delta_channels(problem);
-  const int64_t stride = problem.x_token_stride;
-  const Pointer x = static_cast<Pointer>(const_cast<void*>(problem.x)) + (problem.query_start_loc[request] + first) * stride + channel;
-  for_each_vector(size, [&](int d, auto part) {
-    Vec filter[W], window[W];
-    FA_UNROLL
-    for (int j = 0; j < W; ++j) filter[j] = part.read(problem.weight + j * channels + channel + d);
-    const Vec bias = problem.bias != nullptr ? part.read(problem.bias + channel + d) : splat(0.0f);
-    if (first > 0) {
-      FA_UNROLL
-      for (int j = 0; j < W - 1; ++j) window[j] = part.read(x + (j - W + 1) * stride + d);
-    } else {
-      FA_UNROLL
-      for (int j = 0; j < W - 1; ++j) window[j] = splat(0.0f);
-      if (problem.begun[request] != 0) {
-        with_dtype(problem.inputs_dtype, [&](auto* type) {
-          const auto* kept = static_cast<decltype(type)>(problem.inputs) +
-                             problem.slots[request] * problem.inputs_slot_stride +
-                             (channel + d) * problem.inputs_channel_stride;
-          FA_UNROLL
-          for (int j = 0; j < W - 1; ++j) {
-            window[j] = read_strided(kept + j * problem.inputs_token_stride, problem.inputs_channel_stride,
-                                     size - d < kWidth ? size - d : kWidth, part);
-          }
-        });
-      }
-    }
-    for (int t = 0; t < count; ++t) {
-      window[W - 1] = part.read(x + t * stride + d);
-      Vec sum = bias;
-      FA_UNROLL
-      for (int j = 0; j < W; ++j) sum = fma(filter[j], window[j], sum);
-      FA_UNROLL
-      for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
-      store(out + static_cast<size_t>(t) * out_stride + d, problem.silu != 0 ? silu(sum) : sum);
-    }
+  const Pointer x = static_cast<Pointer>(const_cast<void*>(problem.x)) +
+                    (problem.query_start_loc[request] + first) * problem.x_token_stride + channel;
+  int d = 0;
+  for (; d + 2 * kWidth <= size; d += 2 * kWidth) {
+    convolve_columns<W, 2>(problem, request, channel + d, size - d, first, count, x + d, out + d, out_stride,
+                           WholeVector());
+  }
+  for_each_vector(size - d, [&](int rest, auto part) {
+    convolve_columns<W, 1>(problem, request, channel + d + rest, size - d - rest, first, count, x + d + rest,
+                           out + d + rest, out_stride, part);
   });
 }
 

@@ -8,7 +8,7 @@ inline int64_t delta_channels(const fa_gated_delta& problem) {
 }
 
 // Tokens that are computed together with matrix products.
-constexpr int kChunk = 64;
+constexpr int kChunk = 32;
 static_assert(kChunk % kStrip == 0 && kChunk % kWidth == 0, "keys are transposed in whole strips");
 
 struct DeltaScratch {

@@ -36,8 +36,7 @@ void Engine::gated_delta(const fa_gated_delta& problem) {
   run(num_requests * per_request, multiply_adds < kPool.solo_multiply_adds, compute);
 
   // All items of a request have read the old inputs by now.
-  const int channels =
-      2 * problem.key_heads * problem.key_size + problem.value_heads * problem.value_size;
+  const int channels = 2 * problem.key_heads * problem.key_size + problem.value_heads * problem.value_size;
   const int64_t blocks = (channels + kChannelsPerItem - 1) / kChannelsPerItem;
   const auto keep = [&](int64_t index, int) {
     const int begin = static_cast<int>(index % blocks) * kChannelsPerItem;

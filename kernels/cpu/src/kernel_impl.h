@@ -36,6 +36,6 @@
 // clang-format on
 
 // The members of KernelTable after its name.
-#define FA_KERNELS                                                                                           \
+#define FA_KERNELS                                                                                                   \
   kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv, delta_scratch_bytes, gated_delta, keep_inputs, \
       gated_norm

@@ -101,8 +101,10 @@ def definition(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
             y = (window.T * weight).sum(1) + (0 if problem.bias is None else problem.bias.double())
             if case.activation:
                 y = y * y.sigmoid()
-            query, key, value = (part.view(-1, n) for part, n in zip(
-                y.split(sizes), (case.key_size, case.key_size, case.value_size), strict=True))
+            query, key, value = (
+                part.view(-1, n)
+                for part, n in zip(y.split(sizes), (case.key_size, case.key_size, case.value_size), strict=True)
+            )
             query = query / (query.square().sum(1, keepdim=True) + 1e-6).sqrt() / case.key_size**0.5
             key = key / (key.square().sum(1, keepdim=True) + 1e-6).sqrt()
             softplus = torch.logaddexp(a[token] + problem.dt_bias.double(), torch.zeros(1, dtype=torch.float64))
