@@ -133,11 +133,11 @@ def peer(problem: Problem) -> Callable[[int], torch.Tensor]:
     def decode(index: int) -> torch.Tensor:
         slots = problem.slots[index % len(problem.slots)]
         y = ops.causal_conv1d_update_cpu(problem.x, inputs, weight, None, True, None, slots, -1, True)
-        q, k, v = (part.unsqueeze(1) for part in split(y))
+        q, k, v = (part.unsqueeze(0) for part in split(y))
         out: torch.Tensor = ops.fused_sigmoid_gating_delta_rule_update_cpu(
             problem.a_log, problem.dt_bias, q, k, v, problem.a, problem.b, problem.states, slots, problem.starts, True
         )
-        return out.squeeze(1)
+        return out.reshape(-1, problem.value_heads, SIZE)
 
     def prefill(index: int) -> torch.Tensor:
         slots = problem.slots[index % len(problem.slots)]
