@@ -205,8 +205,9 @@ def rows(cases: list[Case], with_peer: bool, seconds: float, clock: Callable[[],
         compares = with_peer and case not in OURS_ALONE
         if compares:
             check_same(case)
+        # Each has states of its own, or the second would find them in a cache.
         problem = Problem(case)
-        times = measure([build(problem) for build in ((ours, peer) if compares else (ours,))], seconds, clock)
+        times = measure([ours(problem), *([peer(Problem(case))] if compares else [])], seconds, clock)
         medians = [statistics.median(found) * 1e3 for found in times]
         row = compared(
             case.name,

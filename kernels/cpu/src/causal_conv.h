@@ -106,12 +106,40 @@ void convolve(const fa_gated_delta& problem, int request, int channel, int size,
   });
 }
 
+// keep_inputs() where no number changes.
+inline void copy_kept(const fa_gated_delta& problem, int request, int channel_begin, int channel_end) {
+  const int64_t begin = problem.query_start_loc[request];
+  const int count = static_cast<int>(problem.query_start_loc[request + 1] - begin);
+  const int kept = problem.width - 1;
+  const size_t size = problem.dtype == FA_F32 ? sizeof(float) : sizeof(BFloat16);
+  const size_t bytes = static_cast<size_t>(channel_end - channel_begin) * size;
+  const char* x = static_cast<const char*>(problem.x) +
+                  (begin * problem.x_token_stride + channel_begin) * static_cast<int64_t>(size);
+  char* inputs = static_cast<char*>(problem.inputs) +
+                 (problem.slots[request] * problem.inputs_slot_stride + channel_begin) * static_cast<int64_t>(size);
+  // With few tokens, older inputs move up. Each row is read before it is overwritten.
+  for (int j = 0; j < kept; ++j) {
+    const int token = count - kept + j;
+    char* row = inputs + j * problem.inputs_token_stride * static_cast<int64_t>(size);
+    if (token >= 0) {
+      __builtin_memcpy(row, x + token * problem.x_token_stride * static_cast<int64_t>(size), bytes);
+    } else if (problem.begun[request] != 0) {
+      __builtin_memcpy(row, row + count * problem.inputs_token_stride * static_cast<int64_t>(size), bytes);
+    } else {
+      __builtin_memset(row, 0, bytes);
+    }
+  }
+}
+
 void keep_inputs(const fa_gated_delta& problem, int request, int channel_begin, int channel_end) {
   const int64_t begin = problem.query_start_loc[request];
   const int count = static_cast<int>(problem.query_start_loc[request + 1] - begin);
   const int64_t slot = problem.slots[request] * problem.inputs_slot_stride;
   const int64_t stride = problem.inputs_channel_stride;
   const int kept = problem.width - 1;
+  if (problem.dtype == problem.inputs_dtype && stride == 1) {
+    return copy_kept(problem, request, channel_begin, channel_end);
+  }
   with_dtype(problem.dtype, [&](auto* from) {
     const auto* x = static_cast<decltype(from)>(const_cast<void*>(problem.x)) + begin * problem.x_token_stride;
     with_dtype(problem.inputs_dtype, [&](auto* to) {
@@ -119,7 +147,6 @@ void keep_inputs(const fa_gated_delta& problem, int request, int channel_begin, 
       for_each_vector(channel_end - channel_begin, [&](int d, auto part) {
         const int channel = channel_begin + d;
         const int lanes = channel_end - channel < kWidth ? channel_end - channel : kWidth;
-        // With few tokens, older inputs move up. Each row is read before it is overwritten.
         for (int j = 0; j < kept; ++j) {
           const int token = count - kept + j;
           Vec row = splat(0.0f);

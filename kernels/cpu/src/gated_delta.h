@@ -52,8 +52,9 @@ void delta_of_token(const fa_gated_delta& problem, const DeltaItem& item, const 
     gates_of_token(problem, head, row, &token.decay, &token.beta);
     token.decay = exp2(token.decay);
     S* state = states + h * state_size;
-    update_state(token, problem.key_size, problem.value_size, state,
-                 h + 1 < item.num_heads ? state + state_size : nullptr, scratch.values, scratch.strip);
+    const S* next = h + 1 < item.num_heads ? state + state_size : nullptr;
+    update_state<kStateVectors>(token, problem.key_size, problem.value_size, 0, state, next, scratch.values,
+                                scratch.strip);
     write_output(problem, row, head, 0, problem.value_size, 1, scratch.strip, 0);
   }
 }
