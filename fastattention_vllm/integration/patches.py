@@ -191,14 +191,18 @@ PATCHES = (
         sites=("cpu/stand_ins/ops:define_missing_ops:torch.library.Library", "cpu/stand_ins/ops:_define:_library.impl"),
     ),
     Patch(
-        names=("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core",),
+        names=(
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core",
+            "the class vllm.model_executor.layers.layernorm.RMSNormGated",
+        ),
         why="The operator of Gated DeltaNet layers takes bf16 only, and calls compiled kernels that a pure-Python vLLM "
-        "lacks.",
+        "lacks. The norm after it is several torch calls.",
         remove_when="vLLM publishes CPU wheels, and the operator takes fp32 and fp16",
         versions="0.32",
         sites=(
             "cpu/stand_ins/linear_attention:replace_operator:gdn_attention.cpu_gdn_attention_core",
             "cpu/stand_ins/linear_attention:replace_operator:_operator.__annotations__",
+            "cpu/stand_ins/gated_norm:register:CustomOp.register_oot",
         ),
     ),
     Patch(

@@ -258,8 +258,8 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "linear attention (Gated DeltaNet) beside full attention",
-        "Qwen3-Next, and Qwen3.5 without images, dense and with experts, with a pure-Python vLLM 0.32; exact, but "
-        "slow, because these layers are computed in torch",
+        "Qwen3-Next, and Qwen3.5 without images, dense and with experts, with a pure-Python vLLM 0.32; head sizes of "
+        "these layers are multiples of 8 up to 256",
         "tests/integration/test_linear_attention.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(

@@ -118,6 +118,64 @@ typedef struct fa_kv_write {
   int64_t value_cache_block_stride, value_cache_token_stride, value_cache_head_stride;
 } fa_kv_write;
 
+/* What a Gated DeltaNet layer computes between its projections, for several requests at once (arXiv 2412.06464).
+ *
+ * Request r has the tokens [query_start_loc[r], query_start_loc[r + 1]). With the convolution's last width - 1 inputs
+ * and the state matrix S [key_size, value_size] of each value head in slot slots[r], every token does y = act(bias +
+ * sum_j weight[j] * input[j])      the causal convolution of each channel; input[width - 1] is x q, k, v = y key_heads
+ * queries, key_heads keys, value_heads values q = q / |q| / sqrt(key_size);  k = k / |k|      |q|^2 has 1e-6 added g =
+ * -e^a_log * softplus(a + dt_bias);  beta = sigmoid(b) S = e^g S;  S = S + k (beta (v - S^T k))^T;  out = S^T q Value
+ * head h uses key head h / (value_heads / key_heads). Where begun[r] is 0, the slot's old content counts as zero. The
+ * arithmetic is fp32. The slots of a call must differ. */
+typedef struct fa_gated_delta {
+  int32_t num_requests;
+  int32_t key_heads;
+  int32_t value_heads; /* a multiple of key_heads */
+  int32_t key_size;    /* like value_size a multiple of 8 up to 256 */
+  int32_t value_size;
+  int32_t width;        /* of the convolution: 2, 3 or 4 */
+  int32_t dtype;        /* fa_dtype of x, a, b and out; not fp8 */
+  int32_t inputs_dtype; /* fa_dtype of inputs; not fp8 */
+  int32_t states_dtype; /* fa_dtype of states; not fp8 */
+  int32_t silu;         /* the convolution's activation: 1 silu, 0 none */
+
+  const int32_t* query_start_loc; /* [num_requests + 1] */
+  const int32_t* slots;           /* [num_requests] */
+  const uint8_t* begun;           /* [num_requests] */
+  int64_t num_tokens;             /* rows of x; query_start_loc must not exceed it */
+  int64_t num_slots;
+
+  const float* weight;  /* [width, channels]; channels = 2 * key_heads * key_size + value_heads * value_size */
+  const float* bias;    /* [channels] or NULL */
+  const float* a_log;   /* [value_heads] */
+  const float* dt_bias; /* [value_heads] */
+
+  const void* x; /* [num_tokens, channels]: queries, keys, values */
+  const void* a; /* [num_tokens, value_heads] */
+  const void* b; /* like a */
+  void* out;     /* [num_tokens, value_heads, value_size], contiguous in a token */
+  void* inputs;  /* [num_slots, width - 1, channels], oldest first */
+  void* states;  /* [num_slots, value_heads, key_size, value_size], contiguous in a slot */
+
+  int64_t x_token_stride, a_token_stride, b_token_stride, out_token_stride;
+  int64_t inputs_slot_stride, inputs_token_stride, inputs_channel_stride;
+  int64_t states_slot_stride;
+} fa_gated_delta;
+
+/* out = x / sqrt(mean(x^2) + epsilon) * weight * act(gate): the norm after these layers, for each row. */
+typedef struct fa_gated_norm {
+  int64_t num_rows;
+  int32_t size;        /* of a row: a multiple of 8 up to 256 */
+  int32_t dtype;       /* fa_dtype of x, gate and out; not fp8 */
+  int32_t sigmoid;     /* act: 0 silu, 1 sigmoid */
+  float epsilon;       /* not negative */
+  const float* weight; /* [size] */
+  const void* x;       /* [num_rows, size] */
+  const void* gate;
+  void* out;
+  int64_t x_row_stride, gate_row_stride, out_row_stride;
+} fa_gated_norm;
+
 int32_t fa_cpu_abi_version(void);
 
 /* Describes the calling thread's last failed call in one sentence that names the value. Never NULL. */
@@ -156,6 +214,8 @@ int32_t fa_cpu_attention(const fa_attention_problem* problem);
 int32_t fa_cpu_attention_start(const fa_attention_problem* problem);
 int32_t fa_cpu_attention_finish(void);
 int32_t fa_cpu_write_kv(const fa_kv_write* write);
+int32_t fa_cpu_gated_delta(const fa_gated_delta* problem);
+int32_t fa_cpu_gated_norm(const fa_gated_norm* problem);
 
 /* Calls of CUDA graphs. A graph's node cannot call the host. It writes the number of a call to the doorbell and waits
  * until the answer word has that number; meanwhile a thread of this library runs fa_cpu_write_kv and fa_cpu_attention

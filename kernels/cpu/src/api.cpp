@@ -1,16 +1,11 @@
-// The C interface: checks all arguments, catches every exception and keeps the error text.
+// The C interface of attention, threads, memory and measurements: checks all arguments.
 #include <algorithm>
 #include <cfloat>
-#include <cstdarg>
-#include <cstdio>
-#include <exception>
 #include <memory>
-#include <new>
-#include <stdexcept>
 #include <string>
-#include <system_error>
 #include <vector>
 
+#include "api_error.h"
 #include "engine.h"
 #include "fastattention_cpu.h"
 #include "graph_calls.h"
@@ -18,8 +13,6 @@
 #include "memory.h"
 #include "roofline_choice.h"
 #include "waiting.h"
-
-#define FA_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace fastattention {
 namespace {
@@ -30,34 +23,7 @@ constexpr int kMaxCpus = 1 << 18;
 constexpr int kMaxPrefetchBytes = 1 << 20;
 constexpr int64_t kMaxPeakIterations = int64_t{1} << 40;
 
-thread_local char last_error[512] = "";
-
-__attribute__((format(printf, 2, 3))) int32_t fail(fa_status status, const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(last_error, sizeof(last_error), format, arguments);
-  va_end(arguments);
-  return status;
-}
-
-template <class F>
-int32_t guarded(F body) {
-  try {
-    return body();
-  } catch (const std::bad_alloc&) {
-    return fail(FA_OUT_OF_MEMORY, "out of memory for scratch buffers.");
-  } catch (const std::system_error& error) {
-    const bool refused = error.code() == std::errc::invalid_argument;
-    return fail(refused ? FA_BAD_ARGUMENT : FA_OUT_OF_MEMORY, "could not start the thread pool: %s.", error.what());
-  } catch (const std::logic_error& error) {
-    return fail(FA_BAD_ARGUMENT, "%s.", error.what());
-  } catch (const std::exception& error) {
-    return fail(FA_BAD_ARGUMENT, "unexpected error: %s.", error.what());
-  }
-}
-
 bool is_fp8(int32_t dtype) { return dtype == FA_F8_E4M3 || dtype == FA_F8_E5M2; }
-bool is_wide(int32_t dtype) { return dtype == FA_F32 || dtype == FA_F16 || dtype == FA_BF16; }
 
 // Checks that attention and write_kv share. Each returns FA_OK, or the status of a failure that it has recorded.
 int32_t check_heads_and_dtypes(int32_t num_kv_heads, int32_t head_size, int32_t dtype, int32_t kv_dtype) {
@@ -89,9 +55,6 @@ int32_t check_scales(const Arguments& a) {
   if (const int32_t status = check_scale("key_scale", a.key_scale, a.kv_dtype)) return status;
   return check_scale("value_scale", a.value_scale, a.kv_dtype);
 }
-
-#define FA_REQUIRE_POINTER(object, field) \
-  if ((object).field == nullptr) return fail(FA_BAD_ARGUMENT, #field " must not be a null pointer.")
 
 int32_t check_sequences(const fa_attention_problem& p) {
   if (p.query_start_loc[0] != 0) {
@@ -208,7 +171,7 @@ using namespace fastattention;
 
 FA_EXPORT int32_t fa_cpu_abi_version(void) { return FA_CPU_ABI_VERSION; }
 
-FA_EXPORT const char* fa_cpu_last_error(void) { return last_error; }
+FA_EXPORT const char* fa_cpu_last_error(void) { return last_error(); }
 
 FA_EXPORT const char* fa_cpu_usable_isas(void) { return usable_isas(); }
 

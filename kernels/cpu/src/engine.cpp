@@ -123,16 +123,6 @@ void Engine::finish(Work& work) {
   }
 }
 
-template <class F>
-void Engine::for_each(int64_t count, const F& task) {
-  Work work{};
-  work.task = [](void* object, int64_t index, int64_t, int) { (*static_cast<const F*>(object))(index); };
-  work.object = const_cast<F*>(&task);
-  work.count = count;
-  start(work, false);
-  finish(work);
-}
-
 float* Engine::partial_of(const RowBlock& block, int64_t head, int64_t split) const {
   return static_cast<float*>(partials_.data) + block.first_partial +
          block.partial_size * static_cast<size_t>(head * block.num_splits + split);
@@ -213,14 +203,14 @@ void Engine::write_kv(const fa_kv_write& write) {
     return;
   }
   const std::unique_lock<std::mutex> lock = turn();
-  for_each((write.num_tokens + tokens_per_item - 1) / tokens_per_item, [&](int64_t index) {
+  run((write.num_tokens + tokens_per_item - 1) / tokens_per_item, false, [&](int64_t index, int) {
     kernel.write_kv(write, index * tokens_per_item, std::min(write.num_tokens, (index + 1) * tokens_per_item));
   });
 }
 
 void Engine::zero(void* address, int64_t bytes) {
   const std::unique_lock<std::mutex> lock = turn();
-  for_each((bytes + kTouchBytes - 1) / kTouchBytes, [&](int64_t index) {
+  run((bytes + kTouchBytes - 1) / kTouchBytes, false, [&](int64_t index, int) {
     char* const begin = static_cast<char*>(address) + index * kTouchBytes;
     const int64_t length = std::min(kTouchBytes, bytes - index * kTouchBytes);
     std::memset(begin, 0, static_cast<size_t>(length));
@@ -281,7 +271,7 @@ uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int6
   turns.push_back({num_pages, 0});
 
   std::atomic<uint64_t> checksum{0};
-  for_each(num_turns, [&](int64_t index) {
+  run(num_turns, false, [&](int64_t index, int) {
     const Turn end = turns[index + 1];
     uint64_t sum = 0;
     int64_t offset = turns[index].offset;
@@ -298,7 +288,7 @@ uint64_t Engine::read_pages(const void* const* pages, const int64_t* bytes, int6
 void Engine::spin(const PeakLoop& loop, int64_t iterations) {
   const std::unique_lock<std::mutex> lock = turn();
   const int64_t turns = std::min<int64_t>(iterations, num_threads_ * kTurnsPerThread);
-  for_each(turns, [&](int64_t index) {
+  run(turns, false, [&](int64_t index, int) {
     volatile float result = loop.run(iterations * (index + 1) / turns - iterations * index / turns);
     (void)result;
   });

@@ -27,6 +27,8 @@ class Engine {
   void start_attention(const fa_attention_problem& problem);
   void finish_attention();
   void write_kv(const fa_kv_write& write);
+  void gated_delta(const fa_gated_delta& problem);
+  void gated_norm(const fa_gated_norm& problem);
   // Zeroes the range on all threads, so that new pages are touched quickly and by the threads that will read them.
   void zero(void* address, int64_t bytes);
 
@@ -61,8 +63,18 @@ class Engine {
   static void participate(void* work, int participant);
   void start(Work& work, bool alone);
   void finish(Work& work);
+  // Calls task(i, participant) once for every i in [0, count), on the calling thread only if alone.
   template <class F>
-  void for_each(int64_t count, const F& task);
+  void run(int64_t count, bool alone, const F& task) {
+    Work work{};
+    work.task = [](void* object, int64_t index, int64_t, int participant) {
+      (*static_cast<const F*>(object))(index, participant);
+    };
+    work.object = const_cast<F*>(&task);
+    work.count = count;
+    start(work, alone);
+    finish(work);
+  }
 
   std::unique_lock<std::mutex> turn();  // throws std::logic_error between this thread's start and its finish
   bool has_started() const { return starter_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }

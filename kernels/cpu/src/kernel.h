@@ -51,6 +51,13 @@ struct WorkItem {
 // A partial result: unnormalised output [rows][head_size], then the running maximum [rows] and the sum [rows].
 static inline size_t partial_floats(int rows, int head_size) { return static_cast<size_t>(rows) * (head_size + 2); }
 
+// Some value heads of one key head, for all tokens of one request.
+struct DeltaItem {
+  int32_t request;
+  int32_t first_head;
+  int32_t num_heads;
+};
+
 struct KernelTable {
   const char* name;
   // For bf16 or fp16 operands, items grow up to this many query rows times head size. 0: kRowBlock rows are enough.
@@ -62,6 +69,11 @@ struct KernelTable {
   // Merges num_splits consecutive partial results in this order. item.partial points to the first.
   void (*merge)(const fa_attention_problem& problem, const WorkItem& item, int num_splits);
   void (*write_kv)(const fa_kv_write& write, int64_t token_begin, int64_t token_end);
+  size_t (*delta_scratch_bytes)(const fa_gated_delta& problem, int num_heads);
+  void (*gated_delta)(const fa_gated_delta& problem, const DeltaItem& item, void* scratch);
+  // Writes the convolution's last inputs of the channels [begin, end) into the request's slot, after all of its items.
+  void (*keep_inputs)(const fa_gated_delta& problem, int request, int channel_begin, int channel_end);
+  void (*gated_norm)(const fa_gated_norm& problem, int64_t row_begin, int64_t row_end);
 };
 
 }  // namespace fastattention

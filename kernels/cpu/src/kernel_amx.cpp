@@ -14,6 +14,6 @@ constexpr Tuning kTuning = kTuningAmx;
 namespace fastattention {
 
 extern const KernelTable kAmx;
-const KernelTable kAmx = {"amx", kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv};
+const KernelTable kAmx = {"amx", FA_KERNELS};
 
 }  // namespace fastattention

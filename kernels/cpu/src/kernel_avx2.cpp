@@ -12,6 +12,6 @@ constexpr Tuning kTuning = kTuningAvx2;
 namespace fastattention {
 
 extern const KernelTable kAvx2;
-const KernelTable kAvx2 = {"avx2", kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv};
+const KernelTable kAvx2 = {"avx2", FA_KERNELS};
 
 }  // namespace fastattention

@@ -12,6 +12,6 @@ constexpr Tuning kTuning = kTuningAvx512;
 namespace fastattention {
 
 extern const KernelTable kAvx512;
-const KernelTable kAvx512 = {"avx512", kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv};
+const KernelTable kAvx512 = {"avx512", FA_KERNELS};
 
 }  // namespace fastattention

@@ -13,6 +13,6 @@ constexpr Tuning kTuning = kTuningAvx512Bf16;
 namespace fastattention {
 
 extern const KernelTable kAvx512Bf16;
-const KernelTable kAvx512Bf16 = {"avx512_bf16", kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv};
+const KernelTable kAvx512Bf16 = {"avx512_bf16", FA_KERNELS};
 
 }  // namespace fastattention

@@ -26,4 +26,16 @@
 #include "softmax.h"
 #include "attention_kernel.h"
 #include "kv_write.h"
+#include "delta_scratch.h"
+#include "causal_conv.h"
+#include "delta_gates.h"
+#include "delta_token.h"
+#include "delta_chunk.h"
+#include "gated_delta.h"
+#include "gated_norm.h"
 // clang-format on
+
+// The members of KernelTable after its name.
+#define FA_KERNELS                                                                                                   \
+  kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv, delta_scratch_bytes, gated_delta, keep_inputs, \
+      gated_norm

@@ -12,6 +12,6 @@ constexpr Tuning kTuning = kTuningNeon;
 namespace fastattention {
 
 extern const KernelTable kNeon;
-const KernelTable kNeon = {"neon", kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv};
+const KernelTable kNeon = {"neon", FA_KERNELS};
 
 }  // namespace fastattention

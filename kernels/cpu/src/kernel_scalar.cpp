@@ -12,6 +12,6 @@ constexpr Tuning kTuning = kTuningScalar;
 namespace fastattention {
 
 extern const KernelTable kScalar;
-const KernelTable kScalar = {"scalar", kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv};
+const KernelTable kScalar = {"scalar", FA_KERNELS};
 
 }  // namespace fastattention

@@ -33,6 +33,12 @@ constexpr PoolTuning kPool = {50, 2, 3, 256 * 1024};
 // Work of one item: elements of K and V to copy, and bytes to touch first.
 constexpr int64_t kMinElementsPerWrite = 32 * 1024;
 constexpr int64_t kTouchBytes = int64_t{8} << 20;
+// The gated delta rule: an item holds all value heads of a key head, which share its products, if each thread gets this
+// many items; otherwise one value head. Either way the results are the same. The other two are channels of an item
+// that keeps the convolution's inputs, and elements of an item that norms rows.
+constexpr int64_t kDeltaItemsPerThread = 4;
+constexpr int kChannelsPerItem = 4096;
+constexpr int64_t kElementsPerNorm = 32 * 1024;
 
 }  // namespace fastattention
 

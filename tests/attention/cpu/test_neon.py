@@ -21,7 +21,19 @@ from tests.attention.oracle import Case, assert_matches, attention
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 KERNELS = Path(__file__).resolve().parents[3] / "kernels" / "cpu"
-SOURCES = ["api", "engine", "isa", "memory", "plan", "thread_pool", "roofline", "roofline_baseline"]
+SOURCES = [
+    "api",
+    "api_error",
+    "api_gated_delta",
+    "engine",
+    "gated_delta",
+    "isa",
+    "memory",
+    "plan",
+    "thread_pool",
+    "roofline",
+    "roofline_baseline",
+]
 SOURCES += ["kernel_scalar", "kernel_neon"]
 
 pytestmark = [

@@ -11,6 +11,7 @@ from vllm import forward_context
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu.stand_ins import linear_attention
+from tests.attention.cpu.delta_oracle import Case, Problem, definition
 
 KEY_HEADS, VALUE_HEADS, SIZE, WIDTH, SLOTS = 2, 4, 8, 4, 6
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
@@ -39,9 +40,18 @@ def layer(dtype: torch.dtype = torch.float32) -> Any:
     )
 
 
-def run(one: Any, monkeypatch: pytest.MonkeyPatch, x: Any, b: Any, a: Any, steps: list[tuple[int, int, bool]]) -> Any:
-    """``steps``: of each request its tokens, its slot, and whether it decodes."""
-    decodes = sum(decodes for _, _, decodes in steps)
+def run(
+    one: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    x: Any,
+    b: Any,
+    a: Any,
+    steps: list[tuple[int, int, bool]],
+    decodes: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """``steps``: of each request its tokens, slot, and whether it has begun. ``decodes``: all that have, if absent."""
+    decodes = sum(begun for _, _, begun in steps) if decodes is None else decodes
     metadata = SimpleNamespace(
         spec_sequence_masks=None,
         num_actual_tokens=len(x),
@@ -49,11 +59,11 @@ def run(one: Any, monkeypatch: pytest.MonkeyPatch, x: Any, b: Any, a: Any, steps
         num_prefills=len(steps) - decodes,
         non_spec_state_indices_tensor=torch.tensor([slot for _, slot, _ in steps], dtype=torch.int32),
         non_spec_query_start_loc=torch.tensor([0, *(tokens for tokens, _, _ in steps)]).cumsum(0),
-        has_initial_state=torch.tensor([decoding for _, _, decoding in steps]),
+        has_initial_state=torch.tensor([begun for _, _, begun in steps]),
     )
     context = SimpleNamespace(no_compile_layers={one.prefix: one}, attn_metadata={one.prefix: metadata})
     monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
-    out = torch.zeros(len(x), VALUE_HEADS, SIZE)
+    out = torch.zeros(len(x), VALUE_HEADS, SIZE, dtype=dtype)
     linear_attention._operator(x, b, a, out, one.prefix)
     return out
 
@@ -74,6 +84,21 @@ def test_decoding_continues_each_prompt_in_its_own_slot(monkeypatch: pytest.Monk
     for got, wanted in zip(parts.kv_cache, whole.kv_cache, strict=True):
         torch.testing.assert_close(got, wanted)
         assert (got[[0, 1, 3, 4]] == 7).all(), "the other slots are not touched"
+
+
+def test_a_step_equals_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of one request beside the prompts of two, of which one is new, with 16-bit inputs."""
+    sizes = {"key_heads": KEY_HEADS, "value_heads": VALUE_HEADS, "key_size": SIZE, "value_size": SIZE}
+    problem = Problem(Case((1, 70, 5), begun=(True, True, False), **sizes, dtype=torch.bfloat16))
+    one = layer()
+    one.conv1d.weight, one.A_log, one.dt_bias = problem.weight[:, None], problem.a_log, problem.dt_bias
+    one.kv_cache = problem.inputs, problem.states
+    wanted = definition(problem)
+    slots = problem.slots.tolist()
+    steps = [(1, slots[0], True), (70, slots[1], True), (5, slots[2], False)]
+    out = run(one, monkeypatch, problem.x, problem.b, problem.a, steps, decodes=1, dtype=torch.bfloat16)
+    torch.testing.assert_close(out.double(), wanted[0], rtol=2**-8, atol=2e-5)
+    torch.testing.assert_close(problem.states.double(), wanted[2], rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def test_profiling_runs_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
