@@ -12,9 +12,10 @@ from vllm import SamplingParams
 
 from fastattention_vllm.integration import compat
 from tests import reference_models as reference
+from tests.hybrid_references import hybrid_answers
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.integration.test_models import core_first
-from tests.reference_models import hugging_face_answers, random_prompts, save_random
+from tests.reference_models import random_prompts, save_random
 
 pytestmark = pytest.mark.skipif(
     not compat.has_cpu_linear_attention(), reason="this vLLM's operator for these layers is not replaced"
@@ -39,7 +40,7 @@ LENGTHS = (1, 3, 65, 130)
 def compare(config: PretrainedConfig, path: Path, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> None:
     """Chunked prefill mixed with decode."""
     model, prompts = save_random(config, path), random_prompts(lengths)
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    expected = hybrid_answers(model, prompts, MAX_TOKENS)
     with engine(model, **settings) as llm:
         check(generate(llm, prompts), expected)
 
@@ -72,7 +73,7 @@ def test_prefix_caching_restores_states(name: str, tmp_path: Path) -> None:
     model = save_random(MODELS[name](), tmp_path)
     shared = random_prompts([200], seed=7)[0]
     prompts = [shared + tail for tail in random_prompts([3, 40, 90], seed=8)]
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    expected = hybrid_answers(model, prompts, MAX_TOKENS)
     with engine(model, enable_prefix_caching=True, block_size=16) as llm:
         block = llm.llm_engine.vllm_config.cache_config.block_size
         assert block > 16, "a page must hold a state"
@@ -88,7 +89,7 @@ def test_prefix_caching_restores_states(name: str, tmp_path: Path) -> None:
 @pytest.mark.more
 def test_preemption_recomputes_states(tmp_path: Path) -> None:
     model, prompts = save_random(reference.qwen3_5(), tmp_path), random_prompts([60, 61, 62, 63], seed=9)
-    expected = hugging_face_answers(model, prompts, 80)
+    expected = hybrid_answers(model, prompts, 80)
     with engine(model, block_size=16, num_gpu_blocks_override=21, max_model_len=256) as llm:
         outputs = generate(llm, prompts, max_tokens=80)
         preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
@@ -101,7 +102,7 @@ def test_preemption_recomputes_states(tmp_path: Path) -> None:
 def test_half_precision_stays_near_fp32(dtype: str, tmp_path: Path) -> None:
     """The whole model is rounded, so only the first token's log-probability is compared, at the dtype's precision."""
     model, prompts = save_random(reference.qwen3_5(), tmp_path), random_prompts(LENGTHS)
-    expected = hugging_face_answers(model, prompts, 1)
+    expected = hybrid_answers(model, prompts, 1)
     with engine(model, dtype=dtype) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)

@@ -29,10 +29,11 @@ from tests.conformance.hybrid_block_tables import (  # noqa: F401  collected her
     test_bytes_and_blocks_are_vllms,
     test_every_block_holds_a_state,
 )
+from tests.hybrid_references import hybrid_answers
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.integration.host_layers.test_placing import layer
 from tests.plan.shapes import folder, shape
-from tests.reference_models import hugging_face_answers, random_prompts, save_random
+from tests.reference_models import random_prompts, save_random
 
 needs_replacement = pytest.mark.skipif(
     not compat.has_cpu_linear_attention(), reason="this vLLM's operator for states is not replaced"
@@ -74,7 +75,7 @@ def test_tokens_and_logprobs_equal_hugging_face(cached: bool, tmp_path: Path, mo
     lines: list[str] = []
     monkeypatch.setattr(host_layers.logger, "info", lambda text, *values, **named: lines.append(text % values))
     model, prompts = save_random(reference.qwen3_5(layers=8), tmp_path), random_prompts((1, 31, 65, 130, 300))
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    expected = hybrid_answers(model, prompts, MAX_TOKENS)
     options = {"additional_config": {"fastattention": {"host_kv_layers": 1}}}
     with engine(model, block_size=16, enable_prefix_caching=cached, **options) as llm:
         placed = host_layers.find(llm.llm_engine.vllm_config)
@@ -126,7 +127,7 @@ def test_pages_of_the_pool_are_those_of_the_kernels(tmp_path: Path, monkeypatch:
     # The CPU runner of 0.32 takes the blocks' ids for pages' ids here.
     monkeypatch.setattr("vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids", lambda self, ids: None)
     model, prompts = save_random(reference.qwen3_5(layers=8), tmp_path), random_prompts((1, 31, 65, 130, 300))
-    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    expected = hybrid_answers(model, prompts, MAX_TOKENS)
     with engine(model, block_size=16, additional_config={"fastattention": {"host_kv_layers": 1}}) as llm:
         placed = host_layers.find(llm.llm_engine.vllm_config)
         assert placed is not None
