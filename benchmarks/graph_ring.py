@@ -42,6 +42,9 @@ class MemoryOperations:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
     def ring(self, rung: int, answered: int, call: int) -> None:
         steps = cuda_driver.operations([(WRITE, answered, 0), (WRITE, rung, call), (WAIT, answered, call)])
         cuda_driver.run(steps, torch.cuda.current_stream().cuda_stream)

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     PACKAGE: {"attention"},  # fast_attn_func, imported when it is first used
     "cuda_driver": set(),
     "attention": {"cuda_driver"},
-    "placement": {"attention"},
+    "placement": {"attention", "cuda_driver"},
     "parallel": {"cuda_driver"},
     "linear": {"attention", "cuda_driver"},
     "integration": {PACKAGE, "attention", "linear", "placement", "parallel", "plan"},

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -301,6 +302,29 @@ def choose_whole_steps(find: Callable[[Any], Any]) -> None:
     CudaGraphManager.dispatch = dispatch_second
 
 
+def may_be_whole_step() -> bool:
+    """Whether :func:`choose_whole_steps` allows one CUDA graph for the step that is being prepared."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    step = getattr(Worker, "_fastattention_step", None)
+    return step is None or bool(step.whole)
+
+
+def captures_backends_metadata(vllm_config: VllmConfig) -> bool:
+    """Whether graphs of whole steps are captured with the metadata that a builder makes for captures.
+
+    <= 0.19: the second model runner asks for no such metadata.
+    """
+    from vllm import envs
+
+    second = getattr(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER)
+    if not second:
+        return True
+    from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+
+    return "for_cudagraph_capture" in inspect.signature(build_attn_metadata).parameters
+
+
 def tokens_in_cache(scheduler_output: Any) -> int:
     """Tokens that a step's requests have in the cache, all requests together."""
     new = [request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs]
@@ -573,7 +597,8 @@ def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
     if has_kernel_dispatcher():
         from vllm.triton_utils.dispatcher import register_kernels
 
-        register_kernels(dict(kernels))
+        with _hidden_modules("llvmlite"):
+            register_kernels(dict(kernels))
         return
     from vllm.utils import cpu_triton_utils
 
@@ -581,6 +606,21 @@ def replace_triton_kernels(kernels: Mapping[str, Any]) -> None:
         attribute = name.rpartition(".")[2]
         if hasattr(cpu_triton_utils, attribute):
             setattr(cpu_triton_utils, attribute, _Launchable(function))
+
+
+@contextmanager
+def _hidden_modules(package: str) -> Iterator[None]:
+    """Take a package's modules out of ``sys.modules`` meanwhile.
+
+    >= 0.32: the dispatcher looks at the attributes of every loaded module, and ends at the C library that llvmlite
+    holds, whose ``__dict__`` is a function of that library.
+    """
+    names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+    taken = {name: sys.modules.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        sys.modules.update(taken)
 
 
 def verifies_speculated_tokens() -> bool:

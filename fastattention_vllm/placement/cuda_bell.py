@@ -64,6 +64,9 @@ class CudaBell:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
     def ring(self, rung: int, answered: int, call: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         self.kernel.launch((1, 1, 1), (1, 1, 1), 0, Arguments(rung, answered, call), stream)

@@ -33,6 +33,9 @@ class Bell(Protocol):
     def capturing(self) -> bool:
         """Whether the device's work is being captured in a graph now."""
 
+    def settle(self) -> None:
+        """Wait until the device has done everything, so that no graph rings any more."""
+
     def ring(self, rung: int, answered: int, call: int) -> None:
         """In stream order: set the word at ``answered`` to 0, write ``call`` to the word at ``rung``, and wait until
         ``answered`` is ``call``. Both are addresses of 32-bit words in pinned memory."""
@@ -76,12 +79,12 @@ class GraphCalls:
         self._batches: dict[str, tuple[GraphBatch, GraphBatch]] = {}
         """By block table: the last batch that was copied down, and its copy."""
         self._layers: dict[HostAttention, AttentionProblem] = {}
-        self.thread = GraphThread(cpu)
+        self.thread = GraphThread(cpu, bell.settle)
         if pinning:
             pinning.register(self.thread.rung, DOORBELL_BYTES)
 
     def prepare(self, layer: HostAttention) -> None:
-        """Read a layer's properties. Weights that it needs on the host cannot be copied during a capture."""
+        """Read a layer's properties, before any capture."""
         none = torch.empty(0, dtype=torch.int32)
         self._layers[layer] = layer.layer.problem(
             query=torch.empty(0, 1, 1),
@@ -92,15 +95,6 @@ class GraphCalls:
             block_table=none,
             causal=True,
         )
-
-    def refresh(self, layer: HostAttention) -> None:
-        """Read weights again, which were reloaded, for graphs that exist."""
-        before = self._layers[layer].sinks
-        self.prepare(layer)
-        after = self._layers[layer].sinks
-        if before is not None and after is not None:
-            before.copy_(after)
-            self._layers[layer] = replace(self._layers[layer], sinks=before)
 
     def reserve(self, batch: GraphBatch, dtype: torch.dtype) -> None:
         """Allocate what graphs of this batch need, because memory cannot be pinned during a capture.
@@ -113,6 +107,7 @@ class GraphCalls:
             heads, size = layer.layer.num_heads, both // 2
             self._buffer("rows", (tokens, (heads + 2 * kv_heads) * size), dtype)
             self._buffer("out", (tokens, heads, size), dtype)
+            self._buffer("sinks", (heads,), torch.float32)
         for name in CHANGING:
             tensor: torch.Tensor = getattr(batch, name)
             self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
@@ -150,9 +145,15 @@ class GraphCalls:
             columns.unflatten(1, part.shape[1:]) for columns, part in zip(rows.split(widths, dim=1), parts, strict=True)
         )
         out, out_seen = self._buffer("out", query.shape, query.dtype)
+        sinks = self._on_device(layer, batch, query, key, value).sinks
+        if sinks is not None:  # a weight, which may be loaded again
+            sinks_there, sinks_seen = self._buffer("sinks", sinks.shape, torch.float32)
+            sinks_seen.copy_(sinks)
+            sinks = sinks_there
         problem = replace(
             self._layers[layer],
             query=query_there,
+            sinks=sinks,
             query_start_loc=down.query_start_loc,
             seq_lens=down.seq_lens,
             block_table=down.block_table,
@@ -167,9 +168,17 @@ class GraphCalls:
             *layer.layer.scales(),
         )
         attention, *_ = cpu_kernels.attention_arguments(problem, out, None, False)
-        call = self.thread.add(write, attention, problem, down, out)
+        call = self.thread.add(write, attention, problem, down, rows, out)
         self.bell.ring(self.thread.rung, self.thread.answered, call)
         output[:tokens].copy_(out_seen)
+
+    def _on_device(self, layer: HostAttention, batch: GraphBatch, *parts: torch.Tensor) -> AttentionProblem:
+        """The layer's problem with its weights where they are."""
+        query, key, value = parts
+        starts, lengths = batch.query_start_loc, batch.seq_lens
+        return layer.layer.problem(
+            query=query, key=key, value=value, query_start_loc=starts, seq_lens=lengths, causal=batch.causal
+        )
 
     def counters(self) -> Counters:
         """What the CPU has done for graphs."""

@@ -58,20 +58,21 @@ def stream_split(rates: Rates) -> StreamSplit:
     return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS))
 
 
-def whole_steps_until(split: StreamSplit, rates: Rates | None) -> float:
+def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 1.0) -> float:
     """Bytes of the contexts in one layer from which on decoding in pieces is faster than in one graph.
 
     In a graph, the CPU attends to everything: B bytes take B / C. In pieces, it shares them with the link:
     (B - H) / (C' + P') (:func:`stream_split`), and launching takes longer. ``rates``: None if they were not measured,
-    because the user chose the split, which then decides.
+    because the user chose the split, which then decides. ``sharing``: the fraction of host layers that share with the
+    link. The others, with windows, gain nothing in pieces.
     """
-    if split.fraction == 0 and split.head_start == 0:
+    if (split.fraction == 0 and split.head_start == 0) or sharing == 0:
         return math.inf
     if rates is None:
         return 0.0
     together = rates.cpu_beside_link + rates.link_beside_cpu
     gain = 1 / rates.cpu - 1 / together  # seconds per byte
-    loss = LAUNCH_SECONDS - split.head_start / together
+    loss = LAUNCH_SECONDS / sharing - split.head_start / together
     if gain <= 0:
         return math.inf
     return max(MIN_SPLIT_BYTES, loss / gain)

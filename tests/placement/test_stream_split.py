@@ -67,3 +67,10 @@ def test_a_graph_is_never_left_if_the_cpu_reads_alone() -> None:
 def test_a_share_that_the_user_asked_for_is_read_at_every_length() -> None:
     assert whole_steps_until(StreamSplit(0.5), None) == 0
     assert whole_steps_until(StreamSplit(0.0), None) == math.inf
+
+
+def test_layers_with_windows_pay_for_pieces_and_gain_nothing() -> None:
+    rates = Rates(memory=150e9, cpu=100e9, link=50e9, cpu_beside_link=65e9, link_beside_cpu=45e9)
+    split = stream_split(rates)
+    assert whole_steps_until(split, rates, 0.5) > whole_steps_until(split, rates)
+    assert whole_steps_until(split, rates, 0.0) == math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from ctypes import c_uint32, c_void_p
 
 from fastattention_vllm.attention.cpu.library import (
@@ -29,11 +30,12 @@ class GraphThread:
 
     Args:
         cpu: the CPU that the thread is bound to, or -1 for the caller's affinity.
+        before_close: called before the thread ends. A device that waits for an answer would wait forever.
 
     Raises ``ValueError`` for a CPU that cannot be used.
     """
 
-    def __init__(self, cpu: int = -1) -> None:
+    def __init__(self, cpu: int = -1, before_close: Callable[[], object] = lambda: None) -> None:
         handle, doorbell = c_void_p(), c_void_p()
         check(library().fa_cpu_graph_open(cpu, ctypes.byref(handle), ctypes.byref(doorbell)))
         assert doorbell.value is not None
@@ -42,7 +44,7 @@ class GraphThread:
         self._handle = handle
         self._kept: list[object] = []
         # Not at exit: the device may still be in a step, and would wait for the rest of it.
-        self.close = weakref.finalize(self, library().fa_cpu_graph_close, handle)
+        self.close = weakref.finalize(self, _close, handle, before_close)
         self.close.atexit = False
 
     def add(self, write: WriteArguments, attention: AttentionArguments, *keep: object) -> int:
@@ -51,6 +53,7 @@ class GraphThread:
         The contents of all tensors are read at each call. ``keep``: what must live as long as this thread.
         """
         number = c_uint32()
+        assert self.close.alive, "the thread is closed"
         check(
             library().fa_cpu_graph_add(self._handle, ctypes.byref(write), ctypes.byref(attention), ctypes.byref(number))
         )
@@ -59,10 +62,17 @@ class GraphThread:
 
     def wake(self) -> None:
         """Announce that calls follow. Otherwise the first one after a pause may wait 10 ms."""
+        assert self.close.alive, "the thread is closed"
         check(library().fa_cpu_graph_wake(self._handle))
 
     def counters(self) -> GraphCounters:
         """Calls, their nanoseconds, and the bytes of keys and values that they read, since the thread was started."""
+        assert self.close.alive, "the thread is closed"
         counters = GraphCounters()
         check(library().fa_cpu_graph_count(self._handle, ctypes.byref(counters)))
         return counters
+
+
+def _close(handle: c_void_p, before: Callable[[], object]) -> None:
+    before()
+    check(library().fa_cpu_graph_close(handle))

@@ -7,8 +7,11 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin, HostMetadata, HostMetadataBuilder
+from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.tiling.attention_rows import one_causality
 from fastattention_vllm.placement import cuda_bell
 from fastattention_vllm.placement.cuda_bell import CudaBell
 from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
@@ -29,10 +32,20 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int) -> Gra
         bell: CudaBell | str = f"steps of {tokens} tokens per request are divided between the CPU and the GPU"
     else:
         bell = cuda_bell.create()
+        if host_layers.smallest(float(not isinstance(bell, str)))[0] == 0 and not isinstance(bell, str):
+            bell = "it is impossible on another rank"
     if isinstance(bell, str):
         logger.warning("Host layers: decode steps run in pieces instead of one CUDA graph, because %s.", bell)
         return None
-    return GraphCalls(link, pinning, bell, cpu)
+    if not compat.captures_backends_metadata(vllm_config):
+        raise Refusal(
+            "this version's second model runner captures whole steps without telling host layers; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or pass --enforce-eager."
+        )
+    try:
+        return GraphCalls(link, pinning, bell, cpu)
+    except (MemoryError, ValueError) as error:
+        raise Refusal(f"decode graphs with host layers: {str(error).rstrip('.')}.") from error
 
 
 def tokens_per_request(vllm_config: Any) -> int:
@@ -54,7 +67,8 @@ class GraphMetadataBuilder(HostMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HostMetadata:
         found = host_layers.find(self.vllm_config)
-        if found and found.graph_calls:
+        short = common_attn_metadata.max_query_len <= tokens_per_request(self.vllm_config)
+        if found and found.graph_calls and short and compat.may_be_whole_step():
             found.graph_calls.thread.wake()
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
@@ -67,6 +81,7 @@ class GraphMetadataBuilder(HostMetadataBuilder):
             seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor[: common.num_reqs],
             slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+            causal=one_causality(common.causal),
         )
         found = host_layers.find(self.vllm_config)
         if found and found.graph_calls:

@@ -66,7 +66,7 @@ class AcceleratorRuntime:
             own = []
         else:
             binding.share_with_other_servers(own, os.sched_getaffinity(0), OWN_CPUS)
-        self.first_cpu = own[0] if own else -1
+        self.first_cpu = own[0] if own and threads <= len(own) else -1  # more threads share the first CPU
         try:
             cpu_kernels.set_num_threads(threads, own)
             cpu_kernels.set_spin(SPIN_SECONDS)

@@ -161,7 +161,8 @@ class HostLayers:
         """
         self.group.stream_split = split
         if self.graph_calls:
-            self.whole_steps_until = _smallest(whole_steps_until(split, self.rates))[0]
+            sharing = sum(layer.window is None for layer in self.group.layers) / len(self.group.layers)
+            self.whole_steps_until = smallest(whole_steps_until(split, self.rates, sharing))[0]
 
     def is_first(self, attention: HostAttention, metadata: HostMetadata) -> bool:
         """Whether no earlier host layer of this forward pass has the same metadata."""
@@ -220,8 +221,6 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         process: Any = self.inner
         process.process_weights_after_loading(act_dtype)
-        if self.attention and self.host_layers.graph_calls:  # weights are loaded again
-            self.host_layers.graph_calls.refresh(self.attention)
 
     def open(self, cache: torch.Tensor) -> None:
         """Store keys and values in ``cache`` from now on."""
@@ -264,13 +263,13 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         if calls and calls.bell.capturing():
             if attention is None:  # vLLM measures the memory of graphs, before there is a cache
                 return output.fill_(0)
-            assert attn_metadata.graph_batch is not None
+            assert attn_metadata.graph_batch is not None, "vLLM has not said that this step's metadata is for a graph"
             if self.host_layers.is_first(attention, attn_metadata):
                 calls.bring_down(attn_metadata.graph_batch)
             calls.attend(attention, attn_metadata.graph_batch, query, key, value, output)
             return output
         if attention is None:
-            if attn_metadata.stores_nothing():
+            if attn_metadata.stores_nothing(self.host_layers.placement.device_size.block_size):
                 return output.fill_(0)
             raise RuntimeError(
                 f"layer {self.layer.layer_name} keeps its KV cache in host memory, which this worker has not "
@@ -537,11 +536,11 @@ def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
 
 def _smallest_of_all_ranks(limits: Limits) -> Limits:
     """The smallest limits of all ranks, because every rank must make the same decision."""
-    device_bytes, host_bytes = _smallest(limits.device_bytes, limits.host_bytes)
+    device_bytes, host_bytes = smallest(limits.device_bytes, limits.host_bytes)
     return replace(limits, device_bytes=int(device_bytes), host_bytes=int(host_bytes))
 
 
-def _smallest(*numbers: float) -> list[float]:
+def smallest(*numbers: float) -> list[float]:
     """For each number, the smallest one that any rank gives. All ranks call this."""
     from vllm.distributed.parallel_state import get_world_group
 

@@ -40,9 +40,9 @@ class HostMetadata:
             self.batch = self.arrive()
         return self.batch
 
-    def stores_nothing(self) -> bool:
-        """Whether no token has a slot, as in vLLM's warm-up."""
-        return bool((self.whole().slot_mapping < 0).all())
+    def stores_nothing(self, block_size: int) -> bool:
+        """Whether no token has a slot, as in vLLM's warm-up. Up to 0.19 it has slots of block 0, which nobody owns."""
+        return bool((self.whole().slot_mapping < block_size).all())
 
     def divided(self, block_size: int, max_cpu_tokens: int) -> Step:
         if self._step is None:

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,6 +56,7 @@ uint32_t* new_doorbell() {
   void* page = std::aligned_alloc(FA_CPU_DOORBELL_BYTES, FA_CPU_DOORBELL_BYTES);
   if (page == nullptr) throw std::bad_alloc();
   std::memset(page, 0, FA_CPU_DOORBELL_BYTES);
+  madvise(page, FA_CPU_DOORBELL_BYTES, MADV_DONTFORK);  // a fork must not move the page that a device has registered
   const std::lock_guard<std::mutex> lock(mutex);
   pages->push_back(page);
   return static_cast<uint32_t*>(page);

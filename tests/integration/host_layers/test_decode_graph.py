@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -21,10 +22,16 @@ from fastattention_vllm.integration.cuda.decode_graph import GraphMetadataBuilde
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl, HostLayers
 from fastattention_vllm.integration.host_layers.metadata import HostMetadata
+from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import cuda_bell
 from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.stream_split import StreamSplit
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_layers, "smallest", lambda *numbers: list(numbers))
 
 
 class Calls:
@@ -209,9 +216,9 @@ def test_workers_without_host_layers_dispatch_as_before(chooses: Callable[[Any],
     assert worker.execute_model(scheduled(1 << 30)) is None
 
 
-def test_the_users_split_decides_over_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_split_decides_over_pieces() -> None:
     found = host_layers_of(Calls())
-    monkeypatch.setattr(host_layers, "_smallest", lambda *numbers: list(numbers))
+    found.group.layers = [SimpleNamespace(window=None), SimpleNamespace(window=7)]  # type: ignore[list-item]
     found.set_stream_split(StreamSplit(0.3))
     assert found.whole_steps_until == 0.0
     assert not found.allows_whole_step(0)
@@ -225,12 +232,23 @@ def test_counters_are_of_both_ways() -> None:
     assert host_layers_of(None).counters() == Counters(cpu_seconds=1.0, cpu_bytes=2)
 
 
-def test_weights_that_are_loaded_again_reach_graphs() -> None:
-    refreshed: list[Any] = []
-    calls: Any = Calls()
-    calls.refresh = refreshed.append
-    layer = layer_of(host_layers_of(calls), "a")
-    processed: list[torch.dtype] = []
-    layer.inner.process_weights_after_loading = processed.append  # type: ignore[attr-defined]
-    layer.process_weights_after_loading(torch.float16)
-    assert (refreshed, processed) == ([layer.attention], [torch.float16])
+def test_two_ranks_have_graphs_or_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cuda_bell, "create", SimpleNamespace)
+    monkeypatch.setattr(host_layers, "smallest", lambda *numbers: [0.0])
+    monkeypatch.setattr(decode_graph.logger, "propagate", True)
+    assert graph_calls(config_of(CUDAGraphMode.FULL_DECODE_ONLY), LocalLink(), None, 3) is None  # type: ignore[arg-type]
+    assert "it is impossible on another rank" in caplog.text
+
+
+def test_a_runner_that_captures_without_saying_so_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_bell, "create", SimpleNamespace)
+    monkeypatch.setattr(compat, "captures_backends_metadata", lambda config: False)
+    with pytest.raises(Refusal, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        graph_calls(config_of(CUDAGraphMode.FULL_DECODE_ONLY), LocalLink(), None, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_this_vllms_runners_say_when_they_capture(second: bool) -> None:
+    config: Any = SimpleNamespace(use_v2_model_runner=second)
+    has = not second or vllm.__version__ >= "0.23"
+    assert compat.captures_backends_metadata(config) == has

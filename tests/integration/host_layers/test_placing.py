@@ -391,4 +391,5 @@ def test_a_batch_without_a_pool_is_an_error(place: Place) -> None:
 
     with pytest.raises(RuntimeError, match=rf"layer {name(1)} .*which this worker has not allocated; remove --worker"):
         host.impl.forward(host, rows, rows, rows, torch.empty(0), batch(16), rows)
-    assert not host.impl.forward(host, rows, rows, rows, torch.empty(0), batch(-1), rows.clone()).any()
+    for slot in (-1, 0):  # of vLLM's warm-up; up to 0.19 in block 0, which nobody owns
+        assert not host.impl.forward(host, rows, rows, rows, torch.empty(0), batch(slot), rows.clone()).any()

@@ -33,7 +33,8 @@ TAKEN = ["awq", "gptq", "gptq-zero-points", "gptq-order", "packed", "floats-chan
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Registered as on GPUs, whose capability is set by a call."""
-    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", list(quantization.QUANTIZATION_METHODS))
+    others = [name for name in quantization.QUANTIZATION_METHODS if name != NAME]
+    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", others)
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setattr(type(current_platform), "supported_quantization", [])
     monkeypatch.setattr(
