@@ -50,7 +50,7 @@ def check(found: Checkpoints, **changes: Any) -> None:
     compare(outputs, found.plain)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "gptq-8-bits-zero-points", "packed-channel", "fp8-block"])
+@pytest.mark.parametrize("name", ["awq", "gptq-order", "gptq-8-bits-zero-points", "packed-channel", "floats-tensor", "fp8-block"])
 def test_answers_are_those_of_the_unquantised_copy(name: str, model: Path, tmp_path: Path) -> None:
     check(write(model, FORMATS[name], tmp_path))
 
