@@ -109,7 +109,7 @@ inline void weigh_products(int n, const DeltaScratch& scratch) {
     int j = 0;
     for (; j <= i; j += kWidth) {
       const Vec between = add(sub(since, load(scratch.since + j)), sub(low, load(scratch.since_low + j)));
-      // Above the diagonal the decay would be a growth, which can overflow.
+      // Above the diagonal the decay would be a growth, too large for exp2. What comes out there is left out below.
       const Vec decay = exp2(keep_range(between, splat(-kInfinity), j, 0, i + 1));
       store(by_key + j, keep_range(mul(rate, mul(decay, load(keys + j))), splat(0.0f), j, 0, i));
       store(by_query + j, keep_range(mul(decay, load(queries + j)), splat(0.0f), j, 0, i + 1));
