@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers import quantization
 from vllm.platforms import current_platform
 
 from fastattention_vllm.integration import support
@@ -18,6 +17,7 @@ from fastattention_vllm.integration.cuda.quantised import registration
 from tests import reference_models as reference
 from tests.integration.cuda.quantised.checkpoints import ALLOWED, Checkpoints, compare, write
 from tests.integration.cuda.quantised.formats import FORMATS
+from tests.integration.cuda.quantised.registered import unregister
 from tests.integration.engine import engine, generate
 from tests.integration.test_lora import RANK, make_adapter
 from tests.reference_models import random_prompts, save_random
@@ -29,14 +29,15 @@ LENGTHS = (1, 17, 70)
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """What the plugin does on GPUs. On CPUs it refuses quantised weights."""
-    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", list(quantization.QUANTIZATION_METHODS))
+    unregister()
     monkeypatch.setattr(type(current_platform), "supported_quantization", [])
     left = tuple(one for one in support.UNSUPPORTED if one.feature != "weight quantisation")
     assert len(left) == len(support.UNSUPPORTED) - 1
     monkeypatch.setattr(support, "UNSUPPORTED", left)
     registration.install()
+    request.addfinalizer(unregister)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,9 @@ def check(found: Checkpoints, **changes: Any) -> None:
     compare(outputs, found.plain)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "gptq-8-bits-zero-points", "packed-channel", "floats-tensor", "fp8-block"])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq-order", "gptq-8-bits-zero-points", "packed-channel", "floats-tensor", "fp8-block"]
+)
 def test_answers_are_those_of_the_unquantised_copy(name: str, model: Path, tmp_path: Path) -> None:
     check(write(model, FORMATS[name], tmp_path))
 

@@ -24,6 +24,7 @@ from fastattention_vllm.integration.cuda.quantised.scope import NAME
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from tests import reference_models as reference
 from tests.integration.cuda.quantised.formats import FORMATS, awq, fp8, gptq
+from tests.integration.cuda.quantised.registered import unregister
 
 V100, T4, H100 = (7, 0), (7, 5), (9, 0)
 Fake = Callable[[tuple[int, int] | None], None]
@@ -31,11 +32,10 @@ TAKEN = ["awq", "gptq", "gptq-zero-points", "gptq-order", "packed", "floats-chan
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fake:
     """Registered as on GPUs, whose capability is set by a call."""
-    others = [name for name in quantization.QUANTIZATION_METHODS if name != NAME]
-    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", others)
-    monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+    unregister()
+    request.addfinalizer(unregister)
     monkeypatch.setattr(type(current_platform), "supported_quantization", [])
     monkeypatch.setattr(
         type(current_platform), "supported_dtypes", property(lambda self: [torch.float16, torch.float32])
