@@ -5,6 +5,7 @@ The engine runs on the CPU, with the kernels' CPU reference. tests/gpu/test_volt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ LENGTHS = (1, 17, 70)
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the plugin does on GPUs. On CPUs it refuses quantised weights."""
     unregister()
     monkeypatch.setattr(type(current_platform), "supported_quantization", [])
@@ -37,7 +38,8 @@ def registered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     assert len(left) == len(support.UNSUPPORTED) - 1
     monkeypatch.setattr(support, "UNSUPPORTED", left)
     registration.install()
-    request.addfinalizer(unregister)
+    yield
+    unregister()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +32,9 @@ TAKEN = ["awq", "gptq", "gptq-zero-points", "gptq-order", "packed", "floats-chan
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fake:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     """Registered as on GPUs, whose capability is set by a call."""
     unregister()
-    request.addfinalizer(unregister)
     monkeypatch.setattr(type(current_platform), "supported_quantization", [])
     monkeypatch.setattr(
         type(current_platform), "supported_dtypes", property(lambda self: [torch.float16, torch.float32])
@@ -48,7 +47,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fake
         found = None if capability is None else DeviceCapability(*capability)
         monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: found)
 
-    return fake
+    yield fake
+    unregister()
 
 
 def chosen(config: dict[str, Any], user_quant: str | None = None) -> Any:
