@@ -53,6 +53,18 @@ def answer(
         return steps, thread.counters().calls - before if thread else 0
 
 
+def calls_of(worker: Any) -> int:
+    """The number of calls that graphs of this rank have made of the CPU."""
+    found = host_layers.find(worker.vllm_config)
+    return found.graph_calls.thread.counters().calls if found and found.graph_calls else 0
+
+
+def answer_of_ranks(path: Path, prompts: list[list[int]], **changes: Any) -> tuple[list[Steps], list[int]]:
+    """Answers, and each rank's calls, which are made in processes of the ranks."""
+    with engine(path, **(GPU | GRAPHS | changes)) as llm:
+        return ask(llm, prompts, 12), llm.collective_rpc(calls_of)
+
+
 @functools.cache
 def of_flash_attn(path: Path, compiled: bool) -> list[Steps]:
     way = {} if compiled else WAYS["whole graphs only"]
@@ -167,5 +179,7 @@ def test_two_gpus(model: Path) -> None:  # noqa: F811
     """Each rank has a thread and a bell of its own."""
     section = {"additional_config": {"fastattention": {"host_kv_layers": 2}}}
     expected, _ = apart(answer, model, random_prompts(LENGTHS), **section)
-    found, _ = apart(answer, model, random_prompts(LENGTHS), **section, tensor_parallel_size=2)
+    found, calls = apart(answer_of_ranks, model, random_prompts(LENGTHS), **section, tensor_parallel_size=2)
     check(found, expected)
+    assert len(calls) == 2
+    assert min(calls) > 0, "most decode steps are graphs"
