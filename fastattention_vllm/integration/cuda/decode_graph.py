@@ -27,6 +27,11 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int) -> Gra
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None or not mode.has_full_cudagraphs():
         return None
+    if not compat.captures_backends_metadata(vllm_config):
+        raise Refusal(
+            "the second model runner of this vLLM version cannot capture host layers in CUDA graphs; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or pass --enforce-eager."
+        )
     tokens = tokens_per_request(vllm_config)
     if tokens > MAX_CPU_TOKENS:
         bell: CudaBell | str = f"steps of {tokens} tokens per request are divided between the CPU and the GPU"
@@ -37,11 +42,6 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int) -> Gra
     if isinstance(bell, str):
         logger.warning("Host layers: decode steps run in pieces instead of one CUDA graph, because %s.", bell)
         return None
-    if not compat.captures_backends_metadata(vllm_config):
-        raise Refusal(
-            "this version's second model runner captures whole steps without telling host layers; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0, or pass --enforce-eager."
-        )
     try:
         return GraphCalls(link, pinning, bell, cpu)
     except (MemoryError, ValueError) as error:
