@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -44,8 +45,9 @@ ALLOWED = 2**-4
 """Tolerance of log-probabilities: 64 steps of an fp16 logit between 1 and 2."""
 LEAST_SECONDS = 45
 """An engine needs at least this long."""
-Steps = list[tuple[int, float]]
-"""The tokens of an answer with their log-probabilities."""
+CANDIDATES = 5
+Steps = list[tuple[int, dict[int, float]]]
+"""The tokens of an answer, each with the log-probabilities of the most likely tokens in its place."""
 
 
 def main() -> int:
@@ -138,7 +140,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
     size = layers.placement.device_size
     add("", "cooperative blocks", "tokens", size.block_size, tables=size.groups(), layers=list(layers.placement.host))
     if options.reference.exists():
-        reference = [(token, logprob) for token, logprob in json.loads(options.reference.read_text())]
+        reference = stored(options.reference.read_text())
         same = sum(ours[0] == theirs[0] for ours, theirs in zip(answer, reference, strict=True))
         add("", "cooperative answer is the reference's", "1 = yes", int(agree(answer, reference)), same_tokens=same)
     decode_with_host_layers(llm, prompt, shape, options, add)
@@ -215,20 +217,28 @@ def ask(llm: Any, prompt: list[int], count: int, *, cached: bool = True) -> Step
     """
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=count, logprobs=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=count, logprobs=CANDIDATES, ignore_eos=True, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     if cached and output.num_cached_tokens < len(prompt) // 2:
         raise RuntimeError(
             f"only {output.num_cached_tokens} of {len(prompt)} tokens are cached; decoding is not timed."
         )
     found = output.outputs[0]
-    return [(token, step[token].logprob) for token, step in zip(found.token_ids, found.logprobs, strict=True)]
+    return [
+        (token, {one: entry.logprob for one, entry in step.items()})
+        for token, step in zip(found.token_ids, found.logprobs, strict=True)
+    ]
+
+
+def stored(answer: str) -> Steps:
+    """An answer from JSON, whose keys are strings."""
+    return [(token, {int(one): logprob for one, logprob in found.items()}) for token, found in json.loads(answer)]
 
 
 def agree(answer: Steps, other: Steps) -> bool:
     """Whether log-probabilities are equal up to the token where rounding decides between two equally good ones."""
-    for (token, logprob), (wanted, like) in zip(answer, other, strict=True):
-        if abs(logprob - like) > ALLOWED:
+    for (token, ours), (wanted, theirs) in zip(answer, other, strict=True):
+        if any(abs(ours.get(one, -math.inf) - theirs.get(one, -math.inf)) > ALLOWED for one in (token, wanted)):
             return False
         if token != wanted:
             break

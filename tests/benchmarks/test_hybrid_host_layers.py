@@ -18,7 +18,7 @@ from fastattention_vllm.integration import compat
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.plan.shapes import shape
 
-ANSWER = [(5, -1.0), (6, -1.5), (7, -0.5)]
+ANSWER = [(5, {5: -1.0, 9: -1.01}), (6, {6: -1.5}), (7, {7: -0.5})]
 
 
 def test_the_model_has_all_weights_of_its_architecture(tmp_path: Path) -> None:
@@ -46,12 +46,13 @@ def test_its_attention_has_the_shape_of_qwen3_5_27b() -> None:
 @pytest.mark.parametrize(
     ("other", "equal"),
     [
-        ([(5, -1.01), (6, -1.5), (7, -0.5)], True),
-        ([(5, -1.0), (9, -1.5), (1, -9.0)], True),
-        ([(5, -1.0), (6, -1.6), (7, -0.5)], False),
-        ([(9, -0.5), (6, -1.5), (7, -0.5)], False),
+        ([(5, {5: -1.01}), (6, {6: -1.5}), (7, {7: -0.5})], True),
+        ([(9, {9: -1.0, 5: -1.02}), (1, {1: -9.0}), (1, {1: -9.0})], True),
+        ([(5, {5: -1.0}), (6, {6: -1.6}), (7, {7: -0.5})], False),
+        ([(9, {9: -0.5, 5: -1.0}), (6, {6: -1.5}), (7, {7: -0.5})], False),
+        ([(8, {8: -1.0}), (6, {6: -1.5}), (7, {7: -0.5})], False),
     ],
-    ids=["rounded", "after an equally good token", "another probability", "a better token"],
+    ids=["rounded", "after an equally good token", "another probability", "a better token", "equal by chance"],
 )
 def test_answers_agree_up_to_an_equally_good_token(other: hybrid_host_layers.Steps, equal: bool) -> None:
     assert hybrid_host_layers.agree(ANSWER, other) == equal
