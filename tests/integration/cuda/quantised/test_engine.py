@@ -47,6 +47,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random(reference.qwen3(4, 2, 64, layers=2), tmp_path_factory.mktemp("qwen3"))
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough for a block of scales on each of two ranks."""
+    return save_random(reference.qwen3(4, 2, 128, layers=2), tmp_path_factory.mktemp("wide"))
+
+
 def check(found: Checkpoints, **changes: Any) -> None:
     with engine(found.quantised, quantization="fastattention", **(CPU | changes)) as llm:
         outputs = generate(llm, random_prompts(LENGTHS))
@@ -78,3 +84,9 @@ def test_lora_adapters_beside_quantised_weights(model: Path, tmp_path: Path) -> 
     # An adapter is computed in fp16 beside the layer and changes the logits by far more than this.
     compare(with_adapter, merged, allowed=4 * ALLOWED)
     compare(without, found.plain)
+
+
+@pytest.mark.parametrize("name", ["gptq-8-bits-zero-points", "fp8-block"])
+def test_two_ranks(name: str, wide: Path, tmp_path: Path) -> None:
+    """The ranks are forked from this process, so the formats are registered in them, too."""
+    check(write(wide, FORMATS[name], tmp_path), tensor_parallel_size=2, distributed_executor_backend="mp")
