@@ -114,6 +114,13 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("the operation chunk_gated_delta_rule of Gated DeltaNet layers",),
+        why="Triton compiles its kernels for prompts to FMA with spilled registers on compute capability 7.0. vLLM has "
+        "a hook for the operation's class, but its first layers are created before this plugin's backend is asked for.",
+        remove_when="V100 is no longer supported",
+        sites=("cuda/gated_delta:install:layer.chunk_gated_delta_rule",),
+    ),
+    Patch(
         names=("vllm.model_executor.layers.linear.RowParallelLinear", "the classes LlamaMLP and Qwen2MLP of models"),
         why="tiling_all_reduce overlaps the all-reduce with the matmul. If layers are created before this plugin's "
         "code first runs, as on GPUs, their class is changed afterwards.",

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fastattention_vllm.integration.cuda.gated_delta import OPERATION, GatedDeltaRule
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.placement import host_attention
 from fastattention_vllm.placement.stream_split import StreamSplit
@@ -99,6 +100,19 @@ def test_answers_equal_hugging_face(
         cache = llm.llm_engine.vllm_config.cache_config
         assert cache.block_size == (BLOCK if host else SMALL_BLOCK)
         assert distance(steps(generate(llm, prompts)), expected) <= bound(eager)
+
+
+@pytest.mark.parametrize("host", [0, 2])
+def test_v100_kernels_and_operators(
+    host: int, model: Path, prompts: list[list[int]], expected: Sequence[Answer], bound: Bound
+) -> None:
+    """From their PTX, with prompts of Gated DeltaNet layers by cuBLAS."""
+    options = {"gdn_prefill_backend": "triton", "fastattention": {"host_kv_layers": host, "volta_kernels": "ptx"}}
+    with engine(model, **settings(host, additional_config=options)) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        found = [layer for layer in layers if isinstance(getattr(layer, OPERATION, None), GatedDeltaRule)]
+        assert len(found) == LAYERS - len(FULL)
+        assert distance(steps(generate(llm, prompts)), expected) <= bound(True)
 
 
 def test_the_plan_is_vllms(model: Path) -> None:

@@ -24,10 +24,11 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta.images import ImageError
-from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, decode_tokens
+from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, VOLTA, decode_tokens
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
+from fastattention_vllm.integration.cuda import gated_delta
 from fastattention_vllm.integration.cuda.decode_graph import GraphHostLayerMixin
 from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
@@ -262,6 +263,8 @@ class FastAttentionVoltaImpl(Layer):
         self.workspace = workspace(vllm_config, self.head_size, device)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(device)
+        if target.architecture == VOLTA:
+            gated_delta.install(vllm_config)
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.enable_tiling)
         self.kernels_name = f"fastattention Volta, {target}"
