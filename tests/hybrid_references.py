@@ -28,12 +28,7 @@ def hybrid_answers(path: Path, prompts: Sequence[list[int]], max_tokens: int) ->
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    module = sys.modules[type(model).__module__]
-    layers = [layer for layer in model.modules() if type(layer).__name__.endswith("GatedDeltaNet")]
-    assert layers, f"{type(model).__name__} has no Gated DeltaNet layer"
-    rules = {name: in_fp64(getattr(module, name)) for name in RULES}
-    for layer in layers:
-        layer.forward = in_fp64(type(layer).forward, **rules).__get__(layer)
+    compute_in_fp64(model)
     answers = []
     for prompt, answer in zip(prompts, hugging_face_answers(path, prompts, max_tokens), strict=True):
         with torch.no_grad():
@@ -43,6 +38,16 @@ def hybrid_answers(path: Path, prompts: Sequence[list[int]], max_tokens: int) ->
             Answer(answer.token_ids, [float(step[token]) for step, token in zip(steps, answer.token_ids, strict=True)])
         )
     return answers
+
+
+def compute_in_fp64(model: torch.nn.Module) -> None:
+    """Let a model in fp64 compute its Gated DeltaNet layers without casts to fp32."""
+    layers = [layer for layer in model.modules() if type(layer).__name__.endswith("GatedDeltaNet")]
+    assert layers, f"{type(model).__name__} has no Gated DeltaNet layer"
+    module = sys.modules[type(layers[0]).__module__]
+    rules = {name: in_fp64(getattr(module, name)) for name in RULES}
+    for layer in layers:
+        layer.forward = in_fp64(type(layer).forward, **rules).__get__(layer)
 
 
 def in_fp64(function: Callable[..., Any], **called: Callable[..., Any]) -> Callable[..., Any]:

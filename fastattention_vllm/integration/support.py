@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastattention_vllm.attention.cpu.kernels import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import compat, multimodal
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -336,6 +336,14 @@ HEAD_SIZE = Unsupported(
     _head_size,
 )
 
+TWO_WAY_IMAGES = Unsupported(
+    "a model whose images are attended to in both directions",
+    "the kernels let a token attend to earlier tokens only",
+    "serve Qwen2.5-VL, Qwen3-VL or Qwen3.5 for images, or pass "
+    f"{multimodal.TEXT_ONLY} to serve the text of Gemma-3",
+    multimodal.two_way_images,
+)
+
 LATENT_ATTENTION = Unsupported(
     "multi-head latent attention",
     "fastattention has no kernels for MLA models",
@@ -375,11 +383,24 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "remove --enable-lora and merge the adapter into the weights",
         lambda c: c.lora_config is not None and _linear_attention(c),
     ),
+    TWO_WAY_IMAGES,
     Unsupported(
         "a multimodal model",
         "its vision or audio encoder is untested with this backend",
-        "serve a text-only model",
-        lambda c: c.model_config.is_multimodal_model and _text_config(c).model_type,
+        f"serve a text-only model, or one of these with images: {', '.join(multimodal.IMAGE_MODELS)}",
+        multimodal.untested_model,
+    ),
+    Unsupported(
+        "a multimodal model with this vLLM version",
+        "image encoders were tested only with vLLM 0.32 or newer",
+        "install such a vLLM, or serve a text-only model",
+        lambda c: c.model_config.is_multimodal_model and not compat.has_kernel_dispatcher(),
+    ),
+    Unsupported(
+        "an input other than text and images",
+        "videos and audio are untested on CPUs",
+        "remove it from --limit-mm-per-prompt",
+        multimodal.other_inputs,
     ),
     Unsupported(
         "this attention variant",

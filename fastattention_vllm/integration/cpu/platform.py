@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration import binding, compat
+from fastattention_vllm.integration import binding, compat, multimodal
 from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
@@ -61,6 +61,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         ours = cls._uses_fastattention(vllm_config.attention_config.backend)
         if ours:
             check_supported(vllm_config)
+            multimodal.allow_images_only(vllm_config)
             cls._check_kernels()
             check_weights(vllm_config)
             if vllm_config.parallel_config.worker_cls == "auto":

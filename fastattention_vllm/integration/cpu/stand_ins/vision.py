@@ -12,17 +12,35 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
-from fastattention_vllm.integration.serving.once_imported import import_within
+from fastattention_vllm.integration.serving.once_imported import import_within, once_imported
 
 IMPORTER = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 NEEDED = "torchvision.transforms.v2.functional"
+PROCESSORS = "transformers.processing_utils"
+VIDEO_SETTINGS = ("fastattention_vllm.integration.cpu.stand_ins.video_settings", "VideoSettings")
 
 
 def spare_torchvision() -> None:
-    """Let ``IMPORTER`` be imported without torchvision. If torchvision is installed, nothing is changed."""
+    """Let images be processed without torchvision. If torchvision is installed, nothing is changed.
+
+    Transformers chooses its own image processors of Pillow and numpy then, and has no processors of videos.
+    """
     if importlib.util.find_spec("torchvision") is None:
         import_within(IMPORTER, _empty_torchvision)
+        once_imported(PROCESSORS, _load_settings_of_videos)
+
+
+def _load_settings_of_videos(processors: Any) -> None:
+    """Let a processor of images, videos and text be loaded: its video part becomes ``VIDEO_SETTINGS``."""
+    try:
+        loaded = processors.MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES
+        kinds = processors.MODALITY_TO_BASE_CLASS_MAPPING
+    except AttributeError:
+        return  # Another transformers. It says itself that it needs torchvision.
+    loaded["video_processor"] = VIDEO_SETTINGS
+    kinds["video_processor"] = "BaseImageProcessor"
 
 
 @contextmanager
