@@ -42,6 +42,21 @@ def other_inputs(config: VllmConfig) -> object:
     return ", ".join(named)
 
 
+def encoder_options(config: VllmConfig) -> object:
+    """The option that changes how the encoder computes."""
+    if not config.model_config.is_multimodal_model:
+        return False
+    asked: Any = config.model_config.multimodal_config
+    backend = asked.mm_encoder_attn_backend
+    options = {
+        "--mm-encoder-attn-backend": backend is not None and backend.name != "TORCH_SDPA",
+        "--mm-encoder-attn-dtype": getattr(asked, "mm_encoder_attn_dtype", None),
+        "--mm-encoder-only": getattr(asked, "mm_encoder_only", False),
+        "--mm-encoder-tp-mode": asked.mm_encoder_tp_mode != "weights",
+    }
+    return next((name for name, value in options.items() if value), False)
+
+
 def allow_images_only(config: VllmConfig) -> None:
     """Set the limit of videos to 0, so that a request with a video is refused by vLLM, with the limit in its message.
 

@@ -213,12 +213,24 @@ PATCHES = (
         ),
     ),
     Patch(
-        names=("the import of transformers.models.qwen2_vl.image_processing_qwen2_vl",),
-        why="vLLM's module of Qwen3.5 imports it for text models too, and it imports torchvision, of which PyPI has no "
-        "build for CPUs. Empty modules replace torchvision meanwhile.",
-        remove_when="vLLM imports image processors for models with images only",
+        names=(
+            "the import of transformers.models.gemma3.image_processing_gemma3",
+            "the import of transformers.models.qwen2_vl.image_processing_qwen2_vl",
+            "transformers.processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING",
+            "transformers.processing_utils.MODALITY_TO_BASE_CLASS_MAPPING",
+        ),
+        why="vLLM's modules of models with images import them, and they import torchvision, of which PyPI has no build "
+        "for CPUs. Empty modules replace torchvision meanwhile. Transformers loads no processor without its part for "
+        "videos, which needs torchvision too: a class with the settings of videos replaces it.",
+        remove_when="vLLM imports the processors that transformers chooses, and transformers loads them without videos",
         versions="0.32",
-        sites=("cpu/stand_ins/vision:_empty_torchvision:setattr",),
+        sites=(
+            "cpu/stand_ins/vision:_empty_torchvision:setattr",
+            "cpu/stand_ins/vision:_load_settings_of_videos:"
+            "processors.MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES['video_processor']",
+            "cpu/stand_ins/vision:_load_settings_of_videos:"
+            "processors.MODALITY_TO_BASE_CLASS_MAPPING['video_processor']",
+        ),
     ),
     Patch(
         names=("vllm.model_executor.layers.utils.check_cpu_sgl_kernel",),

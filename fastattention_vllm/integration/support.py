@@ -193,7 +193,7 @@ def _another_backend(config: VllmConfig) -> object:
 
 
 _ANOTHER_MODEL = "serve a decoder-only model with standard attention (Llama, Qwen, Mistral, Gemma, ...)"
-_ALSO_LINEAR = f"{_ANOTHER_MODEL}, Qwen3-Next or a text-only Qwen3.5"
+_ALSO_LINEAR = f"{_ANOTHER_MODEL}, Qwen3-Next or Qwen3.5"
 
 SUPPORTED: tuple[Supported, ...] = (
     Supported(
@@ -258,9 +258,20 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "linear attention (Gated DeltaNet) beside full attention",
-        "Qwen3-Next, and Qwen3.5 without images, dense and with experts, with a pure-Python vLLM 0.32; head sizes of "
+        "Qwen3-Next, and Qwen3.5, dense and with experts, with a pure-Python vLLM 0.32; head sizes of "
         "these layers are multiples of 8 up to 256",
         "tests/integration/test_linear_attention.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "images",
+        f"{', '.join(multimodal.IMAGE_MODELS)}, with vLLM 0.32; the encoder is vLLM's own with torch's attention; no "
+        "videos; torchvision is not needed",
+        "tests/integration/test_images.py::test_tokens_and_logprobs_equal_hugging_face",
+    ),
+    Supported(
+        "the text of models whose images are attended to in both directions",
+        f"{', '.join(multimodal.TEXT_OF_IMAGE_MODELS)}, with `{multimodal.TEXT_ONLY}` and vLLM 0.32",
+        "tests/integration/test_images.py::test_the_text_of_a_model_with_two_way_images",
     ),
     Supported(
         "dtypes",
@@ -339,8 +350,7 @@ HEAD_SIZE = Unsupported(
 TWO_WAY_IMAGES = Unsupported(
     "a model whose images are attended to in both directions",
     "the kernels let a token attend to earlier tokens only",
-    "serve Qwen2.5-VL, Qwen3-VL or Qwen3.5 for images, or pass "
-    f"{multimodal.TEXT_ONLY} to serve the text of Gemma-3",
+    f"serve Qwen2.5-VL, Qwen3-VL or Qwen3.5 for images, or pass {multimodal.TEXT_ONLY} to serve the text of Gemma-3",
     multimodal.two_way_images,
 )
 
@@ -401,6 +411,18 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "videos and audio are untested on CPUs",
         "remove it from --limit-mm-per-prompt",
         multimodal.other_inputs,
+    ),
+    Unsupported(
+        "this option of image encoders",
+        "on CPUs, each rank computes its part of the encoder with torch's attention",
+        "remove the option",
+        multimodal.encoder_options,
+    ),
+    Unsupported(
+        "LoRA on a model with images",
+        "adapters of such a model are untested",
+        "remove --enable-lora and merge the adapter into the weights",
+        lambda c: c.lora_config is not None and c.model_config.is_multimodal_model,
     ),
     Unsupported(
         "this attention variant",

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForImageTextToText
 from vllm import LLM, SamplingParams
 
 from fastattention_vllm.integration import compat
-from tests.image_references import IMAGE, MODELS, Case, image_answers, letters, picture, save_with_processor
-from tests.integration.engine import check, counter, engine
+from tests.image_references import IMAGE, MODELS, Case, gemma3, image_answers, letters, picture, save_with_processor
+from tests.integration.engine import check, counter, engine, generate
+from tests.reference_models import hugging_face_answers, random_prompts, save_random
 
 pytestmark = pytest.mark.skipif(not compat.has_kernel_dispatcher(), reason="refused with this vLLM")
 
@@ -60,3 +62,12 @@ def compare(name: str, path: Path, **settings: Any) -> None:
 def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> None:
     section = {"host_kv_layers": HOST_LAYERS.get(name, 0)}
     compare(name, tmp_path, additional_config={"fastattention": section})
+
+
+@pytest.mark.more
+def test_the_text_of_a_model_with_two_way_images(tmp_path: Path) -> None:
+    model = save_random(gemma3(), tmp_path, kind=AutoModelForImageTextToText)
+    prompts = random_prompts([3, 49, 130])
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, max_num_batched_tokens=STEP, limit_mm_per_prompt={"image": 0}) as llm:
+        check(generate(llm, prompts, MAX_TOKENS), expected)

@@ -26,6 +26,7 @@ from fastattention_vllm.integration.support import (
     WITHOUT_KERNELS,
     check_supported,
 )
+from tests import image_references
 from tests.reference_models import VOCAB, llama
 
 SMALL: dict[str, Any] = {
@@ -40,6 +41,11 @@ SMALL: dict[str, Any] = {
 
 def model(kind: str, architecture: str, **changes: Any) -> PretrainedConfig:
     config: PretrainedConfig = getattr(transformers, kind)(**(SMALL | changes))
+    config.architectures = [architecture]
+    return config
+
+
+def with_name(config: PretrainedConfig, architecture: str) -> PretrainedConfig:
     config.architectures = [architecture]
     return config
 
@@ -62,6 +68,7 @@ def engine_config(config: PretrainedConfig, path: Path, **arguments: Any) -> Any
         "kv_cache_memory_bytes": 64 << 20,
         "skip_tokenizer_init": True,
         "enforce_eager": True,
+        "max_num_batched_tokens": 256,
     }
     return EngineArgs(**(settings | arguments)).create_engine_config()
 
@@ -80,6 +87,11 @@ HYBRID = model(
     num_experts=4,
 )
 QWEN3_MOE = model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=64, num_experts=4)
+
+QWEN25_VL = with_name(image_references.qwen2_5_vl(), "Qwen2_5_VLForConditionalGeneration")
+GEMMA3 = with_name(image_references.gemma3(), "Gemma3ForConditionalGeneration")
+PALIGEMMA = with_name(image_references.paligemma(), "PaliGemmaForConditionalGeneration")
+TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0}}
 
 # The model and the engine arguments for each row.
 CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
@@ -100,6 +112,11 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "linear attention with this vLLM": (HYBRID, {}),
     "speculative decoding of a model with linear-attention layers": (HYBRID, {"speculative_config": NGRAM}),
     "LoRA on a model with linear-attention layers": (HYBRID, {"enable_lora": True}),
+    "a model whose images are attended to in both directions": (GEMMA3, {}),
+    "a multimodal model with this vLLM version": (QWEN25_VL, {}),
+    "an input other than text and images": (QWEN25_VL, {"limit_mm_per_prompt": {"video": 1}}),
+    "this option of image encoders": (QWEN25_VL, {"mm_encoder_tp_mode": "data"}),
+    "LoRA on a model with images": (QWEN25_VL, {"enable_lora": True}),
     "a multimodal model": (model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration"), {}),
     "this attention variant": (plain(attention_chunk_size=64), {}),
     "this head size": (plain(head_size=512), {}),
@@ -205,6 +222,7 @@ def test_the_sentence_names_feature_reason_and_remedy(
     monkeypatch.setattr(
         compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM version"
     )
+    monkeypatch.setattr(compat, "has_kernel_dispatcher", lambda: feature != "a multimodal model with this vLLM version")
     monkeypatch.setattr(compat, "has_cpu_linear_attention", lambda: feature != "linear attention with this vLLM")
     monkeypatch.setattr(compat, "pins_memory_without_a_gpu", lambda: feature == "LoRA with this vLLM version")
     monkeypatch.setattr(compat, "v2_runner_is_missing", lambda config: feature == "the V2 model runner")
@@ -218,6 +236,44 @@ def test_the_sentence_names_feature_reason_and_remedy(
     assert row.why in message
     assert row.instead in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(("config", "kind"), [(GEMMA3, "gemma3"), (PALIGEMMA, "paligemma")])
+def test_two_way_images_are_named(config: PretrainedConfig, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"in both directions \({kind}\) is not supported.*--limit-mm-per-prompt"):
+        engine_config(config, tmp_path)
+
+
+def test_without_images_only_a_tested_model_runs(tmp_path: Path) -> None:
+    """A PaliGemma attends to the text of a prompt in both directions, too."""
+    config = engine_config(GEMMA3, tmp_path / "gemma3", **TEXT_ONLY)
+    assert not config.model_config.is_mm_prefix_lm
+    with pytest.raises(ValueError, match=r"a multimodal model \(paligemma\) is not supported"):
+        engine_config(PALIGEMMA, tmp_path / "paligemma", **TEXT_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"limit_mm_per_prompt": {"image": 2, "video": 3}}, r"\(video: 3\)"),
+        ({"limit_mm_per_prompt": {"audio": 1}}, r"\(audio: 1\)"),
+        ({"mm_encoder_attn_backend": "FLASH_ATTN"}, "--mm-encoder-attn-backend"),
+        ({"mm_encoder_only": True}, "--mm-encoder-only"),
+    ],
+)
+def test_other_inputs_and_encoders_are_refused(arguments: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=named):
+        engine_config(QWEN25_VL, tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("limits", "images"), [({}, 999), ({"image": 2}, 2), ({"video": 0}, 999), ({"image": 0, "video": 0}, 0)]
+)
+def test_videos_are_off_beside_images(limits: dict[str, int], images: int, tmp_path: Path) -> None:
+    config = engine_config(QWEN25_VL, tmp_path, limit_mm_per_prompt=limits)
+    found = config.model_config.multimodal_config
+    assert [found.get_limit_per_prompt(kind) for kind in ("image", "video")] == [images, 0]
+    check_supported(config)  # a second time, as in every process that vLLM starts
 
 
 @pytest.mark.parametrize(

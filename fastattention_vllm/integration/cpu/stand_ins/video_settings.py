@@ -14,7 +14,7 @@ from transformers.video_processing_utils import VideoProcessorMixin
 from fastattention_vllm.integration.refusal import Refusal
 
 
-class VideoSettings(VideoProcessorMixin):  # type: ignore[misc]
+class VideoSettings(VideoProcessorMixin):
     """The entries of the checkpoint's file, as attributes."""
 
     # What vLLM reads at start. These are transformers' defaults, for checkpoints that leave them out.

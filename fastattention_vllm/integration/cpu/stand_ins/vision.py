@@ -1,8 +1,9 @@
-"""Lets vLLM import the modules of Qwen3.5, text models included, where torchvision is missing.
+"""Lets models with images run where torchvision is missing, text-only use of them included.
 
-Why: their module imports the image processor of Qwen2-VL, which imports a part of torchvision that it needs only to
-process images. On PyPI, torchvision exists only as a build for CUDA, which cannot be imported beside a torch for CPUs.
-Remove when: vLLM imports image processors for models with images only.
+Why: vLLM's modules of Qwen-VL, Qwen3.5 and Gemma-3 import image processors, which import a part of torchvision. They
+need it for their own code only, and transformers has the same processors with Pillow and numpy. On PyPI, torchvision
+exists only as a build for CUDA, which cannot be imported beside a torch for CPUs.
+Remove when: vLLM imports the processors that transformers chooses.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 
 from fastattention_vllm.integration.serving.once_imported import import_within, once_imported
 
-IMPORTER = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+IMPORTERS = (
+    "transformers.models.gemma3.image_processing_gemma3",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+)
 NEEDED = "torchvision.transforms.v2.functional"
 PROCESSORS = "transformers.processing_utils"
 VIDEO_SETTINGS = ("fastattention_vllm.integration.cpu.stand_ins.video_settings", "VideoSettings")
@@ -28,19 +32,18 @@ def spare_torchvision() -> None:
     Transformers chooses its own image processors of Pillow and numpy then, and has no processors of videos.
     """
     if importlib.util.find_spec("torchvision") is None:
-        import_within(IMPORTER, _empty_torchvision)
+        for name in IMPORTERS:
+            import_within(name, _empty_torchvision)
         once_imported(PROCESSORS, _load_settings_of_videos)
 
 
 def _load_settings_of_videos(processors: Any) -> None:
     """Let a processor of images, videos and text be loaded: its video part becomes ``VIDEO_SETTINGS``."""
-    try:
-        loaded = processors.MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES
-        kinds = processors.MODALITY_TO_BASE_CLASS_MAPPING
-    except AttributeError:
+    mapping = getattr(processors, "MODALITY_TO_AUTOPROCESSOR_MAPPING", None)
+    if not hasattr(mapping, "_MAPPING_NAMES") or not hasattr(processors, "MODALITY_TO_BASE_CLASS_MAPPING"):
         return  # Another transformers. It says itself that it needs torchvision.
-    loaded["video_processor"] = VIDEO_SETTINGS
-    kinds["video_processor"] = "BaseImageProcessor"
+    processors.MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES["video_processor"] = VIDEO_SETTINGS
+    processors.MODALITY_TO_BASE_CLASS_MAPPING["video_processor"] = "BaseImageProcessor"
 
 
 @contextmanager
