@@ -29,7 +29,7 @@ MAY_IMPORT = {
 }
 LEVELS = (
     {"refusal", "patches"},
-    {"compat", "options", "claims", "binding"},
+    {"compat", "options", "claims", "binding", "multimodal"},
     {"support", "kv_size", "base", "checkpoint"},
     {"tiling"},
     {"host_layers"},

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = init_logger("vllm.fastattention")
 
 IMAGE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Model types whose answers to images were compared with Hugging Face's. Their text attention is causal."""
@@ -63,6 +59,7 @@ def allow_images_only(config: VllmConfig) -> None:
     Without a limit, vLLM would accept them, and reserve memory for the longest one.
     """
     from vllm.config.multimodal import VideoDummyOptions
+    from vllm.logger import init_logger
 
     if not config.model_config.is_multimodal_model:
         return
@@ -70,7 +67,7 @@ def allow_images_only(config: VllmConfig) -> None:
     if "video" not in limits:
         limits["video"] = VideoDummyOptions(count=0)
     if _limit(config, "image"):
-        logger.info_once(
+        init_logger("vllm.fastattention").info_once(
             "Images: vLLM's encoder computes them with torch's attention. Videos are off, because they are untested."
         )
 
