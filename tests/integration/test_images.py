@@ -27,8 +27,11 @@ CASES = (
     Case(f"{letters(3, 3)}{IMAGE}{letters(70, 4)}{IMAGE}{letters(5, 5)}", [picture(2, 300, 320), picture(3, 60, 200)]),
 )
 """Two images below the same text, and an image longer than a step beside a small one."""
-HOST_LAYERS = {"qwen2-vl": [1]}
-"""The models that run with some layers on the host."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen2-vl": {"additional_config": {"fastattention": {"host_kv_layers": [1]}}},
+    "qwen2.5-vl": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+}
+"""Models that run with host layers, or on two ranks."""
 
 
 def ask(llm: LLM, cases: Sequence[Case]) -> list[Any]:
@@ -60,8 +63,7 @@ def compare(name: str, path: Path, **settings: Any) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> None:
-    section = {"host_kv_layers": HOST_LAYERS.get(name, 0)}
-    compare(name, tmp_path, additional_config={"fastattention": section})
+    compare(name, tmp_path, **SETTINGS.get(name, {}))
 
 
 @pytest.mark.more
