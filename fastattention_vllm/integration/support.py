@@ -24,7 +24,7 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 """vLLM's names, and the dtype of the bytes. vLLM allocates these caches as uint8."""
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHES)
 ATTENTION_TYPES = ("decoder", "encoder_only")
-SPECULATION = ("ngram",)
+SPECULATION = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 EXPERT_MODELS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
 """Model types whose routing was tested. vLLM's CPU router ignores a routing bias, which some other models need."""
 LINEAR_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
