@@ -70,11 +70,14 @@ def add_mtp(target: Path, path: Path) -> Path:
 
 
 @contextmanager
-def knowing(prompts: Sequence[list[int]], expected: Sequence[Answer], every: int = 5) -> Iterator[None]:
+def knowing(prompts: Sequence[list[int]], expected: Sequence[Answer], every: int | None = 5) -> Iterator[None]:
     """Replace what a drafter proposes by the model's own answers, with an error every few tokens.
 
-    The drafter still computes its passes. Prompts must differ in their lengths.
+    The drafter still computes its passes. Prompts must differ in their lengths. With None, nothing is replaced.
     """
+    if every is None:
+        yield
+        return
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     answers = {len(prompt): answer.token_ids for prompt, answer in zip(prompts, expected, strict=True)}

@@ -20,7 +20,7 @@ from torch import (
 )
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.cpu.stand_ins import drafting, linear_attention
+from fastattention_vllm.integration.cpu.stand_ins import drafting, linear_attention, state_copies
 from fastattention_vllm.integration.cpu.stand_ins import moe as cpu_moe
 from fastattention_vllm.integration.cpu.stand_ins import speculation as cpu_speculation
 from fastattention_vllm.placement.cpus import parse_cpu_list
@@ -85,7 +85,7 @@ def register_kernel_overrides() -> None:
         {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping}
         | cpu_speculation.KERNELS
         | drafting.KERNELS
-        | linear_attention.KERNELS
+        | state_copies.KERNELS
     )
 
 
