@@ -99,4 +99,3 @@ def _states(vllm_config: VllmConfig) -> tuple[int, int]:
     speculative = vllm_config.speculative_config
     drafted = 0 if speculative is None else speculative.num_speculative_tokens
     return len(kinds) - len(full_attention_layers(kinds)), 1 + cached + drafted
-

@@ -36,9 +36,7 @@ def model(heads: int = KV_HEADS, size: int = SIZE, **named: Any) -> SimpleNamesp
 def config(method: str, draft: Any, target: Any = None, **named: Any) -> Any:
     speculative = SimpleNamespace(method=method, draft_model_config=draft, attention_backend=None, **named)
     parallel = SimpleNamespace(tensor_parallel_size=2)
-    return SimpleNamespace(
-        parallel_config=parallel, model_config=target or model(), speculative_config=speculative
-    )
+    return SimpleNamespace(parallel_config=parallel, model_config=target or model(), speculative_config=speculative)
 
 
 @pytest.mark.parametrize(

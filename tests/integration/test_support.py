@@ -215,9 +215,7 @@ def test_the_sentence_names_feature_reason_and_remedy(
         compat, "verifies_speculated_tokens", lambda: feature != "speculative decoding with this vLLM version"
     )
     monkeypatch.setattr(support, "has_numba", lambda: "without numba" not in feature)
-    monkeypatch.setattr(
-        support, "prepares_drafts", lambda: feature != "a drafter with layers and this vLLM version"
-    )
+    monkeypatch.setattr(support, "prepares_drafts", lambda: feature != "a drafter with layers and this vLLM version")
     monkeypatch.setattr(
         compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM version"
     )

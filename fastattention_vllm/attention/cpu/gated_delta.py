@@ -200,16 +200,15 @@ class GatedDeltaLayer:
         check_index(slots, "slots", (requests,))
         if begun.shape != (requests,) or begun.dtype != torch.bool or not begun.is_contiguous():
             raise ValueError(f"begun must be [{requests}] bool, contiguous, not {list(begun.shape)} {begun.dtype}.")
-        columns = 0
+        arguments, columns = self._arguments, 0
+        arguments.verified = arguments.state_slots = None
         if verified is not None and state_slots is not None:
             columns = state_slots.shape[1]
             check_index(verified, "verified", (requests,))
             check_index(state_slots, "state_slots", (requests, columns))
             if not state_slots.is_contiguous():
                 raise ValueError("state_slots must be contiguous.")
-        arguments = self._arguments
-        arguments.verified = verified.data_ptr() if columns else None
-        arguments.state_slots = state_slots.data_ptr() if columns else None
+            arguments.verified, arguments.state_slots = verified.data_ptr(), state_slots.data_ptr()
         arguments.states_per_request, arguments.inputs_per_slot = columns, rows
         arguments.num_requests, arguments.num_tokens, arguments.num_slots = requests, tokens, len(inputs)
         arguments.dtype = _DTYPES[x.dtype]

@@ -20,15 +20,15 @@ int32_t check_size(const char* name, int32_t size) {
 int32_t check_drafts(const fa_gated_delta& p, int r) {
   const int32_t verified = p.verified[r], tokens = p.query_start_loc[r + 1] - p.query_start_loc[r];
   if (verified == 0 || tokens == 0) return FA_OK;
-  const int32_t most = p.states_per_request < p.inputs_per_slot - p.width + 2 ? p.states_per_request
-                                                                              : p.inputs_per_slot - p.width + 2;
+  const int32_t most =
+      p.states_per_request < p.inputs_per_slot - p.width + 2 ? p.states_per_request : p.inputs_per_slot - p.width + 2;
   if (verified < 0 || verified > most) {
     return fail(FA_BAD_ARGUMENT, "verified[%d] is %d, but slots keep states and inputs of 0 to %d tokens.", r, verified,
                 most);
   }
   if (tokens > most) {
-    return fail(FA_BAD_ARGUMENT, "request %d computes %d draft tokens, but slots keep states and inputs of %d.", r, tokens,
-                most);
+    return fail(FA_BAD_ARGUMENT, "request %d computes %d draft tokens, but slots keep states and inputs of %d.", r,
+                tokens, most);
   }
   for (int32_t t = 0; t < (tokens > verified ? tokens : verified); ++t) {
     const int32_t slot = p.state_slots[static_cast<int64_t>(r) * p.states_per_request + t];

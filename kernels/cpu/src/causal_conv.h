@@ -118,8 +118,8 @@ void convolve(const fa_gated_delta& problem, int request, int channel, int size,
   });
 }
 
-// Rows of inputs after a step of count tokens: each is `shift` inputs newer than before. After draft tokens, there is one
-// history of width - 1 inputs behind each token.
+// Rows of inputs after a step of count tokens: each is `shift` inputs newer than before. After draft tokens, there is
+// one history of width - 1 inputs behind each token.
 struct KeptRows {
   int count;
   int shift;

@@ -1,5 +1,5 @@
-// One token: the state is read from memory once, and written once while it is still in a cache. With draft tokens, it is
-// written to another place.
+// One token: the state is read from memory once, and written once while it is still in a cache. With draft tokens, it
+// is written to another place.
 namespace fastattention {
 namespace {
 

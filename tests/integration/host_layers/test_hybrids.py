@@ -13,7 +13,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import Platform, current_platform
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.cpu import platform
 from fastattention_vllm.integration.cpu.backend import FastAttentionBackend
 from fastattention_vllm.integration.cuda.device import CudaRuntime
 from fastattention_vllm.integration.cuda.flash import HostLayerFlashBackend

@@ -107,7 +107,8 @@ def inputs_of_draft_model(
     ``last_rows [num_requests]`` are the rows of the last verified tokens. What was rejected becomes padding. Other
     drafters have as many rows as the step, or predict several tokens per row, which is refused at start.
     """
-    assert new_per_request == 1 and not shifted, "parallel drafting is refused at start"
+    assert new_per_request == 1, "parallel drafting is refused at start"
+    assert not shifted, "parallel drafting is refused at start"
     starts = query_start_loc.tolist()
     is_masked[: starts[-1] + len(last_rows)] = False
     for request, last in enumerate(last_rows.tolist()):
