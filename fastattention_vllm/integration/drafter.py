@@ -40,7 +40,7 @@ MTP_WEIGHTS = "mtp."
 
 def model_of(vllm_config: VllmConfig) -> Any:
     """vLLM's configuration of the drafter's model, or None without a drafter that has attention layers."""
-    speculative = vllm_config.speculative_config
+    speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or speculative.method not in WITH_LAYERS:
         return None
     return speculative.draft_model_config
@@ -137,16 +137,17 @@ def weight_bytes(vllm_config: VllmConfig) -> int:
 
     What the drafter shares with the model, such as the embedding, is not in its files, or counts twice.
     """
-    draft, method = model_of(vllm_config), getattr(vllm_config.speculative_config, "method", None)
+    draft = model_of(vllm_config)
     if draft is None:
         return 0
+    own = vllm_config.speculative_config.method != "mtp"
     folder = _folder(draft.model, getattr(draft, "revision", None))
     sizes = [] if folder is None else [_tensor_bytes(file) for file in sorted(folder.glob("*.safetensors"))]
     total = sum(
         size
         for tensors in sizes
         for name, size in tensors.items()
-        if method != "mtp" or name.startswith(MTP_WEIGHTS) or f".{MTP_WEIGHTS}" in name
+        if own or name.startswith(MTP_WEIGHTS) or f".{MTP_WEIGHTS}" in name
     )
     if not total:
         logger.warning_once(

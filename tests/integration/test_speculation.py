@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.host_layers import layers as host_layers
@@ -145,7 +146,7 @@ def test_a_drafters_layers_stay_on_the_device(method: str, tmp_path: Path) -> No
     else:
         model = save_random(llama(4, 2, 64), tmp_path / "model")
         expected = hugging_face_answers(model, prompts, MAX_TOKENS)
-        draft = small_draft_model(model, tmp_path / "draft")
+        draft = save_random(llama(4, 2, 64, layers=2), tmp_path / "draft", seed=3)
         speculation = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
     options = {"additional_config": {"fastattention": {"host_kv_layers": 1}}}
     with drafters.knowing(prompts, expected), engine(model, speculative_config=speculation, **CACHED, **options) as llm:
@@ -162,3 +163,20 @@ def test_a_drafters_layers_stay_on_the_device(method: str, tmp_path: Path) -> No
         check(generate(llm, prompts, max_tokens=MAX_TOKENS), expected)
         proposed, accepted = drafted(llm)
     assert proposed > accepted > 0
+
+
+@needs_drafters
+def test_host_layers_need_a_drafter_with_equal_blocks(tmp_path: Path) -> None:
+    """vLLM ends with a KeyError there: a group of layers of several sizes lists none that shares a cache."""
+    model = save_random(llama(4, 2, 64), tmp_path / "model")
+    draft = small_draft_model(model, tmp_path / "draft")
+    arguments = EngineArgs(
+        model=str(model),
+        attention_backend="fastattention",
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+        speculative_config={"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3},
+        additional_config={"fastattention": {"host_kv_layers": 1}},
+    )
+    with pytest.raises(ValueError, match="a drafter with KV heads of another number or size is not supported"):
+        arguments.create_engine_config()
