@@ -43,7 +43,7 @@ def _save_head(target: Path, path: Path, architecture: str, prefix: str, inputs:
         for name in ("q_proj", "k_proj", "v_proj"):
             layer[f"self_attn.{name}.weight"] = torch.cat([layer[f"self_attn.{name}.weight"]] * 2, dim=1)
         head["norm.weight"] = layer["hidden_norm.weight"] = torch.ones(size)
-        head["lm_head.weight"] = weights["lm_head.weight"][:: VOCAB // DRAFT_VOCAB][:DRAFT_VOCAB]
+        head["lm_head.weight"] = weights["lm_head.weight"][:: VOCAB // DRAFT_VOCAB][:DRAFT_VOCAB].contiguous()
         head["d2t"] = torch.arange(VOCAB)[:: VOCAB // DRAFT_VOCAB][:DRAFT_VOCAB] - torch.arange(DRAFT_VOCAB)
     else:
         del layer["input_layernorm.weight"]  # the first layer has none

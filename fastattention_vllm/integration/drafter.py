@@ -120,8 +120,10 @@ def use_this_backend(vllm_config: VllmConfig) -> None:
 
     >= 0.23: vLLM does not give the drafter the model's backend, but chooses one. (0.19 gives it the model's.)
     """
+    if model_of(vllm_config) is None:
+        return
     speculative: Any = vllm_config.speculative_config
-    if model_of(vllm_config) is None or getattr(speculative, "parallel_drafting", False):
+    if getattr(speculative, "parallel_drafting", False):
         return
     if getattr(speculative, "attention_backend", True) is None:
         speculative.attention_backend = compat.ensure_backend_member()
