@@ -380,6 +380,17 @@ def without_fp8_cache(vllm_config: VllmConfig) -> Iterator[None]:
         cache.cache_dtype = asked
 
 
+@contextmanager
+def same_block_size(vllm_config: VllmConfig) -> Iterator[None]:
+    """Keep the block size, which vLLM's CPU platform sets for every configuration that it sees."""
+    cache = vllm_config.cache_config
+    block_size = cache.block_size
+    try:
+        yield
+    finally:
+        cache.block_size = block_size
+
+
 def calculates_kv_scales(vllm_config: VllmConfig) -> bool:
     """<= 0.26: whether --calculate-kv-scales takes the scales of an fp8 cache from the first prompt. Removed later."""
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import compat, drafter
 from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import Layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-DRAFTERS = ("mtp", "eagle", "eagle3")
-"""Methods of speculative decoding whose drafter has attention layers."""
 
 
 def layers_of(vllm_config: VllmConfig) -> Layers:
@@ -71,6 +68,8 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
     state_layers, state_blocks = _states(vllm_config)
     dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
     heads = model.get_num_kv_heads(parallel)
+    drafts = drafter.num_layers(vllm_config)
+    equal = not drafts or drafter.has_equal_layers(vllm_config)
     return KvSize(
         block_size=cache.block_size,
         bytes_per_block=2 * cache.block_size * heads * model.get_head_size() * dtype.itemsize,
@@ -80,7 +79,9 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         tokens_per_step=compat.max_tokens_in_flight(vllm_config),
         state_layers=state_layers,
         state_blocks=state_blocks,
-        draft_layers=_draft_layers(vllm_config),
+        # vLLM puts layers of equal size into the model's block tables. Others share its only table.
+        draft_layers=drafts if equal else 0,
+        draft_bytes=0 if equal else cache.block_size * drafter.bytes_per_token(vllm_config, dtype.itemsize),
     )
 
 
@@ -98,21 +99,3 @@ def _states(vllm_config: VllmConfig) -> tuple[int, int]:
     speculative = vllm_config.speculative_config
     drafted = 0 if speculative is None else speculative.num_speculative_tokens
     return len(kinds) - len(full_attention_layers(kinds)), 1 + cached + drafted
-
-
-def _draft_layers(vllm_config: VllmConfig) -> int:
-    """The layers of an MTP or EAGLE drafter, if their blocks are as large as the model's.
-
-    vLLM then puts them into the same block tables.
-    """
-    speculative: Any = vllm_config.speculative_config
-    draft: Any = getattr(speculative, "draft_model_config", None)
-    if draft is None or speculative.method not in DRAFTERS:
-        return 0
-    parallel = vllm_config.parallel_config
-    models = (vllm_config.model_config, draft)
-    if len({(model.get_num_kv_heads(parallel), model.get_head_size()) for model in models}) > 1:
-        return 0
-    if speculative.method == "mtp":  # without the entry, as in Qwen3-Next, vLLM makes one layer
-        return int(getattr(draft.hf_config, "n_predict", None) or 1)
-    return int(draft.get_num_layers(parallel))

@@ -239,7 +239,10 @@ PATCHES = (
         sites=("cpu/stand_ins/ops:keep_linears_off_compiled_kernels:linear_dispatch.check_cpu_sgl_kernel",),
     ),
     Patch(
-        names=("Triton kernels of the CPU model runner and the rejection sampler",),
+        names=(
+            "Triton kernels of the CPU model runner, the rejection sampler, drafters, and copies of linear-attention "
+            "states",
+        ),
         why="Triton has no CPU target here, and vLLM's own replacements are compiled C++ that a pure-Python vLLM "
         "lacks. From 0.32 on, vLLM requests replacements; before, they are attributes of vllm.utils.cpu_triton_utils.",
         remove_when="vLLM publishes CPU wheels",

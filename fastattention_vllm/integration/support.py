@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastattention_vllm.attention.cpu.kernels import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
-from fastattention_vllm.integration import compat, multimodal
+from fastattention_vllm.integration import compat, drafter, multimodal
+from fastattention_vllm.integration.drafter import SPECULATION, WITH_STATES
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 """vLLM's names, and the dtype of the bytes. vLLM allocates these caches as uint8."""
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHES)
 ATTENTION_TYPES = ("decoder", "encoder_only")
-SPECULATION = ("ngram",)
 EXPERT_MODELS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
 """Model types whose routing was tested. vLLM's CPU router ignores a routing bias, which some other models need."""
 LINEAR_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -159,6 +159,10 @@ def _other_linear_attention(config: VllmConfig) -> object:
     return next((f"{OTHER_LINEAR_ATTENTION[one]}, {one}" for one in named if one in OTHER_LINEAR_ATTENTION), False)
 
 
+def prepares_drafts() -> bool:
+    return compat.has_compiled_cpu_ops() or compat.has_kernel_dispatcher()
+
+
 def _experts(config: VllmConfig) -> object:
     if compat.has_compiled_cpu_ops() or not config.model_config.is_moe:
         return False
@@ -185,6 +189,21 @@ def _speculation(config: VllmConfig) -> object:
         return False
     sampling = speculative.rejection_sample_method
     return speculative.method if speculative.method not in SPECULATION else sampling != "standard" and sampling
+
+
+def _speculation_beside_states(config: VllmConfig) -> object:
+    if config.speculative_config is None or config.speculative_config.method in WITH_STATES:
+        return False
+    return _linear_attention(config) and config.speculative_config.method
+
+
+def _draft_model(config: VllmConfig) -> object:
+    """The feature for which a draft model would be refused as a model, with its value."""
+    alone = drafter.seen_alone(config)
+    if alone is None:
+        return False
+    asked = ((row, row.asked_for(alone)) for row in UNSUPPORTED)
+    return next((f"{row.feature}{'' if value is True else f': {value}'}" for row, value in asked if value), False)
 
 
 def _another_backend(config: VllmConfig) -> object:
@@ -243,8 +262,13 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "speculative decoding",
-        f"methods: {', '.join(SPECULATION)}",
-        "tests/integration/test_speculation.py::test_ngram_speculation_changes_no_token",
+        f"methods: {', '.join(SPECULATION)}; all but ngram with vLLM 0.32 or newer",
+        "tests/integration/test_speculation.py::test_drafts_change_no_token",
+    ),
+    Supported(
+        "speculative decoding beside linear attention",
+        f"methods: {', '.join(WITH_STATES)} (the MTP layers of Qwen3-Next and Qwen3.5)",
+        "tests/integration/test_speculation.py::test_states_follow_accepted_drafts",
     ),
     Supported(
         "LoRA",
@@ -382,10 +406,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda c: _linear_attention(c) and not compat.has_cpu_linear_attention() and _linear_attention(c),
     ),
     Unsupported(
-        "speculative decoding of a model with linear-attention layers",
-        "the states after rejected tokens are untested on CPUs",
-        "remove --speculative-config",
-        lambda c: c.speculative_config is not None and _linear_attention(c),
+        "this speculative decoding method beside linear-attention layers",
+        "its drafter is untested beside these layers",
+        f"use one of: {', '.join(WITH_STATES)}, or remove --speculative-config",
+        _speculation_beside_states,
     ),
     Unsupported(
         "LoRA on a model with linear-attention layers",
@@ -448,7 +472,19 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "n-gram speculative decoding without numba",
         "vLLM's n-gram proposer needs numba, which is not installed",
         "run `pip install numba`, or remove --speculative-config",
-        lambda c: c.speculative_config is not None and not has_numba(),
+        lambda c: c.speculative_config is not None and c.speculative_config.method == "ngram" and not has_numba(),
+    ),
+    Unsupported(
+        "a drafter with layers and this vLLM version",
+        "fastattention can replace the Triton kernels of these drafters only from vLLM 0.32 on",
+        "install vLLM 0.32, use ngram, or remove --speculative-config",
+        lambda c: drafter.model_of(c) is not None and not prepares_drafts() and c.speculative_config.method,
+    ),
+    Unsupported(
+        "this way of drafting",
+        "it is untested on CPUs",
+        "remove this entry from --speculative-config",
+        drafter.untested_way,
     ),
     Unsupported(
         "the V2 model runner",
@@ -513,6 +549,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _microbatches,
     ),
     CONTEXT_PARALLELISM,
+    # The last row, because it asks the others about a draft model.
+    Unsupported(
+        "this drafter",
+        "its layers are untested on CPUs",
+        "use another drafter, or remove --speculative-config",
+        lambda c: drafter.untested_layers(c) or _draft_model(c),
+    ),
 )
 
 _NEVER_RUN = "it has never been run with the kernels of this device"

@@ -28,6 +28,8 @@ class KvSize:
     """States that a request keeps in each of these layers, in blocks."""
     draft_layers: int = 0
     """Full-attention layers of a speculative decoder's drafter, of the same size. They always stay on the device."""
+    draft_bytes: int = 0
+    """Bytes of a block in all of the drafter's layers, if these have another size, beside full attention alone."""
 
     def of_request(self, tokens: int) -> int:
         """Bytes that a request of ``tokens`` tokens needs, including vLLM's null block."""
@@ -39,11 +41,12 @@ class KvSize:
         # request is in the window.
         windowed_blocks = -(-in_window // self.block_size) + 1
         blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks + states * self.state_blocks
-        return blocks * self.bytes_per_block + self.null_block()
+        drafted = -(-tokens // self.block_size) * self.draft_bytes
+        return blocks * self.bytes_per_block + drafted + self.null_block()
 
     def null_block(self) -> int:
-        """Bytes of vLLM's reserved null block, which replaces blocks that a windowed layer no longer needs."""
-        return self.layers_per_group() * self.bytes_per_block
+        """Bytes of one block, such as vLLM's reserved null block, which replaces those that a window leaves behind."""
+        return self.layers_per_group() * self.bytes_per_block + self.draft_bytes
 
     def longest_request(self, budget: int) -> int:
         """The longest request, in tokens, that fits in ``budget`` bytes: a multiple of the block size, or 0.

@@ -76,7 +76,7 @@ class LayerPlacement:
 
     def max_blocks(self, device_bytes: int, host_bytes: int) -> int:
         """Number of blocks for which device and host both have memory. All kinds of layers share vLLM's block pool."""
-        blocks = device_bytes // (self.device_size.layers_per_group() * self.bytes_per_block)
+        blocks = device_bytes // self.device_size.null_block()
         return min(blocks, host_bytes // (self.slabs * self.bytes_per_block)) if self.slabs else blocks
 
     def usable(self, device_bytes: int, host_bytes: int) -> int:
@@ -116,9 +116,7 @@ def plan(layers: Layers, size: KvSize, wanted: Literal["auto"] | int | Sequence[
 
 def blocks_needed(placement: LayerPlacement, limits: Limits) -> int:
     """Number of blocks that the requests need, over all block tables."""
-    return -(
-        -_need(placement.device_size, limits) // (placement.device_size.layers_per_group() * placement.bytes_per_block)
-    )
+    return -(-_need(placement.device_size, limits) // placement.device_size.null_block())
 
 
 def longest_request(layers: Layers, size: KvSize, limits: Limits) -> int:
@@ -255,7 +253,7 @@ def _chosen(kind: Sequence[int], count: int, fixed: frozenset[int]) -> set[int]:
 def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
     full, windowed = (tuple(index for index in kind if index in host) for kind in (layers.full, layers.windowed))
     on_host = dataclasses.replace(
-        size, full_layers=len(full), windowed_layers=len(windowed), state_layers=0, draft_layers=0
+        size, full_layers=len(full), windowed_layers=len(windowed), state_layers=0, draft_layers=0, draft_bytes=0
     )
     device = dataclasses.replace(
         size, full_layers=size.full_layers - len(full), windowed_layers=size.windowed_layers - len(windowed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PretrainedConfig
 
-from fastattention_vllm.integration import compat, kv_size
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.kv_size import kv_size_of
 from fastattention_vllm.placement.kv_size import KvSize
@@ -88,18 +87,3 @@ def test_the_longest_request_fits_and_the_next_does_not(size: KvSize, budget: in
     assert longest % size.block_size == 0
     assert longest == 0 or size.of_request(longest) <= budget
     assert size.of_request(longest + 1) > budget
-
-
-@pytest.mark.parametrize(
-    ("method", "predicted", "layers"), [("mtp", 2, 2), ("mtp", None, 1), ("eagle", None, 3), ("ngram", None, 0)]
-)
-def test_a_drafter_has_as_many_layers_as_vllm_makes(method: str, predicted: int | None, layers: int) -> None:
-    """The configuration of an MTP drafter is the model's, with all of its layers."""
-    shape = {"get_num_kv_heads": lambda parallel: 2, "get_head_size": lambda: 256}
-    draft = SimpleNamespace(**shape, get_num_layers=lambda parallel: 3, hf_config=SimpleNamespace(n_predict=predicted))
-    config: Any = SimpleNamespace(
-        parallel_config=None,
-        model_config=SimpleNamespace(**shape),
-        speculative_config=SimpleNamespace(method=method, draft_model_config=draft),
-    )
-    assert kv_size._draft_layers(config) == layers

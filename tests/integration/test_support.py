@@ -70,9 +70,13 @@ def engine_config(config: PretrainedConfig, path: Path, **arguments: Any) -> Any
         "enforce_eager": True,
         "max_num_batched_tokens": 256,
     }
+    if (asked := arguments.get("speculative_config", {})).get("model") == ITSELF:
+        arguments["speculative_config"] = asked | {"model": str(path)}
     return EngineArgs(**(settings | arguments)).create_engine_config()
 
 
+ITSELF = "the model itself"
+DRAFT = {"method": "draft_model", "model": ITSELF, "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 HYBRID = model(
@@ -110,7 +114,10 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     ),
     "a model with state-space or linear-attention layers": (model("MambaConfig", "MambaForCausalLM"), {}),
     "linear attention with this vLLM": (HYBRID, {}),
-    "speculative decoding of a model with linear-attention layers": (HYBRID, {"speculative_config": NGRAM}),
+    "this speculative decoding method beside linear-attention layers": (
+        HYBRID,
+        {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
+    ),
     "LoRA on a model with linear-attention layers": (HYBRID, {"enable_lora": True}),
     "a model whose images are attended to in both directions": (GEMMA3, {}),
     "a multimodal model with this vLLM version": (QWEN25_VL, {}),
@@ -127,6 +134,12 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     ),
     "speculative decoding with this vLLM version": (plain(), {"speculative_config": NGRAM}),
     "n-gram speculative decoding without numba": (plain(), {"speculative_config": NGRAM}),
+    "a drafter with layers and this vLLM version": (plain(), {"speculative_config": DRAFT}),
+    "this way of drafting": (plain(), {"speculative_config": DRAFT | {"draft_sample_method": "probabilistic"}}),
+    "this drafter": (
+        model("MistralConfig", "MistralForCausalLM", head_dim=64, sliding_window=32),
+        {"speculative_config": DRAFT},
+    ),
     "the V2 model runner": (plain(), {}),
     "a KV connector": (plain(), {"kv_offloading_size": 1.0}),
     "data parallelism": (plain(), {"data_parallel_size": 2}),
@@ -219,6 +232,7 @@ def test_the_sentence_names_feature_reason_and_remedy(
         compat, "verifies_speculated_tokens", lambda: feature != "speculative decoding with this vLLM version"
     )
     monkeypatch.setattr(support, "has_numba", lambda: "without numba" not in feature)
+    monkeypatch.setattr(support, "prepares_drafts", lambda: feature != "a drafter with layers and this vLLM version")
     monkeypatch.setattr(
         compat, "has_cpu_expert_router", lambda: feature != "a mixture-of-experts model with this vLLM version"
     )
@@ -299,6 +313,11 @@ def test_videos_are_off_beside_images(limits: dict[str, int], images: int, tmp_p
                 pytest.mark.skipif(not compat.verifies_speculated_tokens(), reason="no speculation in vLLM 0.19"),
                 pytest.mark.skipif(not support.has_numba(), reason="numba is not installed"),
             ],
+        ),
+        pytest.param(
+            {},
+            {"speculative_config": DRAFT},
+            marks=pytest.mark.skipif(not support.prepares_drafts(), reason="this vLLM's kernels are not replaced"),
         ),
     ],
 )

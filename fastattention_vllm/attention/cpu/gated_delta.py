@@ -39,6 +39,10 @@ class _Delta(ctypes.Structure):
         ("begun", c_void_p),
         ("num_tokens", c_int64),
         ("num_slots", c_int64),
+        ("verified", c_void_p),
+        ("state_slots", c_void_p),
+        ("states_per_request", c_int32),
+        ("inputs_per_slot", c_int32),
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("a_log", c_void_p),
@@ -157,6 +161,8 @@ class GatedDeltaLayer:
         begun: torch.Tensor,
         inputs: torch.Tensor,
         states: torch.Tensor,
+        verified: torch.Tensor | None = None,
+        state_slots: torch.Tensor | None = None,
     ) -> None:
         """Compute all tokens of all requests, and advance their states in place. One call at a time.
 
@@ -165,11 +171,15 @@ class GatedDeltaLayer:
             a, b: ``[num_tokens, value_heads]``: the projections that decide decay and rate.
             out: ``[num_tokens, value_heads, value_size]``. These four have one dtype: fp32, fp16 or bf16.
             query_start_loc: ``[num_requests + 1]`` int32: request ``r`` has the rows from its entry to the next.
-            slots: ``[num_requests]`` int32: where its states are; all different.
+            slots: ``[num_requests]`` int32: where its inputs and its state are; all different.
             begun: ``[num_requests]`` bool: False where the slot's content is old and counts as zero.
-            inputs: ``[num_slots, width - 1, channels]``: the convolution's last inputs, oldest first.
+            inputs: ``[num_slots, at least width - 1, channels]``: the convolution's last inputs, oldest first.
             states: ``[num_slots, value_heads, key_size, value_size]``, contiguous in a slot. Like ``inputs`` fp32, fp16
                 or bf16.
+            verified: ``[num_requests]`` int32: for a request with draft tokens, how many tokens of its last step were
+                accepted; 0 for others. Such a request begins with inputs of row ``verified - 1`` and with the state of
+                column ``verified - 1`` of ``state_slots``.
+            state_slots: ``[num_requests, columns]`` int32: where the state after each token of such a request goes.
 
         Raises ``ValueError`` for tensors that do not match, with one sentence that names the value.
         """
@@ -181,7 +191,8 @@ class GatedDeltaLayer:
             ("out", out, (tokens, heads, self._value_size)),
         ):
             _check(name, tensor, shape, x.dtype)
-        _check("inputs", inputs, (len(inputs), self._width - 1, self._channels), inputs.dtype)
+        rows = max(inputs.shape[1], self._width - 1)
+        _check("inputs", inputs, (len(inputs), rows, self._channels), inputs.dtype)
         _check("states", states, (len(inputs), heads, self._key_size, self._value_size), states.dtype)
         if not out[:1].is_contiguous() or not states[:1].is_contiguous():
             raise ValueError("out must be contiguous in each token, and states in each slot.")
@@ -189,7 +200,16 @@ class GatedDeltaLayer:
         check_index(slots, "slots", (requests,))
         if begun.shape != (requests,) or begun.dtype != torch.bool or not begun.is_contiguous():
             raise ValueError(f"begun must be [{requests}] bool, contiguous, not {list(begun.shape)} {begun.dtype}.")
-        arguments = self._arguments
+        arguments, columns = self._arguments, 0
+        arguments.verified = arguments.state_slots = None
+        if verified is not None and state_slots is not None:
+            columns = state_slots.shape[1]
+            check_index(verified, "verified", (requests,))
+            check_index(state_slots, "state_slots", (requests, columns))
+            if not state_slots.is_contiguous():
+                raise ValueError("state_slots must be contiguous.")
+            arguments.verified, arguments.state_slots = verified.data_ptr(), state_slots.data_ptr()
+        arguments.states_per_request, arguments.inputs_per_slot = columns, rows
         arguments.num_requests, arguments.num_tokens, arguments.num_slots = requests, tokens, len(inputs)
         arguments.dtype = _DTYPES[x.dtype]
         arguments.inputs_dtype, arguments.states_dtype = _DTYPES[inputs.dtype], _DTYPES[states.dtype]

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration import binding, compat, multimodal
+from fastattention_vllm.integration import binding, compat, drafter, multimodal
 from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
@@ -56,6 +56,11 @@ class FastAttentionCpuPlatform(CpuPlatform):
         if vllm_config.model_config is None:  # partial configs of vLLM's own tools
             super().check_and_update_config(vllm_config)
             return
+        if drafter.is_of_draft_model(vllm_config):
+            # A worker makes it from the engine's configuration, which was checked and has the sizes.
+            with compat.without_fp8_cache(vllm_config), compat.same_block_size(vllm_config):
+                super().check_and_update_config(vllm_config)
+            return
         cls._serves_adapters |= vllm_config.lora_config is not None
         options_of(vllm_config)  # a wrong key must fail here, not in a worker
         ours = cls._uses_fastattention(vllm_config.attention_config.backend)
@@ -64,6 +69,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
             multimodal.allow_images_only(vllm_config)
             cls._check_kernels()
             check_weights(vllm_config)
+            drafter.use_this_backend(vllm_config)
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = WORKER
             cls._check_worker(vllm_config)
@@ -271,6 +277,9 @@ class FastAttentionCpuPlatform(CpuPlatform):
         model = vllm_config.model_config
         placement = host_plan.plan_without_gpu(vllm_config)
         size, weight_bytes = placement.device_size, cpu_resources.checkpoint_bytes(model.model)
+        draft = drafter.model_of(vllm_config)
+        if draft is not None and draft.model != model.model:
+            weight_bytes += cpu_resources.checkpoint_bytes(draft.model)
         automatic_length = host_plan.length_is_automatic(vllm_config)
         kv_bytes = cpu_resources.kv_bytes_per_rank(
             compat.requested_kv_bytes(vllm_config),

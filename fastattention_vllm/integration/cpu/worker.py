@@ -46,6 +46,9 @@ class FastAttentionCpuWorker(CPUWorker):
         super().load_model(*args, **kwargs)
         row_parallel.enable_tiling(self.vllm_config, self.model_runner.model)
         weights = [*self.model_runner.model.parameters(), *cpu_linear.packed_weights()]
+        draft = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+        if isinstance(draft, torch.nn.Module):
+            weights += draft.parameters()
         place_tensors("weights", weights, self._cpus(), discard=False)
 
     def determine_available_memory(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from fastattention_vllm.integration import compat, support
+from fastattention_vllm.integration import compat, drafter, support
 from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
 from fastattention_vllm.integration.refusal import Refusal
@@ -75,6 +75,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
             return
         if capability >= FLASH:
             support.check_supported(vllm_config, support.WITHOUT_KERNELS)
+            drafter.use_this_backend(vllm_config)
             return
         support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
         check_weights(vllm_config)
@@ -83,7 +84,8 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         reason = xformers.why_volta_refuses(vllm_config)
         if reason is not None:
             xformers.check_asked(vllm_config, reason)
-        elif capability == V100:
+        drafter.use_this_backend(vllm_config)
+        if reason is None and capability == V100:
             prefer_whole_graphs(vllm_config)
 
     apply_config_platform_defaults._fastattention = True  # type: ignore[attr-defined]

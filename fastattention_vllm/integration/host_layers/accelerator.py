@@ -9,7 +9,7 @@ import torch
 from vllm.logger import init_logger
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration import binding
+from fastattention_vllm.integration import binding, drafter
 from fastattention_vllm.integration.host_layers.device import local_rank
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -110,4 +110,6 @@ class AcceleratorRuntime:
             head_size=config.model_config.get_head_size(),
             ranks=ranks,
         )
-        return budget.device_kv_bytes(total, total - free, activations, config.cache_config.gpu_memory_utilization)
+        # The drafter is loaded after the model.
+        used = total - free + drafter.weight_bytes(config)
+        return budget.device_kv_bytes(total, used, activations, config.cache_config.gpu_memory_utilization)

@@ -85,7 +85,7 @@ class HostLayers:
             Refusal: with this limit no request of the maximum length fits, and vLLM does not choose that length itself.
         """
         size = self.placement.device_size
-        page = self.placement.bytes_per_block * size.layers_per_group()
+        page = size.null_block()
         clamped = self.placement.usable(available, self.budget)
         blocks = clamped // page
         need = size.of_request(self.max_model_len)
@@ -387,7 +387,7 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     placement = host_layers.placement
     assert host_layers.pool is not None
     per_layer = blocks * placement.bytes_per_block
-    device_bytes = blocks * placement.bytes_per_block * placement.device_size.layers_per_group()
+    device_bytes = blocks * placement.device_size.null_block()
     huge = sum(part.huge_bytes or 0 for part in host_layers.pool.placements)
     longest = placement.device_size.longest_request(device_bytes)
     lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB/layer':>11} {'GiB total':>10}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fastattention_vllm.integration import drafter
 from fastattention_vllm.integration.compat import BACKEND_NAME
 from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.integration.options import decide_host_layers, options_of
@@ -67,6 +68,11 @@ def check(vllm_config: VllmConfig) -> None:
             envs.VLLM_BATCH_INVARIANT,
             "what the CPU computes of a request depends on the others of its batch",
             "unset it",
+        ),
+        "a drafter with KV heads of another number or size": (
+            drafter.model_of(vllm_config) is not None and not drafter.has_equal_layers(vllm_config),
+            "vLLM then has no block table that layers of the model can share",
+            "use a drafter with as many KV heads and the same head size as the model",
         ),
         "adaptive verification": (
             getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Incremented with every change to a struct or signature below. The Python wrapper accepts exactly one version. */
-#define FA_CPU_ABI_VERSION 6
+#define FA_CPU_ABI_VERSION 7
 
 typedef enum fa_dtype {
   FA_F32 = 0,
@@ -126,7 +126,13 @@ typedef struct fa_kv_write {
  * queries, key_heads keys, value_heads values q = q / |q| / sqrt(key_size);  k = k / |k|      |q|^2 has 1e-6 added g =
  * -e^a_log * softplus(a + dt_bias);  beta = sigmoid(b) S = e^g S;  S = S + k (beta (v - S^T k))^T;  out = S^T q Value
  * head h uses key head h / (value_heads / key_heads). Where begun[r] is 0, the slot's old content counts as zero. The
- * arithmetic is fp32. The slots of a call must differ. */
+ * arithmetic is fp32. The slots of a call must differ.
+ *
+ * Speculation: a request with verified[r] > 0 computes draft tokens behind a verified one, some of which may be
+ * rejected, so it keeps a state for each token. verified[r] counts the tokens of its last such step that were
+ * accepted. Its states begin with slot state_slots[r][verified[r] - 1], its inputs with row verified[r] - 1 of slot
+ * slots[r]. The state after token t goes to slot state_slots[r][t], and the inputs, without the oldest one, to the
+ * first rows of slot slots[r]. Other requests begin with the first row, and keep their last width - 1 inputs. */
 typedef struct fa_gated_delta {
   int32_t num_requests;
   int32_t key_heads;
@@ -144,6 +150,10 @@ typedef struct fa_gated_delta {
   const uint8_t* begun;           /* [num_requests] */
   int64_t num_tokens;             /* rows of x; query_start_loc must not exceed it */
   int64_t num_slots;
+  const int32_t* verified;    /* [num_requests], 0 where a request has no draft tokens; or NULL */
+  const int32_t* state_slots; /* [num_requests, states_per_request]; read where verified is not 0 */
+  int32_t states_per_request;
+  int32_t inputs_per_slot; /* at least width - 1 */
 
   const float* weight;  /* [width, channels]; channels = 2 * key_heads * key_size + value_heads * value_size */
   const float* bias;    /* [channels] or NULL */
@@ -154,7 +164,7 @@ typedef struct fa_gated_delta {
   const void* a; /* [num_tokens, value_heads] */
   const void* b; /* like a */
   void* out;     /* [num_tokens, value_heads, value_size], contiguous in a token */
-  void* inputs;  /* [num_slots, width - 1, channels], oldest first */
+  void* inputs;  /* [num_slots, inputs_per_slot, channels], oldest first */
   void* states;  /* [num_slots, value_heads, key_size, value_size], contiguous in a slot */
 
   int64_t x_token_stride, a_token_stride, b_token_stride, out_token_stride;

@@ -16,6 +16,30 @@ int32_t check_size(const char* name, int32_t size) {
   return fail(FA_BAD_ARGUMENT, "%s must be a multiple of 8 up to %d, not %d.", name, kMaxHeadSize, size);
 }
 
+// A request's draft tokens: their states and inputs are inside its slots.
+int32_t check_drafts(const fa_gated_delta& p, int r) {
+  const int32_t verified = p.verified[r], tokens = p.query_start_loc[r + 1] - p.query_start_loc[r];
+  if (verified == 0 || tokens == 0) return FA_OK;
+  const int32_t most =
+      p.states_per_request < p.inputs_per_slot - p.width + 2 ? p.states_per_request : p.inputs_per_slot - p.width + 2;
+  if (verified < 0 || verified > most) {
+    return fail(FA_BAD_ARGUMENT, "verified[%d] is %d, but slots keep states and inputs of 0 to %d tokens.", r, verified,
+                most);
+  }
+  if (tokens > most) {
+    return fail(FA_BAD_ARGUMENT, "request %d computes %d draft tokens, but slots keep states and inputs of %d.", r,
+                tokens, most);
+  }
+  for (int32_t t = 0; t < (tokens > verified ? tokens : verified); ++t) {
+    const int32_t slot = p.state_slots[static_cast<int64_t>(r) * p.states_per_request + t];
+    if (slot < 0 || slot >= p.num_slots) {
+      return fail(FA_BAD_ARGUMENT, "state_slots[%d][%d] is %d, but slots go from 0 to %lld.", r, t, slot,
+                  (long long)p.num_slots - 1);
+    }
+  }
+  return FA_OK;
+}
+
 int32_t check_requests(const fa_gated_delta& p) {
   if (p.query_start_loc[0] != 0) {
     return fail(FA_BAD_ARGUMENT, "query_start_loc must begin with 0, not %d.", p.query_start_loc[0]);
@@ -28,6 +52,9 @@ int32_t check_requests(const fa_gated_delta& p) {
     if (p.slots[r] < 0 || p.slots[r] >= p.num_slots) {
       return fail(FA_BAD_ARGUMENT, "slots[%d] is %d, but slots go from 0 to %lld.", r, p.slots[r],
                   (long long)p.num_slots - 1);
+    }
+    if (p.verified != nullptr) {
+      if (const int32_t status = check_drafts(p, r)) return status;
     }
   }
   if (p.query_start_loc[p.num_requests] > p.num_tokens) {
@@ -50,7 +77,12 @@ int32_t check(const fa_gated_delta& p) {
   if (const int32_t status = check_dtype("dtype", p.dtype)) return status;
   if (const int32_t status = check_dtype("inputs_dtype", p.inputs_dtype)) return status;
   if (const int32_t status = check_dtype("states_dtype", p.states_dtype)) return status;
+  if (p.inputs_per_slot < p.width - 1) {
+    return fail(FA_BAD_ARGUMENT, "inputs_per_slot must be at least width - 1 (%d), not %d.", p.width - 1,
+                p.inputs_per_slot);
+  }
   if (p.num_requests == 0) return FA_OK;
+  if (p.verified != nullptr) FA_REQUIRE_POINTER(p, state_slots);
   FA_REQUIRE_POINTER(p, query_start_loc);
   FA_REQUIRE_POINTER(p, slots);
   FA_REQUIRE_POINTER(p, begun);

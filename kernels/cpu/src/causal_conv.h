@@ -24,6 +24,17 @@ inline void write_strided(T* p, int64_t stride, int count, Vec a, Part part) {
   for (int i = 0; i < count; ++i) p[i * stride] = lanes[i];
 }
 
+// How many tokens of the request's last step were accepted, if it computes draft tokens; otherwise 0.
+inline int verified_tokens(const fa_gated_delta& problem, int request) {
+  return problem.verified != nullptr ? problem.verified[request] : 0;
+}
+
+// The row of a slot's inputs with which a request begins.
+inline int first_input(const fa_gated_delta& problem, int request) {
+  const int verified = verified_tokens(problem, request);
+  return verified > 0 ? verified - 1 : 0;
+}
+
 // The W - 1 inputs before a step, of the channels from channel on: N vectors, oldest first.
 template <int W, int N, class Part>
 inline void load_kept(const fa_gated_delta& problem, int request, int channel, int count, Part part,
@@ -31,7 +42,8 @@ inline void load_kept(const fa_gated_delta& problem, int request, int channel, i
   with_dtype(problem.inputs_dtype, [&](auto* type) {
     const int64_t stride = problem.inputs_channel_stride;
     const auto* kept = static_cast<decltype(type)>(problem.inputs) +
-                       problem.slots[request] * problem.inputs_slot_stride + channel * stride;
+                       problem.slots[request] * problem.inputs_slot_stride +
+                       first_input(problem, request) * problem.inputs_token_stride + channel * stride;
     FA_UNROLL
     for (int n = 0; n < N; ++n) {
       FA_UNROLL
@@ -106,11 +118,28 @@ void convolve(const fa_gated_delta& problem, int request, int channel, int size,
   });
 }
 
+// Rows of inputs after a step of count tokens: each is `shift` inputs newer than before. After draft tokens, there is
+// one history of width - 1 inputs behind each token.
+struct KeptRows {
+  int count;
+  int shift;
+  int first;  // old row of the oldest input
+
+  KeptRows(const fa_gated_delta& problem, int request, int tokens)
+      : count(problem.width - 1), shift(tokens), first(first_input(problem, request)) {
+    if (verified_tokens(problem, request) == 0) return;
+    count += tokens - 1;
+    shift = 1;
+  }
+  // The token whose input row j gets; negative: the old row old_row(j).
+  int token(int j, int width) const { return j + shift - (width - 1); }
+  int64_t old_row(int j) const { return first + j + shift; }
+};
+
 // keep_inputs() where no number changes.
 inline void copy_kept(const fa_gated_delta& problem, int request, int channel_begin, int channel_end) {
   const int64_t begin = problem.query_start_loc[request];
-  const int count = static_cast<int>(problem.query_start_loc[request + 1] - begin);
-  const int kept = problem.width - 1;
+  const KeptRows rows(problem, request, static_cast<int>(problem.query_start_loc[request + 1] - begin));
   const size_t size = problem.dtype == FA_F32 ? sizeof(float) : sizeof(BFloat16);
   const size_t bytes = static_cast<size_t>(channel_end - channel_begin) * size;
   const char* x = static_cast<const char*>(problem.x) +
@@ -118,13 +147,13 @@ inline void copy_kept(const fa_gated_delta& problem, int request, int channel_be
   char* inputs = static_cast<char*>(problem.inputs) +
                  (problem.slots[request] * problem.inputs_slot_stride + channel_begin) * static_cast<int64_t>(size);
   // With few tokens, older inputs move up. Each row is read before it is overwritten.
-  for (int j = 0; j < kept; ++j) {
-    const int token = count - kept + j;
+  for (int j = 0; j < rows.count; ++j) {
+    const int token = rows.token(j, problem.width);
     char* row = inputs + j * problem.inputs_token_stride * static_cast<int64_t>(size);
     if (token >= 0) {
       __builtin_memcpy(row, x + token * problem.x_token_stride * static_cast<int64_t>(size), bytes);
     } else if (problem.begun[request] != 0) {
-      __builtin_memcpy(row, row + count * problem.inputs_token_stride * static_cast<int64_t>(size), bytes);
+      __builtin_memcpy(row, inputs + rows.old_row(j) * problem.inputs_token_stride * static_cast<int64_t>(size), bytes);
     } else {
       __builtin_memset(row, 0, bytes);
     }
@@ -133,10 +162,9 @@ inline void copy_kept(const fa_gated_delta& problem, int request, int channel_be
 
 void keep_inputs(const fa_gated_delta& problem, int request, int channel_begin, int channel_end) {
   const int64_t begin = problem.query_start_loc[request];
-  const int count = static_cast<int>(problem.query_start_loc[request + 1] - begin);
+  const KeptRows rows(problem, request, static_cast<int>(problem.query_start_loc[request + 1] - begin));
   const int64_t slot = problem.slots[request] * problem.inputs_slot_stride;
   const int64_t stride = problem.inputs_channel_stride;
-  const int kept = problem.width - 1;
   if (problem.dtype == problem.inputs_dtype && stride == 1) {
     return copy_kept(problem, request, channel_begin, channel_end);
   }
@@ -147,13 +175,13 @@ void keep_inputs(const fa_gated_delta& problem, int request, int channel_begin, 
       for_each_vector(channel_end - channel_begin, [&](int d, auto part) {
         const int channel = channel_begin + d;
         const int lanes = channel_end - channel < kWidth ? channel_end - channel : kWidth;
-        for (int j = 0; j < kept; ++j) {
-          const int token = count - kept + j;
+        for (int j = 0; j < rows.count; ++j) {
+          const int token = rows.token(j, problem.width);
           Vec row = splat(0.0f);
           if (token >= 0) {
             row = part.read(x + token * problem.x_token_stride + channel);
           } else if (problem.begun[request] != 0) {
-            row = read_strided(inputs + (j + count) * problem.inputs_token_stride + channel * stride, stride, lanes,
+            row = read_strided(inputs + rows.old_row(j) * problem.inputs_token_stride + channel * stride, stride, lanes,
                                part);
           }
           write_strided(inputs + j * problem.inputs_token_stride + channel * stride, stride, lanes, row, part);

@@ -1,4 +1,5 @@
-// One token: the state is read from memory once, and written once while it is still in a cache.
+// One token: the state is read from memory once, and written once while it is still in a cache. With draft tokens, it
+// is written to another place.
 namespace fastattention {
 namespace {
 
@@ -11,10 +12,11 @@ struct DeltaToken {
   bool begun;  // false: the state is zero, whatever the memory holds
 };
 
-// N vectors of columns of the state. ahead: a part of the state that is read next, with the same rows.
+// N vectors of columns of the state, which becomes `after`. ahead: a part of the state that is read next, with the same
+// rows.
 template <int N, class S, class Part>
-inline void update_columns(const DeltaToken& token, int key_size, int64_t row_stride, S* state, const S* ahead,
-                           const float* value, float* out, Part part) {
+inline void update_columns(const DeltaToken& token, int key_size, int64_t row_stride, const S* state, S* after,
+                           const S* ahead, const float* value, float* out, Part part) {
   Vec known[N], seen[N];
   FA_UNROLL
   for (int n = 0; n < N; ++n) known[n] = seen[n] = splat(0.0f);
@@ -45,9 +47,9 @@ inline void update_columns(const DeltaToken& token, int key_size, int64_t row_st
     }
     FA_UNROLL
     for (int n = 0; n < N; ++n) {
-      S* row = state + i * row_stride + n * kWidth;
-      const Vec before = token.begun ? mul(decay, part.read(row)) : splat(0.0f);
-      part.write(row, fma(key, change[n], before));
+      const int64_t row = i * row_stride + n * kWidth;
+      const Vec before = token.begun ? mul(decay, part.read(state + row)) : splat(0.0f);
+      part.write(after + row, fma(key, change[n], before));
     }
   }
 }
@@ -56,21 +58,22 @@ inline void update_columns(const DeltaToken& token, int key_size, int64_t row_st
 // takes two accumulators.
 constexpr int kStateVectors = kWidth == 16 ? 8 : 4;
 
-// The state of one value head, [key_size][value_size], from column on. next: the next head's state, or null.
+// The state of one value head, [key_size][value_size], from column on. next: the state that is read next, or null.
 template <int N, class S>
-void update_state(const DeltaToken& token, int key_size, int value_size, int column, S* state, const S* next,
-                  const float* value, float* out) {
+void update_state(const DeltaToken& token, int key_size, int value_size, int column, const S* state, S* after,
+                  const S* next, const float* value, float* out) {
   constexpr int kColumns = N * kWidth;
   for (; column + kColumns <= value_size; column += kColumns) {
     const S* ahead = column + 2 * kColumns <= value_size ? state + column + kColumns : next;
-    update_columns<N>(token, key_size, value_size, state + column, ahead, value + column, out + column, WholeVector());
+    update_columns<N>(token, key_size, value_size, state + column, after + column, ahead, value + column, out + column,
+                      WholeVector());
   }
   if constexpr (N > 4) {
-    update_state<N / 2>(token, key_size, value_size, column, state, next, value, out);
+    update_state<N / 2>(token, key_size, value_size, column, state, after, next, value, out);
   } else {
     for_each_vector(value_size - column, [&](int d, auto part) {
-      update_columns<1>(token, key_size, value_size, state + column + d, static_cast<const S*>(nullptr),
-                        value + column + d, out + column + d, part);
+      update_columns<1>(token, key_size, value_size, state + column + d, after + column + d,
+                        static_cast<const S*>(nullptr), value + column + d, out + column + d, part);
     });
   }
 }

@@ -34,28 +34,63 @@ inline void write_output(const fa_gated_delta& problem, int64_t row, int head, i
   });
 }
 
+// Where a request's states of the item's first head are: before its tokens, and after each.
 template <class S>
-void delta_of_token(const fa_gated_delta& problem, const DeltaItem& item, const DeltaScratch& scratch, S* states) {
-  const int64_t row = problem.query_start_loc[item.request];
-  const size_t state_size = static_cast<size_t>(problem.key_size) * problem.value_size;
-  load_keys_and_queries(problem, item, 0, 1, scratch);
+struct TokenStates {
+  const fa_gated_delta& problem;
+  S* states;
+  int request;
+  int verified;
+
+  TokenStates(const fa_gated_delta& p, const DeltaItem& item, S* all)
+      : problem(p),
+        states(all + static_cast<int64_t>(item.first_head) * p.key_size * p.value_size),
+        request(item.request),
+        verified(verified_tokens(p, item.request)) {}
+  S* before() const { return verified > 0 ? after(verified - 1) : in(problem.slots[request]); }
+  S* after(int token) const {
+    if (verified == 0) return in(problem.slots[request]);
+    return in(problem.state_slots[static_cast<int64_t>(request) * problem.states_per_request + token]);
+  }
+  S* in(int32_t slot) const { return states + slot * problem.states_slot_stride; }
+};
+
+// Few tokens, each of which has a state of its own.
+template <class S>
+void delta_token_by_token(const fa_gated_delta& problem, const DeltaItem& item, const DeltaScratch& scratch,
+                          const TokenStates<S>& states) {
+  const int64_t begin = problem.query_start_loc[item.request];
+  const int tokens = static_cast<int>(problem.query_start_loc[item.request + 1] - begin);
+  const int64_t state_size = static_cast<int64_t>(problem.key_size) * problem.value_size;
   DeltaToken token;
-  token.key = scratch.rows;
-  token.query = scratch.rows + scratch.key_stride;
-  token.begun = problem.begun[item.request] != 0;
-  Vec match = splat(0.0f);
-  for (int d = 0; d < problem.key_size; d += kWidth) match = fma(load(token.key + d), load(token.query + d), match);
-  token.match = reduce_add(match);
-  for (int h = 0; h < item.num_heads; ++h) {
-    const int head = item.first_head + h;
-    load_values(problem, item.request, head, 0, 1, scratch);
-    gates_of_token(problem, head, row, &token.decay, &token.beta);
-    token.decay = exp2(token.decay);
-    S* state = states + h * state_size;
-    const S* next = h + 1 < item.num_heads ? state + state_size : nullptr;
-    update_state<kStateVectors>(token, problem.key_size, problem.value_size, 0, state, next, scratch.values,
-                                scratch.strip);
-    write_output(problem, row, head, 0, problem.value_size, 1, scratch.strip, 0);
+  for (int first = 0; first < tokens; first += kChunk) {
+    const int n = tokens - first < kChunk ? tokens - first : kChunk;
+    load_keys_and_queries(problem, item, first, n, scratch);
+    const S* start = first > 0 ? states.after(first - 1) : states.before();
+    for (int h = 0; h < item.num_heads; ++h) {
+      const int head = item.first_head + h;
+      load_values(problem, item.request, head, first, n, scratch);
+      const S* before = start + h * state_size;
+      for (int t = 0; t < n; ++t) {
+        const float* value = scratch.values + t * scratch.value_stride;
+        S* after = states.after(first + t) + h * state_size;
+        token.key = scratch.rows + t * scratch.key_stride;
+        token.query = scratch.rows + (n + t) * scratch.key_stride;
+        token.begun = first + t > 0 || problem.begun[item.request] != 0;
+        Vec match = splat(0.0f);
+        for (int d = 0; d < problem.key_size; d += kWidth) {
+          match = fma(load(token.key + d), load(token.query + d), match);
+        }
+        token.match = reduce_add(match);
+        gates_of_token(problem, head, begin + first + t, &token.decay, &token.beta);
+        token.decay = exp2(token.decay);
+        const S* next = t + 1 == n && h + 1 < item.num_heads ? start + (h + 1) * state_size : nullptr;
+        update_state<kStateVectors>(token, problem.key_size, problem.value_size, 0, before, after, next, value,
+                                    scratch.strip);
+        write_output(problem, begin + first + t, head, 0, problem.value_size, 1, scratch.strip, 0);
+        before = after;
+      }
+    }
   }
 }
 
@@ -100,14 +135,12 @@ void delta_of_tokens(const fa_gated_delta& problem, const DeltaItem& item, const
 
 void gated_delta(const fa_gated_delta& problem, const DeltaItem& item, void* memory) {
   const DeltaScratch scratch(memory, problem, item.num_heads);
-  const int64_t state_size = static_cast<int64_t>(problem.key_size) * problem.value_size;
   with_dtype(problem.states_dtype, [&](auto* type) {
-    auto* states = static_cast<decltype(type)>(problem.states) +
-                   problem.slots[item.request] * problem.states_slot_stride + item.first_head * state_size;
-    if (problem.query_start_loc[item.request + 1] - problem.query_start_loc[item.request] == 1) {
-      delta_of_token(problem, item, scratch, states);
+    const TokenStates states(problem, item, static_cast<decltype(type)>(problem.states));
+    if (states.verified > 0 || problem.query_start_loc[item.request + 1] - problem.query_start_loc[item.request] == 1) {
+      delta_token_by_token(problem, item, scratch, states);
     } else {
-      delta_of_tokens(problem, item, scratch, states);
+      delta_of_tokens(problem, item, scratch, states.before());
     }
   });
 }

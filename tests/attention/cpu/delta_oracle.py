@@ -12,7 +12,10 @@ from fastattention_vllm.attention.cpu.gated_delta import GatedDeltaLayer
 
 @dataclass(frozen=True)
 class Case:
-    """``lengths``: the tokens of each request. ``begun``: which of them continue; all, if absent."""
+    """``lengths``: the tokens of each request. ``begun``: which of them continue; all, if absent.
+
+    ``verified``: for a request with draft tokens, how many tokens of its last step were accepted; 0 for others.
+    """
 
     lengths: tuple[int, ...]
     key_heads: int = 2
@@ -24,6 +27,7 @@ class Case:
     inputs_dtype: torch.dtype = torch.float32
     states_dtype: torch.dtype = torch.float32
     begun: tuple[bool, ...] | None = None
+    verified: tuple[int, ...] | None = None
     bias: bool = False
     activation: str | None = "silu"
     channels_first: bool = False
@@ -44,7 +48,8 @@ class Problem:
             return torch.randn(*shape, generator=generator)
 
         requests, tokens = len(case.lengths), sum(case.lengths)
-        slots, channels, heads = requests + 2, case.channels, case.value_heads
+        columns = max(1, *case.lengths, *case.verified) if case.verified else 1
+        slots, channels, heads = requests * columns + 2, case.channels, case.value_heads
         self.case = case
         self.weight = draw(channels, case.width)
         self.bias = draw(channels) if case.bias else None
@@ -53,17 +58,23 @@ class Problem:
         self.x = draw(tokens, channels + 8).to(case.dtype)[:, :channels]
         self.b, self.a = draw(tokens, 2 * heads).to(case.dtype).chunk(2, dim=1)
         self.out = torch.full((tokens, heads, case.value_size), torch.nan, dtype=case.dtype)
-        self.slots = torch.randperm(slots, generator=generator)[:requests].int()
+        chosen = torch.randperm(slots, generator=generator)[: requests * columns].int().reshape(requests, columns)
+        self.slots = chosen[:, 0].contiguous()
+        self.verified = torch.tensor(case.verified, dtype=torch.int32) if case.verified else None
+        self.state_slots = chosen if case.verified else None
         begun = case.begun or (True,) * requests
         self.begun = torch.tensor(begun)
         self.query_start_loc = torch.tensor([0, *case.lengths]).cumsum(0).int()
-        self.inputs = torch.full((slots, case.width - 1, channels), torch.nan, dtype=case.inputs_dtype)
+        self.inputs = torch.full((slots, case.width + columns - 2, channels), torch.nan, dtype=case.inputs_dtype)
         if case.channels_first:
             self.inputs = self.inputs.transpose(1, 2).contiguous().transpose(1, 2)
         self.states = torch.full((slots, heads, case.key_size, case.value_size), torch.nan, dtype=case.states_dtype)
         for slot in self.slots[self.begun].tolist():
             self.inputs[slot] = draw(*self.inputs.shape[1:]).to(case.inputs_dtype)
             self.states[slot] = draw(*self.states.shape[1:]).to(case.states_dtype)
+        for request, count in enumerate(case.verified or ()):
+            for slot in chosen[request, :count].tolist():
+                self.states[slot] = draw(*self.states.shape[1:]).to(case.states_dtype)
 
     def layer(self) -> GatedDeltaLayer:
         case = self.case
@@ -82,6 +93,7 @@ class Problem:
     def run(self, **changes: Any) -> None:
         """``changes`` replace arguments of ``GatedDeltaLayer.run``."""
         names = ("x", "a", "b", "out", "query_start_loc", "slots", "begun", "inputs", "states")
+        names += ("verified", "state_slots")
         self.layer().run(**{name: getattr(self, name) for name in names} | changes)
 
 
@@ -94,10 +106,21 @@ def definition(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     sizes = [case.key_heads * case.key_size] * 2 + [case.value_heads * case.value_size]
     for request, slot in enumerate(problem.slots.tolist()):
         if case.lengths[request] and not problem.begun[request]:
-            inputs[slot], states[slot] = 0, 0
-        for token in range(*problem.query_start_loc[request : request + 2].tolist()):
-            window = torch.cat([inputs[slot], x[token : token + 1]])
-            inputs[slot] = window[1:]
+            inputs[slot, : case.width - 1], states[slot] = 0, 0
+        first, end = problem.query_start_loc[request : request + 2].tolist()
+        kept, drafting = case.width - 1, bool(case.verified and case.verified[request])
+        oldest = case.verified[request] - 1 if case.verified and drafting else 0
+        history = torch.cat([inputs[slot, oldest : oldest + kept], x[first:end]])
+        before = slot
+        if problem.state_slots is not None and drafting:
+            before = int(problem.state_slots[request, oldest])
+        for token in range(first, end):
+            window = history[token - first : token - first + case.width]
+            after = slot
+            if problem.state_slots is not None and drafting:
+                after = int(problem.state_slots[request, token - first])
+            state = states[before].clone()
+            before = after
             y = (window.T * weight).sum(1) + (0 if problem.bias is None else problem.bias.double())
             if case.activation:
                 y = y * y.sigmoid()
@@ -111,8 +134,13 @@ def definition(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
             decay, beta = (-problem.a_log.double().exp() * softplus).exp(), b[token].sigmoid()
             for head in range(case.value_heads):
                 shared = head // (case.value_heads // case.key_heads)
-                matrix = decay[head] * states[slot, head]
+                matrix = decay[head] * state[head]
                 change = beta[head] * (value[head] - matrix.T @ key[shared])
-                states[slot, head] = matrix + torch.outer(key[shared], change)
-                out[token, head] = states[slot, head].T @ query[shared]
+                changed = matrix + torch.outer(key[shared], change)
+                out[token, head] = changed.T @ query[shared]
+                # The state of a draft token is what the next token begins with.
+                states[after, head] = changed.to(case.states_dtype).double() if drafting else changed
+        if end > first:
+            newest = history[1:] if drafting else history[-kept:]
+            inputs[slot, : len(newest)] = newest
     return out, inputs, states

@@ -85,6 +85,52 @@ def test_any_shape(
     compare(Case(tuple(lengths), key_heads, key_heads * repeats, 8 * sizes[0], 8 * sizes[1], begun=begun))
 
 
+DRAFTS: dict[str, dict[str, Any]] = {
+    "all accepted, and one": {"lengths": (4, 4), "verified": (4, 1)},
+    "fewer drafts than before": {"lengths": (2, 1, 3), "verified": (4, 3, 1)},
+    "beside a prompt and decoding": {"lengths": (40, 3, 1, 0, 5), "verified": (0, 2, 0, 2, 5)},
+    "a new prompt beside them": {"lengths": (3, 9), "verified": (2, 0), "begun": (True, False)},
+    "more drafts than a chunk": {"lengths": (40, 70), "verified": (33, 70), "key_heads": 1, "value_heads": 1},
+    "16 bits": {"lengths": (3, 2), "verified": (3, 2), "dtype": torch.bfloat16, "states_dtype": torch.float16},
+    "channels first": {"lengths": (3, 5), "verified": (2, 5), "channels_first": True},
+    "two inputs": {"lengths": (3, 2), "verified": (1, 3), "width": 2, "inputs_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_tokens_keep_a_state_each(name: str, isa: str) -> None:
+    compare(Case(**DRAFTS[name]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    width=st.integers(2, 4),
+    key_heads=st.integers(1, 2),
+    seed=st.integers(0, 9),
+)
+def test_any_drafts(requests: list[tuple[int, int]], width: int, key_heads: int, seed: int) -> None:
+    lengths, verified = zip(*requests, strict=True)
+    compare(Case(lengths, key_heads, 2 * key_heads, 8, 16, width, verified=verified, seed=seed))
+
+
+def test_rejected_tokens_leave_no_trace() -> None:
+    """A step after drafts of which two were accepted equals the step after these two tokens alone."""
+    drafted = Problem(Case((4,), verified=(3,), seed=3))
+    drafted.run()
+    rows = slice(2, 4)
+    one = {name: getattr(drafted, name)[rows] for name in ("x", "a", "b", "out")}
+    expected, inputs, states = drafted.out[rows].clone(), drafted.inputs.clone(), drafted.states.clone()
+    assert drafted.state_slots is not None
+    # The first two tokens were accepted. The others are computed again.
+    drafted.run(**one, query_start_loc=torch.tensor([0, 2], dtype=torch.int32), verified=torch.tensor([2]).int())
+    assert torch.equal(drafted.out[rows], expected)
+    for before, after in zip(drafted.state_slots[0, 2:4].tolist(), drafted.state_slots[0, :2].tolist(), strict=True):
+        assert torch.equal(drafted.states[after], states[before])
+    kept = drafted.case.width - 1
+    assert torch.equal(drafted.inputs[drafted.slots[0], 1 : 1 + kept], inputs[drafted.slots[0], 3 : 3 + kept])
+
+
 @settings(max_examples=15, deadline=None)
 @given(cuts=st.sets(st.integers(1, 149), max_size=4))
 def test_states_carry_a_prompt_from_step_to_step(cuts: set[int]) -> None:
@@ -183,6 +229,23 @@ WRONG: dict[str, tuple[Callable[[Problem], dict[str, Any]], str]] = {
     "falling starts": (lambda p: {"query_start_loc": torch.tensor([0, 4, 2], dtype=torch.int32)}, "never decrease"),
     "a first start": (lambda p: {"query_start_loc": torch.tensor([1, 4, 5], dtype=torch.int32)}, "begin with 0, not 1"),
 }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"verified": torch.tensor([5, 1]).int()}, r"verified\[0\] is 5, but slots keep states and inputs of 0 to 4"),
+        ({"verified": torch.tensor([-1, 1]).int()}, r"verified\[0\] is -1"),
+        ({"verified": torch.tensor([1]).int()}, "verified must be"),
+        ({"state_slots": torch.tensor([[0, 1], [2, 3]]).int()}, "request 1 computes 4 draft tokens"),
+        ({"state_slots": torch.full((2, 4), 10).int()}, r"state_slots\[0\]\[0\] is 10, but slots go from 0 to 9"),
+        ({"state_slots": torch.full((2, 4), 1)}, "state_slots must be"),
+    ],
+)
+def test_wrong_drafts_are_named(changes: dict[str, Any], message: str) -> None:
+    problem = Problem(Case((1, 4), verified=(2, 1)))
+    with pytest.raises(ValueError, match=message):
+        problem.run(**changes)
 
 
 @pytest.mark.parametrize("name", WRONG)

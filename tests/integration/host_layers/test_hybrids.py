@@ -13,7 +13,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import Platform, current_platform
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.cpu import platform
 from fastattention_vllm.integration.cpu.backend import FastAttentionBackend
 from fastattention_vllm.integration.cuda.device import CudaRuntime
 from fastattention_vllm.integration.cuda.flash import HostLayerFlashBackend
@@ -57,10 +56,9 @@ def config_of_27b(path: Path, **arguments: Any) -> VllmConfig:
     ids=["no prefix caching", "prefix caching", "prefix caching and MTP"],
 )
 def test_the_sizes_of_vllms_configuration_are_the_planners(
-    arguments: dict[str, Any], states: int, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], states: int, drafts: int, tmp_path: Path
 ) -> None:
     """Qwen3.5-27B: `fastattention plan` reads config.json alone, the engine what vLLM makes of it."""
-    monkeypatch.setattr(platform, "check_supported", lambda config: None)  # MTP is refused on CPUs
     config = config_of_27b(tmp_path, **arguments)
     planned = plan_memory(shape("qwen3.5-27b"), machine("h200-141g", 1), Request(1 << 18))
     assert layers_of(config) == planned.layers

@@ -8,9 +8,9 @@ Reference: ``vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`` of 0.32
 
 from __future__ import annotations
 
-import ctypes
 import typing
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,22 +39,10 @@ def pack_convolution(weight: torch.Tensor) -> torch.Tensor:
     return weight[:, None].clone()
 
 
-def copy_states(src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor, BLOCK_SIZE: int = 0) -> None:
-    """Copy ``sizes`` bytes between addresses. Parameter names are the Triton kernel's.
-
-    Caller: v1/worker/mamba_utils.py, when a request with prefix caching enters another block.
-    """
-    for source, target, size in zip(src_ptrs.tolist(), dst_ptrs.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(target, source, size)
-
-
-KERNELS = {"vllm.v1.worker.mamba_utils.batch_memcpy_kernel": copy_states}
-
-
 def _operator(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
     """``mixed_qkv [tokens, channels]``, ``b`` and ``a [tokens, V heads]``, ``core_attn_out [tokens, V heads, V]``.
 
-    Requests that decode one token come first, then those that compute part of their prompt.
+    Without draft tokens, requests that decode one token come first, then those that compute part of their prompt.
     """
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -65,13 +53,11 @@ def _operator(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: An
     if context.attn_metadata is None:  # vLLM's profiling and warm-up runs
         return
     metadata = context.attn_metadata[layer.prefix]
-    assert metadata.spec_sequence_masks is None, "speculation with these layers is refused at start"
     if metadata.num_actual_tokens == 0:
         return
-    decodes, requests = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
-    begun = torch.ones(requests, dtype=torch.bool)
-    if metadata.num_prefills:
-        begun[decodes:] = metadata.has_initial_state[decodes:requests]
+    if metadata not in _batches:
+        _batches[metadata] = _batch(metadata)
+    batch = _batches[metadata]
     inputs, states = layer.kv_cache
     if is_conv_state_dim_first():
         inputs = inputs.transpose(1, 2)
@@ -82,12 +68,55 @@ def _operator(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: An
         a,
         b,
         core_attn_out,
-        metadata.non_spec_query_start_loc[: requests + 1].int(),
-        metadata.non_spec_state_indices_tensor[:requests].int(),
-        begun,
+        batch.query_start_loc,
+        batch.slots,
+        batch.begun,
         inputs,
         states.view(slots, heads, key_size, value_size),
+        batch.verified,
+        batch.state_slots,
     )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A step's requests, in the order of their tokens; ``GatedDeltaLayer.run`` describes the tensors."""
+
+    query_start_loc: torch.Tensor
+    slots: torch.Tensor
+    begun: torch.Tensor
+    verified: torch.Tensor | None = None
+    state_slots: torch.Tensor | None = None
+
+
+_batches: MutableMapping[Any, _Batch] = WeakIdKeyDictionary()
+"""From vLLM's metadata, which the layers with the same block table share."""
+
+
+def _batch(metadata: Any) -> _Batch:
+    """The step that ``GDNAttentionMetadata`` describes. It separates requests with draft tokens from others."""
+    decodes, others = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
+    begun = torch.ones(others, dtype=torch.bool)
+    if metadata.num_prefills:
+        begun[decodes:] = metadata.has_initial_state[decodes:others]
+    if metadata.spec_sequence_masks is None:
+        starts, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
+        return _Batch(starts[: others + 1].int(), slots[:others].int().contiguous(), begun)
+    drafting = metadata.num_spec_decodes
+    has_drafts = metadata.spec_sequence_masks[: drafting + others]
+    state_slots = torch.zeros(len(has_drafts), metadata.spec_state_indices_tensor.shape[1], dtype=torch.int32)
+    state_slots[has_drafts] = metadata.spec_state_indices_tensor[:drafting].int()
+    verified, lengths = (torch.zeros(len(has_drafts), dtype=torch.int32) for _ in range(2))
+    verified[has_drafts] = metadata.num_accepted_tokens[:drafting].int()
+    lengths[has_drafts] = metadata.spec_query_start_loc[: drafting + 1].int().diff()
+    all_begun = has_drafts.clone()
+    if others:
+        state_slots[~has_drafts, 0] = metadata.non_spec_state_indices_tensor[:others].int()
+        lengths[~has_drafts] = metadata.non_spec_query_start_loc[: others + 1].int().diff()
+        all_begun[~has_drafts] = begun
+    starts = torch.zeros(len(has_drafts) + 1, dtype=torch.int32)
+    starts[1:] = lengths.cumsum(0)
+    return _Batch(starts, state_slots[:, 0].contiguous(), all_begun, verified, state_slots)
 
 
 def _kernels(layer: Any) -> GatedDeltaLayer:

@@ -20,7 +20,7 @@ from torch import (
 )
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.cpu.stand_ins import linear_attention
+from fastattention_vllm.integration.cpu.stand_ins import drafting, linear_attention, state_copies
 from fastattention_vllm.integration.cpu.stand_ins import moe as cpu_moe
 from fastattention_vllm.integration.cpu.stand_ins import speculation as cpu_speculation
 from fastattention_vllm.placement.cpus import parse_cpu_list
@@ -84,7 +84,8 @@ def register_kernel_overrides() -> None:
     compat.replace_triton_kernels(
         {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping}
         | cpu_speculation.KERNELS
-        | linear_attention.KERNELS
+        | drafting.KERNELS
+        | state_copies.KERNELS
     )
 
 

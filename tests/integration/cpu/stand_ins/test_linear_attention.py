@@ -19,6 +19,10 @@ CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
 pytestmark = pytest.mark.skipif(not compat.has_cpu_linear_attention(), reason="nothing is replaced in this vLLM")
 
 
+class Metadata(SimpleNamespace):
+    """Weak references to it are possible, as to vLLM's."""
+
+
 def layer(dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(3)
     return SimpleNamespace(
@@ -52,7 +56,7 @@ def run(
 ) -> Any:
     """``steps``: of each request its tokens, slot, and whether it has begun. ``decodes``: all that have, if absent."""
     decodes = sum(begun for _, _, begun in steps) if decodes is None else decodes
-    metadata = SimpleNamespace(
+    metadata = Metadata(
         spec_sequence_masks=None,
         num_actual_tokens=len(x),
         num_decodes=decodes,
