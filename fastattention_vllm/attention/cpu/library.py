@@ -13,7 +13,7 @@ import os
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 _LIBRARY_NAME = "libfastattention_cpu.so"
 _OK, _OUT_OF_MEMORY = 0, 2
 
@@ -50,6 +50,8 @@ class AttentionArguments(ctypes.Structure):
         ("query", c_void_p),
         ("key", c_void_p),
         ("value", c_void_p),
+        ("key_factors", c_void_p),
+        ("value_factors", c_void_p),
         ("out", c_void_p),
         ("lse", c_void_p),
         ("query_token_stride", c_int64),
@@ -60,6 +62,12 @@ class AttentionArguments(ctypes.Structure):
         ("value_block_stride", c_int64),
         ("value_token_stride", c_int64),
         ("value_head_stride", c_int64),
+        ("key_factor_block_stride", c_int64),
+        ("key_factor_token_stride", c_int64),
+        ("key_factor_head_stride", c_int64),
+        ("value_factor_block_stride", c_int64),
+        ("value_factor_token_stride", c_int64),
+        ("value_factor_head_stride", c_int64),
         ("out_token_stride", c_int64),
         ("out_head_stride", c_int64),
         ("lse_token_stride", c_int64),
@@ -85,6 +93,9 @@ class WriteArguments(ctypes.Structure):
         ("value", c_void_p),
         ("key_cache", c_void_p),
         ("value_cache", c_void_p),
+        ("key_factors", c_void_p),
+        ("value_factors", c_void_p),
+        ("saturated", c_void_p),
         ("key_token_stride", c_int64),
         ("key_head_stride", c_int64),
         ("value_token_stride", c_int64),
@@ -95,6 +106,12 @@ class WriteArguments(ctypes.Structure):
         ("value_cache_block_stride", c_int64),
         ("value_cache_token_stride", c_int64),
         ("value_cache_head_stride", c_int64),
+        ("key_factor_block_stride", c_int64),
+        ("key_factor_token_stride", c_int64),
+        ("key_factor_head_stride", c_int64),
+        ("value_factor_block_stride", c_int64),
+        ("value_factor_token_stride", c_int64),
+        ("value_factor_head_stride", c_int64),
     ]
 
 
