@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.placement.kv_size import KvSize, host_token_bytes
 from fastattention_vllm.placement.plan import Layers
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
     state_layers, state_blocks = _states(vllm_config)
     dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
     heads = model.get_num_kv_heads(parallel)
+    host_dtype = options_of(vllm_config).host_kv_dtype
     return KvSize(
         block_size=cache.block_size,
         bytes_per_block=2 * cache.block_size * heads * model.get_head_size() * dtype.itemsize,
@@ -81,6 +83,9 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         state_layers=state_layers,
         state_blocks=state_blocks,
         draft_layers=_draft_layers(vllm_config),
+        host_bytes_per_block=None
+        if host_dtype == "auto"
+        else cache.block_size * heads * host_token_bytes(model.get_head_size(), host_dtype),
     )
 
 

@@ -110,4 +110,6 @@ class AcceleratorRuntime:
             head_size=config.model_config.get_head_size(),
             ranks=ranks,
         )
+        if options_of(config).host_kv_dtype != "auto":
+            activations += budget.WIDENED_BYTES
         return budget.device_kv_bytes(total, total - free, activations, config.cache_config.gpu_memory_utilization)
