@@ -4,13 +4,14 @@
     python benchmarks/host_kv_dtypes.py --only speed --cpu-time     # on a machine that other programs use
 
 Run by: contributors who change 8-bit rows, and users who choose `host_kv_dtype`.
-Needs: a CPU. 16-bit means bf16, and the 16-bit host cache is the peer.
+Needs: transformers, which vLLM brings. 16-bit means bf16, and the 16-bit host cache is the peer.
 
 - attention: one decoded token over random keys and values, against float64 over the keys before any rounding. Outlier
   channels are as models with biased keys have them: these channels of every key are 10 or 30 times as large as others.
-- log-probabilities: a random Qwen2 of four layers, three of them on the host, whose key biases make such channels.
-  Every log-probability of a prompt of 1,024 random tokens, computed in chunks of 64, beside the 16-bit host cache.
-- needles: the demo model, all layers but one on the host.
+- log-probabilities: a random Qwen2 of four layers in transformers, whose key biases make such channels. The keys and
+  values of three layers are rounded as host layers do. (tests/integration/host_layers/test_host_kv_dtype.py shows that
+  an engine computes the same.) Every log-probability of a prompt of 512 random tokens, beside unrounded fp32.
+- needles: the demo model in transformers, all layers but one rounded.
 - speed: attention of one token over 32,768 tokens, each dtype in turn, round by round. The limit is a plain read of
   the same bytes.
 """
@@ -18,19 +19,19 @@ Needs: a CPU. 16-bit means bf16, and the 16-bit host cache is the peer.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
@@ -41,7 +42,7 @@ from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
 from fastattention_vllm.demo.tokenizer import token_id
 from fastattention_vllm.placement.calibrate import plain_read_rate
-from fastattention_vllm.placement.stored_rows import TORCH_DTYPES, page_shape, pages_of, token_bytes
+from fastattention_vllm.placement.stored_rows import TORCH_DTYPES, page_shape, pages_of, rounded, token_bytes
 
 BF16, PEER = torch.bfloat16, "16-bit host cache"
 DTYPES = {"bf16": BF16} | TORCH_DTYPES
@@ -49,7 +50,7 @@ HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 128
 OUTLIERS = ((0, 1), (2, 10), (2, 30), (4, 10), (4, 30))
 """Channels of 128, and how many times as large they are."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-PARTS = ("attention", "logprobs", "needles", "speed")
+PARTS = ("attention", "speed", "logprobs", "needles")
 
 
 def main() -> int:
@@ -58,7 +59,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32768, help="context of the speed rows")
-    parser.add_argument("--needle-tokens", type=int, default=3000)
+    parser.add_argument("--needle-tokens", type=int, default=2000)
     parser.add_argument("--cpu-time", action="store_true", help="speed by CPU time; needs --threads 1")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -142,23 +143,52 @@ def attention_errors(tokens: int = 8192) -> Iterator[Row]:
             )
 
 
-def logprob_differences(tokens: int = 1024) -> Iterator[Row]:
-    for channels, times in ((0, 1), (2, 10), (4, 30)):
-        with tempfile.TemporaryDirectory() as folder:
-            model = random_model(Path(folder), channels, times)
-            prompt = torch.randint(8, 1000, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-            found = {name: prompt_logprobs(model, name, prompt) for name in ("auto", *TORCH_DTYPES)}
+def rounding_attention(dtype: torch.dtype | None, host_layers: Collection[int]) -> str:
+    """Register attention over keys and values as host layers of that dtype return them; its name in transformers."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any
+    ) -> Any:
+        if dtype is not None and module.layer_idx in host_layers:
+            rows = [part[0].transpose(0, 1) for part in (key, value)]
+            stored = rounded(rows[0], rows[1], dtype, (1.0, 1.0)).widened(key.dtype, (1.0, 1.0))
+            key, value = (part.transpose(0, 1)[None] for part in stored)
+        return sdpa_attention_forward(module, query, key, value, *more, **named)
+
+    name = f"rounded_{dtype}".replace(".", "_")
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+@torch.inference_mode()
+def logprobs(model: Any, attention: str, tokens: Sequence[int]) -> torch.Tensor:
+    """Of every next token, fp32 ``[len(tokens), vocabulary]``."""
+    model.set_attn_implementation(attention)
+    found: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
+    return found
+
+
+def logprob_differences(tokens: int = 512) -> Iterator[Row]:
+    host = range(1, 4)
+    for channels, times in OUTLIERS[::2]:
+        model = random_model(channels, times)
+        prompt = torch.randint(8, 1000, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+        found = {
+            name: logprobs(model, rounding_attention(dtype, host), prompt)[range(tokens - 1), prompt[1:]]
+            for name, dtype in ({"16-bit": None} | TORCH_DTYPES).items()
+        }
         for name in TORCH_DTYPES:
-            differences = [abs(a - b) for a, b in zip(found[name], found["auto"], strict=True)]
+            differences = (found[name] - found["16-bit"]).abs()
             case = f"{name}, random Qwen2, {channels} outlier channels of {times}x"
-            for what, value in (("mean", statistics.fmean(differences)), ("largest", max(differences))):
-                yield compared(case, f"prefill {what} difference of log-probabilities", "nats", value, better="lower")
+            for what, value in (("mean", differences.mean()), ("largest", differences.max())):
+                yield compared(
+                    case, f"prefill {what} difference of log-probabilities", "nats", float(value), better="lower"
+                )
 
 
-def random_model(folder: Path, channels: int, times: int) -> Path:
+def random_model(channels: int, times: int) -> Any:
     """Four layers with 8 query heads and 2 KV heads of 128. Outliers are key biases, before RoPE."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=1024,
@@ -171,71 +201,32 @@ def random_model(folder: Path, channels: int, times: int) -> Path:
         tie_word_embeddings=False,
         initializer_range=0.05,
     )
-    model = Qwen2ForCausalLM(config).to(BF16)
+    model = Qwen2ForCausalLM(config).eval()
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias.data.zero_().view(2, SIZE)
         typical = 0.05 * 1024**0.5  # of a key's number, after a norm
         for channel in range(channels):
-            bias[:, SIZE - 1 - 7 * channel] = times * typical * (-1) ** channel  # low frequencies of RoPE
-    model.save_pretrained(folder)
-    return folder
-
-
-def engine(model: Path, dtype: str, host_layers: int, **more: Any) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        model=str(model),
-        attention_backend="fastattention",
-        dtype="bfloat16",
-        max_num_seqs=4,
-        kv_cache_memory_bytes=256 << 20,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        additional_config={"fastattention": {"host_kv_layers": host_layers, "host_kv_dtype": dtype}},
-        **more,
-    )
-
-
-def closed(llm: Any) -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
-
-
-def prompt_logprobs(model: Path, dtype: str, prompt: list[int]) -> list[float]:
-    from vllm import SamplingParams
-
-    llm = engine(model, dtype, 3, max_model_len=len(prompt) + 1, max_num_batched_tokens=64)
-    try:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        return [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-    finally:
-        closed(llm)
+            bias[:, SIZE - 1 - 7 * channel] = times * typical * (-1) ** channel  # slow frequencies of RoPE
+    return model
 
 
 def needles(tokens: int) -> Iterator[Row]:
-    from vllm import SamplingParams
-
     spec = DemoModelSpec(num_heads=4, num_kv_heads=2, dtype="bfloat16")
+    prompts = [make_haystack(tokens, {"alpha": "7319"}, depths=[d], ask="alpha").token_ids for d in DEPTHS]
     with tempfile.TemporaryDirectory() as folder:
-        model = build_demo_model(Path(folder) / "demo", spec)
-        prompts = [list(make_haystack(tokens, {"alpha": "7319"}, depths=[d], ask="alpha").token_ids) for d in DEPTHS]
-        for name in TORCH_DTYPES:
-            llm = engine(model, name, spec.num_layers - 1, max_model_len=tokens + 64, max_num_batched_tokens=2048)
-            try:
-                params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-                outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-            finally:
-                closed(llm)
-            found = sum(output.outputs[0].token_ids[0] == token_id("7319") for output in outputs)
-            case = f"{name}, demo model, {tokens} tokens"
-            yield compared(
-                case, "prefill needles found", f"of {len(DEPTHS)} depths", found, better="higher", limit=len(DEPTHS)
-            )
+        path = build_demo_model(Path(folder) / "demo", spec)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=BF16).eval()
+    for name, dtype in TORCH_DTYPES.items():
+        attention = rounding_attention(dtype, range(1, spec.num_layers))
+        found = sum(int(logprobs(model, attention, prompt)[-1].argmax()) == token_id("7319") for prompt in prompts)
+        yield compared(
+            f"{name}, demo model, {tokens} tokens",
+            "prefill needles found",
+            f"of {len(DEPTHS)} depths",
+            found,
+            better="higher",
+            limit=len(DEPTHS),
+        )
 
 
 def speeds(tokens: int, rounds: int, cpu_time: bool) -> Iterator[Row]:
