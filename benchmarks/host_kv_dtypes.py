@@ -68,6 +68,7 @@ def main() -> int:
         return 2
     cpu.set_num_threads(options.threads)
     rows: list[Row] = []
+    clock = "CPU time of one thread" if options.cpu_time else "wall-clock time"
     for part in options.only:
         measures: dict[str, Callable[[], Iterator[Row]]] = {
             "attention": attention_errors,
@@ -80,9 +81,8 @@ def main() -> int:
             peer = "" if row.peer is None else f" ({PEER}: {row.peer:.3g})"
             ratio = "" if row.ratio is None else f", ratio {row.ratio:.2f}"
             print(f"{row.case}: {row.metric} {row.ours:.3g} {row.unit}{peer}{ratio}", flush=True)
-    if options.json:
-        clock = "CPU time of one thread" if options.cpu_time else "wall-clock time"
-        report(rows, machine.hardware(options.threads), isa=cpu.isa(), clock=clock).write(options.json)
+        if options.json:  # after each part, so that an interrupted run keeps what it has
+            report(rows, machine.hardware(options.threads), isa=cpu.isa(), clock=clock).write(options.json)
     return 0
 
 
@@ -215,7 +215,7 @@ def needles(tokens: int) -> Iterator[Row]:
     prompts = [make_haystack(tokens, {"alpha": "7319"}, depths=[d], ask="alpha").token_ids for d in DEPTHS]
     with tempfile.TemporaryDirectory() as folder:
         path = build_demo_model(Path(folder) / "demo", spec)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=BF16).eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     for name, dtype in TORCH_DTYPES.items():
         attention = rounding_attention(dtype, range(1, spec.num_layers))
         found = sum(int(logprobs(model, attention, prompt)[-1].argmax()) == token_id("7319") for prompt in prompts)
