@@ -58,6 +58,8 @@ def can_run(problem: AttentionProblem) -> str | None:
     new = [end - begin for begin, end in itertools.pairwise(starts)]
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}, but the NPU's attention needs float16 or bfloat16; pass --dtype bfloat16."
+    if problem.key_factors is not None or problem.value_factors is not None:
+        return "keys or values have a factor for each row, but the fused operator has one for the whole cache."
     if key.dtype not in (query.dtype, torch.int8) or problem.value.dtype != key.dtype:
         return f"keys are {key.dtype} and values {problem.value.dtype}, but both must be {query.dtype} or int8."
     for name, asked in (

@@ -16,7 +16,8 @@ import torch
 class AttentionProblem:
     """Ragged queries over paged or contiguous K and V: ``out = softmax(mask(scale * q k^T)) v``.
 
-    ``k`` is ``key_scale * key`` and ``v`` is ``value_scale * value``.
+    ``k`` is ``key_scale * key`` and ``v`` is ``value_scale * value``. With factors, each row of ``key`` and ``value``
+    is also multiplied by its own.
 
     With ``q_len = query_start_loc[s + 1] - query_start_loc[s]`` and ``kv_len = seq_lens[s]``, query row ``t`` of
     sequence ``s`` is at KV position ``p = kv_len - q_len + t`` (bottom-right aligned, as in flash_attn >= 2.1) and
@@ -30,7 +31,8 @@ class AttentionProblem:
     """``[num_tokens, num_heads, head_size]``, fp32, fp16 or bf16; last dimension contiguous."""
     key: torch.Tensor
     """Paged: ``[num_blocks, page_size, num_kv_heads, head_size]``, any strides but a contiguous last dimension.
-    Contiguous: ``[num_kv_tokens, num_kv_heads, head_size]``. fp32, fp16, bf16, float8_e4m3fn or float8_e5m2."""
+    Contiguous: ``[num_kv_tokens, num_kv_heads, head_size]``. fp32, fp16, bf16, float8_e4m3fn, float8_e5m2, or int8 with
+    ``key_factors``."""
     value: torch.Tensor
     """As ``key``."""
     query_start_loc: torch.Tensor
@@ -59,6 +61,11 @@ class AttentionProblem:
     other dtypes."""
     value_scale: float = 1.0
     """As ``key_scale``, for ``value``."""
+    key_factors: torch.Tensor | None = None
+    """fp32, the shape of ``key`` without its last dimension, any strides: one factor for each row of an int8 ``key``.
+    ``None`` for other dtypes."""
+    value_factors: torch.Tensor | None = None
+    """As ``key_factors``, for ``value``."""
 
     @property
     def num_seqs(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastattention_vllm.integration import compat, drafter
-from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.placement.kv_size import KvSize, host_token_bytes
 from fastattention_vllm.placement.plan import Layers
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
     heads = model.get_num_kv_heads(parallel)
     drafts = drafter.num_layers(vllm_config)
     equal = not drafts or drafter.has_equal_layers(vllm_config)
+    host_dtype = options_of(vllm_config).host_kv_dtype
     return KvSize(
         block_size=cache.block_size,
         bytes_per_block=2 * cache.block_size * heads * model.get_head_size() * dtype.itemsize,
@@ -82,6 +84,9 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         # vLLM puts layers of equal size into the model's block tables. Others share its only table.
         draft_layers=drafts if equal else 0,
         draft_bytes=0 if equal else cache.block_size * drafter.bytes_per_token(vllm_config, dtype.itemsize),
+        host_bytes_per_block=None
+        if host_dtype == "auto"
+        else cache.block_size * heads * host_token_bytes(model.get_head_size(), host_dtype),
     )
 
 

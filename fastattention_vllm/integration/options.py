@@ -34,6 +34,12 @@ class Options(BaseModel):
     host_kv_requests: Annotated[int, Field(ge=1)] = 1
     """Number of concurrent requests of --max-model-len tokens that host_kv_layers "auto" makes room for."""
 
+    host_kv_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8"] = "auto"
+    """How host layers store keys and values. "auto": as --kv-cache-dtype says. The other values are 8 bits wide: host
+    memory holds nearly twice as many tokens, decoding reads nearly half the bytes, and answers change slightly. "int8"
+    has one factor for each token and KV head. The fp8 formats have no scale (it is 1), and store larger numbers as
+    their largest one. Device layers keep the model's dtype. Not supported on NPUs, nor with an fp8 --kv-cache-dtype."""
+
     stream_fraction: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
     """Fraction of a decoding request's host KV that the GPU or NPU reads over the link while the CPU attends to the
     rest. "auto": measured at start; 0 if the CPU alone already uses the full memory bandwidth."""

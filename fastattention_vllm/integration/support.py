@@ -324,6 +324,12 @@ SUPPORTED: tuple[Supported, ...] = (
         "tests/integration/host_layers/test_layers.py::test_tokens_and_logprobs_equal_hugging_face",
     ),
     Supported(
+        "host layers of 8 bits",
+        "`host_kv_dtype` int8, with a factor for each token and KV head, or fp8_e4m3 and fp8_e5m2; keys and values are "
+        "rounded, all else is computed in fp32",
+        "tests/integration/host_layers/test_host_kv_dtype.py::test_answers_equal_those_over_rounded_keys_and_values",
+    ),
+    Supported(
         "preemption",
         "by recomputation",
         "tests/integration/test_engine.py::test_preemption_recomputes_to_the_same_answers",

@@ -7,6 +7,8 @@ WORKSPACE = 1 << 30
 STAGING_BYTES = 128 << 20
 """Size of each staging buffer, unless a block is larger. There are two per device, whatever the number of layers."""
 NUM_BUFFERS = 2
+WIDENED_BYTES = 2 * STAGING_BYTES
+"""Device memory for one buffer's keys and values in 16 bits, where host layers store 8."""
 HOST_BLOCK = 128
 """Tokens per block on GPUs. With blocks of 16 tokens, the CPU reaches 0.9 of the rate
 (benchmarks/notes/host_layers.md)."""

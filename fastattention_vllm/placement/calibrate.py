@@ -31,11 +31,9 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
     blocks = min(cache.shape[0], max(1, SAMPLE_BYTES // cache[:1].nbytes))
     sample = cache[:blocks]
     table = torch.arange(blocks, dtype=torch.int32)[None]
-    key, value = sample.transpose(1, 2).chunk(2, dim=-1)
     problem = layer.layer.problem(
-        query=torch.zeros(1, num_heads, key.shape[-1], dtype=dtype),
-        key=key,
-        value=value,
+        query=torch.zeros(1, num_heads, layer.pages.key.shape[-1], dtype=dtype),
+        **layer.in_cache(),
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
         seq_lens=torch.tensor([blocks * cache.shape[2]], dtype=torch.int32),
         block_table=table,

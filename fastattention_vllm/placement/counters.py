@@ -21,5 +21,8 @@ class Counters:
     """Time between the arrival of a layer's queries on the host and the return of its outputs. The device has nothing
     else to do meanwhile than the part of the attention that it computes itself."""
 
+    saturated_numbers: int = 0
+    """Numbers beyond the largest fp8 number, which host layers with an fp8 cache have stored as that number."""
+
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))

@@ -88,8 +88,7 @@ class GraphCalls:
         none = torch.empty(0, dtype=torch.int32)
         self._layers[layer] = layer.layer.problem(
             query=torch.empty(0, 1, 1),
-            key=layer.key_cache,
-            value=layer.value_cache,
+            **layer.in_cache(),
             query_start_loc=none,
             seq_lens=none,
             block_table=none,
@@ -103,8 +102,8 @@ class GraphCalls:
         """
         tokens = len(batch.slot_mapping)
         for layer in self._layers:
-            _, kv_heads, _, both = layer.cache.shape
-            heads, size = layer.layer.num_heads, both // 2
+            kv_heads, size = layer.pages.key.shape[2:]
+            heads = layer.layer.num_heads
             self._buffer("rows", (tokens, (heads + 2 * kv_heads) * size), dtype)
             self._buffer("out", (tokens, heads, size), dtype)
             self._buffer("sinks", (heads,), torch.float32)
@@ -162,10 +161,10 @@ class GraphCalls:
         write = cpu_kernels.write_arguments(
             key_there,
             value_there,
-            layer.key_cache,
-            layer.value_cache,
+            layer.pages.key,
+            layer.pages.value,
             down.slot_mapping,
-            *layer.layer.scales(),
+            **layer.stores(),
         )
         attention, *_ = cpu_kernels.attention_arguments(problem, out, None, False)
         call = self.thread.add(write, attention, problem, down, rows, out)

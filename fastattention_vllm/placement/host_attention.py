@@ -11,21 +11,24 @@ The same code runs if the "device" is the host itself (``LocalLink``); then noth
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.problem import AttentionProblem
+from fastattention_vllm.placement import stored_rows
 from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
+from fastattention_vllm.placement.stored_rows import Rows
 from fastattention_vllm.placement.stream_split import StreamSplit
 
 MIN_STREAMED_BYTES = 1 << 20
@@ -64,6 +67,16 @@ class Layer(Protocol):
 
     def merges(self) -> bool:
         """Whether attention over parts of the keys can be merged into the exact result."""
+
+
+class NewRows(NamedTuple):
+    """The new rows of one device request."""
+
+    key: torch.Tensor
+    """``[num_tokens, num_kv_heads, head_size]``."""
+    value: torch.Tensor
+    stored: Rows | None
+    """As an 8-bit cache stores them. They must live until they are written."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,16 @@ class HostLayerGroup:
     def __post_init__(self) -> None:
         self.prefetcher = Prefetcher(self.link)
 
+    @functools.cached_property
+    def saturated(self) -> torch.Tensor:
+        """Two int64 in host memory, which CPU and device add to: numbers that an fp8 cache could not hold."""
+        return self.link.host_buffer("saturated", (2,), torch.int64).zero_()
+
+    def total(self) -> Counters:
+        """What the layers have done outside of graphs, and what their caches could not hold at all."""
+        found = int(self.saturated.sum()) if "saturated" in self.__dict__ else 0
+        return self.counters + Counters(saturated_numbers=found)
+
     def upcoming(self, layer: HostAttention, step: Step) -> list[Visit]:
         """The rest of a pass from ``layer`` on, if all layers have the same step."""
         return [Visit(following, step) for following in self.layers[self.layers.index(layer) :]]
@@ -124,7 +147,8 @@ class HostAttention:
     Args:
         group: the shared state of the device's host layers. Layers are created in the model's order.
         layer: provides this layer's scale, window and so on for every problem, because weights may be reloaded.
-        cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory.
+        cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory, in the shape of
+            :func:`stored_rows.page_shape`.
         window: number of keys before itself that a token sees; None for all.
     """
 
@@ -133,8 +157,13 @@ class HostAttention:
         self.layer = layer
         self.cache = cache
         self.window = window
-        self.key_cache, self.value_cache = _key_and_value(cache)
-        self.device_cache = group.link.visible(cache)
+        self.pages = stored_rows.pages_of(cache)
+        self.device_pages = stored_rows.pages_of(group.link.visible(cache))
+        self.rounds = cache.dtype.itemsize == 1
+        """Whether the cache has 8 bits. The device rounds and widens its rows then."""
+        self.counts_saturated = self.rounds and not stored_rows.has_factors(cache.dtype)
+        if self.counts_saturated:
+            self.saturated_on_device = group.link.visible(group.saturated)[1:]
         self.written: Any = group.link.mark()
         """The event after which all writes to the cache from the device are done."""
         group.prefetcher.reserve(cache)
@@ -143,6 +172,25 @@ class HostAttention:
     @property
     def block_size(self) -> int:
         return self.cache.shape[2]
+
+    def in_cache(self) -> dict[str, Any]:
+        """The parts of a problem for the CPU that say what the cache holds."""
+        parts: dict[str, Any] = {"key": self.pages.key, "value": self.pages.value}
+        if self.rounds:
+            parts["key_scale"], parts["value_scale"] = self.layer.scales()
+        if self.pages.factors is not None:
+            parts["key_factors"], parts["value_factors"] = self.pages.factors
+        return parts
+
+    def stores(self) -> dict[str, Any]:
+        """The arguments of ``write_kv`` on the CPU that say how the cache stores rows."""
+        key_scale, value_scale = self.layer.scales()
+        return {
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+            "factors": self.pages.factors,
+            "saturated": self.group.saturated[:1] if self.counts_saturated else None,
+        }
 
     def attend(
         self,
@@ -163,8 +211,7 @@ class HostAttention:
         link, prefetcher = self.group.link, self.group.prefetcher
         prefetcher.begin(self, step, upcoming or (lambda: self.group.upcoming(self, step)))
         written_before = self.written
-        if step.device_requests:
-            self._write_through(step, key, value)
+        new_rows = self._write_through(step, key, value) if step.device_requests else []
         if not step.independent:
             if step.cpu_requests:  # the device may need to read these keys and values, too
                 rows = self._on_device(step.cpu_requests)
@@ -172,9 +219,9 @@ class HostAttention:
             prefetcher.fetch_now([self.written])
         split = self._split_of(step)
         self._count(split)
-        for request, ranges in zip(step.device_requests, split.fetched, strict=True):
+        for request, rows_of, ranges in zip(step.device_requests, new_rows, split.fetched, strict=True):
             staged = prefetcher.staged(self, step, ranges)
-            self._attend_on_device(request, staged, query, key, value, output)
+            self._attend_on_device(request, staged, query, rows_of, output)
         if step.cpu_requests:
             # A request may begin with blocks that another request writes in the same step.
             link.wait_on_host(written_before if step.independent else self.written)
@@ -192,7 +239,8 @@ class HostAttention:
         blocks = torch.empty(0, dtype=torch.int64)
         request = DeviceRequest(slice(0, len(query)), tokens, blocks)
         staged = self.group.prefetcher.view(0, self.cache)
-        self._attend_on_device(request, [(KvRange(0, tokens, blocks), staged)], query, key, value, output)
+        rows = self._new_rows(request, key, value)
+        self._attend_on_device(request, [(KvRange(0, tokens, blocks), staged)], query, rows, output)
 
     def ranges(self, step: Step) -> list[KvRange]:
         """The ranges that the device reads in ``step``, in the order in which it uses them."""
@@ -247,24 +295,46 @@ class HostAttention:
             for begin in range(first, last, max_blocks)
         )
 
-    def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-        key_cache, value_cache = _key_and_value(self.device_cache)
+    def _new_rows(self, request: DeviceRequest, key: torch.Tensor, value: torch.Tensor) -> NewRows:
+        """A device request's new rows, in the precision that the cache would return."""
+        key, value = key[request.rows], value[request.rows]
+        if not self.rounds:
+            return NewRows(key.to(self.cache.dtype), value.to(self.cache.dtype), None)
         scales = self.layer.scales()
+        rows = stored_rows.rounded(key, value, self.cache.dtype, scales)
+        return NewRows(*rows.widened(key.dtype, scales), rows)
+
+    def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> list[NewRows]:
+        """Start to store the new rows of device requests, and return them."""
+        found = [self._new_rows(request, key, value) for request in step.device_requests]
+        pages, scales = self.device_pages, self.layer.scales()
         with self.group.link.writing():
-            for request in step.device_requests:
+            for request, new in zip(step.device_requests, found, strict=True):
                 slots = step.batch.device_slots[request.rows]
+                if new.stored is not None:
+                    self._write_rounded(new.stored, step.batch.slot_mapping[request.rows], slots)
+                    continue
                 self.group.device.write_kv(
-                    key[request.rows], value[request.rows], key_cache, value_cache, slots, *scales
+                    key[request.rows], value[request.rows], pages.key, pages.value, slots, *scales
                 )
             self.written = self.group.link.written()
+        return found
+
+    def _write_rounded(self, rows: Rows, slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+        """``slots`` are on the host, and ``device_slots`` the same ones on the device."""
+        if bool((slots < 0).any()):  # these tokens are left out
+            kept = self.group.link.to_device((slots >= 0).nonzero().flatten())
+            rows, device_slots = rows[kept], device_slots[kept]
+        self.device_pages.write(rows, device_slots)
+        if rows.saturated is not None:
+            self.saturated_on_device += rows.saturated
 
     def _attend_on_device(
         self,
         request: DeviceRequest,
         context: Iterable[tuple[KvRange, torch.Tensor]],
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        new_rows: NewRows,
         output: torch.Tensor,
     ) -> None:
         """Attention among the new tokens, then over the ``context``, range by range, with each one's device blocks."""
@@ -272,9 +342,8 @@ class HostAttention:
         rows, none_before = query[request.rows], torch.zeros(1, dtype=torch.int32)
         problem = self.layer.problem(
             query=rows,
-            # In the precision that the cache would return.
-            key=key[request.rows].to(self.cache.dtype),
-            value=value[request.rows].to(self.cache.dtype),
+            key=new_rows.key,
+            value=new_rows.value,
             query_start_loc=_int32(0, new),
             seq_lens=_int32(new),
             kv_start_loc=none_before,
@@ -298,9 +367,12 @@ class HostAttention:
         self, query: torch.Tensor, kv_range: KvRange, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention without a causal mask over ``kv_range``, whose blocks are ``staged`` on the device."""
-        key, value = _key_and_value(staged)
         tokens = kv_range.end - kv_range.begin
         blocks = -(-tokens // self.block_size)
+        pages = stored_rows.pages_of(staged)
+        key, value = pages.key, pages.value
+        if self.rounds:
+            key, value = pages.first(blocks).widened(query.dtype, self.layer.scales())
         problem = self.layer.problem(
             query=query,
             key=key,
@@ -318,7 +390,7 @@ class HostAttention:
         return requests.rows if isinstance(requests.rows, slice) else self.group.link.to_device(requests.rows)
 
     def _store(self, requests: CpuRequests, key: torch.Tensor, value: torch.Tensor) -> None:
-        cpu_kernels.write_kv(key, value, self.key_cache, self.value_cache, requests.slot_mapping, *self.layer.scales())
+        cpu_kernels.write_kv(key, value, self.pages.key, self.pages.value, requests.slot_mapping, **self.stores())
 
     def _attend_together(
         self,
@@ -345,8 +417,7 @@ class HostAttention:
             self._store(requests, key_there, value_there)
         problem = self.layer.problem(
             query=query_there,
-            key=self.key_cache,
-            value=self.value_cache,
+            **self.in_cache(),
             query_start_loc=requests.query_start_loc,
             seq_lens=split.seq_lens,
             block_table=split.block_table,
@@ -425,12 +496,6 @@ def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: 
     weight = torch.sigmoid(part_lse - lse)
     total.lerp_(part.to(total.dtype), weight[..., None])
     torch.logaddexp(lse, part_lse, out=lse)
-
-
-def _key_and_value(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
-    key, value = cache.transpose(1, 2).chunk(2, dim=-1)
-    return key, value
 
 
 def _with_lse(result: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:

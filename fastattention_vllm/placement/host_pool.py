@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fastattention_vllm.attention.cpu import memory as cpu_memory
-from fastattention_vllm.placement import host_memory
+from fastattention_vllm.placement import host_memory, stored_rows
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.pinning import Pinning
 
@@ -30,7 +30,8 @@ class PageShape:
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.num_blocks * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        tokens = self.num_blocks * self.block_size
+        return tokens * self.num_kv_heads * stored_rows.token_bytes(self.head_size, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class HostPool:
     memory: torch.Tensor
     """uint8, all of it."""
     caches: Mapping[str, torch.Tensor]
-    """By layer name: ``[num_blocks, num_kv_heads, block_size, K | V]``, contiguous."""
+    """By layer name: contiguous, in the shape of :func:`stored_rows.page_shape`."""
     placements: Sequence[cpu_memory.MemoryPlacement]
     pinned: bool
 
@@ -91,5 +92,7 @@ def create(
     for name, shape in shapes.items():
         begin = offsets[slabs[name]]
         flat = memory[begin : begin + shape.nbytes].view(shape.dtype)
-        caches[name] = flat.view(shape.num_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_size)
+        caches[name] = flat.view(
+            stored_rows.page_shape(shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size, shape.dtype)
+        )
     return HostPool(memory, caches, placements, pin is not None)

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 PADDING_TOLERATED = 1.5
 """If the kinds' layer counts differ by less than this factor, vLLM pads to the larger (get_kv_cache_groups)."""
 
+HOST_DTYPES = ("fp8_e4m3", "fp8_e5m2", "int8")
+"""The 8-bit dtypes in which host layers can store keys and values."""
+FACTOR_BYTES = 4
+"""An int8 row of one token and KV head has a factor of this size."""
+
+
+def host_token_bytes(head_size: int, dtype: str) -> int:
+    """Bytes of one token's K and V of one KV head in a dtype of :data:`HOST_DTYPES`."""
+    return 2 * (head_size + (FACTOR_BYTES if dtype == "int8" else 0))
+
 
 @dataclass(frozen=True)
 class KvSize:
@@ -30,6 +40,8 @@ class KvSize:
     """Full-attention layers of a speculative decoder's drafter, of the same size. They always stay on the device."""
     draft_bytes: int = 0
     """Bytes of a block in all of the drafter's layers, if these have another size, beside full attention alone."""
+    host_bytes_per_block: int | None = None
+    """``bytes_per_block`` of a layer in host memory, where that differs."""
 
     def of_request(self, tokens: int) -> int:
         """Bytes that a request of ``tokens`` tokens needs, including vLLM's null block."""

@@ -69,7 +69,9 @@ class LayerPlacement:
     """The layers that vLLM's block manager counts."""
     host_size: KvSize
     bytes_per_block: int
-    """K and V of one layer's block."""
+    """K and V of one layer's block on the device."""
+    host_bytes_per_block: int
+    """The same in host memory, which may store numbers of 8 bits (``stored_rows.py``)."""
     slabs: int
     """Maximum number of host layers per block table. Layers of different tables never use the same block, so they share
     memory."""
@@ -77,14 +79,14 @@ class LayerPlacement:
     def max_blocks(self, device_bytes: int, host_bytes: int) -> int:
         """Number of blocks for which device and host both have memory. All kinds of layers share vLLM's block pool."""
         blocks = device_bytes // self.device_size.null_block()
-        return min(blocks, host_bytes // (self.slabs * self.bytes_per_block)) if self.slabs else blocks
+        return min(blocks, host_bytes // (self.slabs * self.host_bytes_per_block)) if self.slabs else blocks
 
     def usable(self, device_bytes: int, host_bytes: int) -> int:
         """``device_bytes`` reduced to whole blocks for which the host has memory, too."""
         return self.max_blocks(device_bytes, host_bytes) * self.device_size.null_block()
 
     def host_bytes(self, blocks: int) -> int:
-        return blocks * self.slabs * self.bytes_per_block
+        return blocks * self.slabs * self.host_bytes_per_block
 
     def host_seconds(self, tokens: int, bandwidth: float) -> float:
         """Predicted time of the host layers' attention for one decoded token after ``tokens`` tokens.
@@ -252,8 +254,15 @@ def _chosen(kind: Sequence[int], count: int, fixed: frozenset[int]) -> set[int]:
 
 def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
     full, windowed = (tuple(index for index in kind if index in host) for kind in (layers.full, layers.windowed))
+    host_block = size.bytes_per_block if size.host_bytes_per_block is None else size.host_bytes_per_block
     on_host = dataclasses.replace(
-        size, full_layers=len(full), windowed_layers=len(windowed), state_layers=0, draft_layers=0, draft_bytes=0
+        size,
+        full_layers=len(full),
+        windowed_layers=len(windowed),
+        state_layers=0,
+        draft_layers=0,
+        draft_bytes=0,
+        bytes_per_block=host_block,
     )
     device = dataclasses.replace(
         size, full_layers=size.full_layers - len(full), windowed_layers=size.windowed_layers - len(windowed)
@@ -273,6 +282,7 @@ def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
         device_size=device,
         host_size=on_host,
         bytes_per_block=size.bytes_per_block,
+        host_bytes_per_block=host_block,
         slabs=slabs,
     )
 

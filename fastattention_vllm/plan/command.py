@@ -41,6 +41,9 @@ def plan(
     tp: Annotated[int, typer.Option(min=1, help="Number of devices (tensor parallelism).")] = 1,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests of that length at once.")] = 1,
     kv_dtype: Annotated[str, typer.Option(help="Same as vLLM's --kv-cache-dtype.")] = "auto",
+    host_kv_dtype: Annotated[
+        str, typer.Option(help="Same as the option host_kv_dtype: auto, fp8_e4m3, fp8_e5m2 or int8.")
+    ] = "auto",
     batched_tokens: Annotated[int, typer.Option(min=1, help="Same as vLLM's --max-num-batched-tokens.")] = 8192,
     utilization: Annotated[float, typer.Option(min=0.01, max=1, help="Same as vLLM's --gpu-memory-utilization.")] = 0.9,
     weights_gib: Annotated[
@@ -95,6 +98,7 @@ def plan(
             context=tokens_of(context) if context else shape.max_positions,
             requests=requests,
             kv_dtype=kv_dtype,
+            host_kv_dtype=host_kv_dtype,
             batched_tokens=batched_tokens,
             utilization=utilization,
             weights_gib=weights_gib,

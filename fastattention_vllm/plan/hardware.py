@@ -77,6 +77,8 @@ class Kernels(Entry):
     HOST_BLOCK, but 16 in vLLM 0.19, the last version with kernels for the V100."""
     host_layers_beside_states: bool
     """Whether the engine accepts host layers in such a model."""
+    host_layers_of_8_bits: bool
+    """Whether host layers may store 8 bits where device layers store 16 (``host_kv_dtype``)."""
 
     def attention_fraction(self, head_size: int) -> float:
         for largest, fraction in self.attention_fractions:

@@ -9,12 +9,13 @@ from fastattention_vllm.placement.budget import (
     HOST_BLOCK,
     NUM_BUFFERS,
     STAGING_BYTES,
+    WIDENED_BYTES,
     WORKSPACE,
     activation_bytes,
     device_kv_bytes,
     host_kv_bytes,
 )
-from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.placement.kv_size import HOST_DTYPES, KvSize, host_token_bytes
 from fastattention_vllm.placement.plan import (
     LayerPlacement,
     Layers,
@@ -44,6 +45,8 @@ class Request:
     """Tokens of one request, prompt and answer."""
     requests: int = 1
     kv_dtype: str = "auto"
+    host_kv_dtype: str = "auto"
+    """The dtype of host layers; "auto": that of all others."""
     batched_tokens: int = 8192
     """--max-num-batched-tokens."""
     utilization: float = 0.9
@@ -131,8 +134,13 @@ class MemoryPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one layer on one rank."""
+        """K and V of one device layer on one rank."""
         return self.size.bytes_per_block // self.size.block_size
+
+    @property
+    def host_bytes_per_token(self) -> int:
+        """K and V of one host layer on one rank."""
+        return self.placement.host_bytes_per_block // self.size.block_size
 
 
 def weight_bytes(shape: ModelShape, request: Request, ranks: int) -> int:
@@ -171,6 +179,8 @@ def device_memory(shape: ModelShape, machine: Machine, request: Request) -> Devi
         head_size=shape.head_size,
         ranks=ranks,
     )
+    if request.host_kv_dtype != "auto":
+        activations += WIDENED_BYTES
     total = machine.device_bytes
     kv = device_kv_bytes(total, weights + driver, activations, request.utilization)
     staging = NUM_BUFFERS * STAGING_BYTES
@@ -224,6 +234,7 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         tokens_per_step=request.batched_tokens,
         state_layers=len(shape.linear_layers),
         state_blocks=STATES if shape.linear else 0,
+        host_bytes_per_block=host_block_bytes(shape, machine, request, block),
     )
     placement, budget, asked = _place(layers, size, device.kv, machine, request)
     if placement.host and ELEMENT_BYTES[kv_dtype] == 1:
@@ -256,6 +267,25 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         largest_batch=_largest_batch(layers, size, replace(bound, tokens=request.context), request.max_num_seqs),
         largest_batch_on_device=min(request.max_num_seqs, _batch_on_device(size, device.kv, request.context)),
     )
+
+
+def host_block_bytes(shape: ModelShape, machine: Machine, request: Request, block: int) -> int | None:
+    """K and V of a host layer's block, if host layers have a dtype of their own."""
+    asked = request.host_kv_dtype
+    if asked == "auto":
+        return None
+    if asked not in HOST_DTYPES:
+        raise PlanError(f"--host-kv-dtype {asked} is not supported; use one of auto, {', '.join(HOST_DTYPES)}.")
+    if not machine.kernels.host_layers_of_8_bits:
+        raise PlanError(
+            f"--host-kv-dtype {asked} is not supported with {machine.kernels.name}; use --host-kv-dtype auto."
+        )
+    if ELEMENT_BYTES[resolve_kv_dtype(shape, machine, request.kv_dtype)] == 1:
+        raise PlanError(
+            f"--host-kv-dtype is {asked}, but --kv-dtype {request.kv_dtype} already stores all layers in 8 bits; "
+            "remove one of the two."
+        )
+    return block * shape.kv_heads_per_rank(machine.ranks) * host_token_bytes(shape.head_size, asked)
 
 
 def block_size(shape: ModelShape, machine: Machine, per_token: int) -> int:

@@ -45,6 +45,7 @@ class Asked(Part):
     context: int
     requests: int
     kv_dtype: str
+    host_kv_dtype: str
     batched_tokens: int
 
 
@@ -155,6 +156,7 @@ def report(plan: MemoryPlan, folder: str) -> PlanReport:
             context=plan.request.context,
             requests=plan.request.requests,
             kv_dtype=plan.kv_dtype,
+            host_kv_dtype=plan.request.host_kv_dtype,
             batched_tokens=plan.request.batched_tokens,
         ),
         auto=Places(device_layers=list(placement.device), host_layers=list(placement.host)),
@@ -224,7 +226,9 @@ def serve_words(plan: MemoryPlan, folder: str) -> list[str]:
         words += ["--kv-cache-dtype", request.kv_dtype]
     if request.kv_cache_gib is not None:
         words += ["--kv-cache-memory-bytes", str(plan.device.kv)]
-    options: dict[str, float] = {}
+    options: dict[str, float | str] = {}
+    if request.host_kv_dtype != "auto":
+        options["host_kv_dtype"] = request.host_kv_dtype
     if request.requests > 1:
         options["host_kv_requests"] = request.requests
     if plan.host_kv_gib is not None and plan.placement.host:
@@ -245,6 +249,12 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
         found.append(
             f"The host is {machine.host.name} with {machine.host.read_gb_per_s:g} GB/s of memory bandwidth; "
             "measure yours with `fastattention doctor` and pass it with --host-gb-per-s."
+        )
+    if plan.placement.host and plan.request.host_kv_dtype != "auto":
+        found.append(
+            f"Host layers store {plan.request.host_kv_dtype}: {plan.host_bytes_per_token} bytes per token, layer and "
+            f"device instead of {plan.kv_bytes_per_token}. The speed counts the bytes, and is not yet measured on such "
+            "a machine."
         )
     if plan.host_kv_gib is not None and plan.request.host_kv_gib is None:
         found.append(

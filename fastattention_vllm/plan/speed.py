@@ -52,12 +52,16 @@ def _prediction(parts: Parts, tokens: int) -> Prediction:
     return Prediction(seconds, tokens / seconds, next(iter(ordered)), {k: v for k, v in ordered.items() if v})
 
 
-def host_rates(machine: Machine, layer_bytes: int, heads_per_kv_head: int) -> tuple[Rates, Limit]:
-    """Rates of one rank, and what limits its CPUs. ``layer_bytes``: one layer's KV of all ranks and requests."""
+def host_rates(machine: Machine, layer_bytes: int, heads_per_kv_head: int, width: float = 1.0) -> tuple[Rates, Limit]:
+    """Rates of one rank, and what limits its CPUs. ``layer_bytes``: one layer's KV of all ranks and requests.
+
+    ``width``: bytes of a host layer's token relative to 16 bits. A core computes as many tokens per second of any
+    width.
+    """
     constants, ranks = measured(), machine.ranks
     memory = 1e9 * machine.host.read_gb_per_s / ranks
     fraction = min(constants.cpu_by_mib.at(layer_bytes / MIB), constants.cpu_by_group.at(heads_per_kv_head))
-    cores = 1e9 * constants.core_gb_per_s.value * machine.host.cores / ranks
+    cores = 1e9 * constants.core_gb_per_s.value * machine.host.cores / ranks * width
     cpu = min(fraction * memory, cores)
     link = min(machine.host.link_bytes(ranks), memory)
     # Both read the same memory. The link keeps most of its rate there, and the CPU gets the rest.
@@ -78,7 +82,7 @@ def decode(plan: MemoryPlan, split: StreamSplit | None = None) -> Prediction:
         (on_host.windowed_layers, min(on_host.window, request.context)),
     ):
         if layers:
-            limit, seconds = _host_layer(plan, tokens * request.requests * plan.kv_bytes_per_token, split)
+            limit, seconds = _host_layer(plan, tokens * request.requests * plan.host_bytes_per_token, split)
             parts[limit] += layers * seconds
     host_layers = len(plan.placement.host)
     streams_all = split is not None and split.fraction >= 1
@@ -93,7 +97,12 @@ def decode(plan: MemoryPlan, split: StreamSplit | None = None) -> Prediction:
 def _host_layer(plan: MemoryPlan, layer_bytes: int, split: StreamSplit | None) -> tuple[Limit, float]:
     """Limit and seconds of one host layer's attention. ``layer_bytes``: its KV on one rank, all requests together."""
     shape, machine = plan.shape, plan.machine
-    rates, cpu_limit = host_rates(machine, layer_bytes * machine.ranks, shape.heads_per_kv_head)
+    rates, cpu_limit = host_rates(
+        machine,
+        layer_bytes * machine.ranks,
+        shape.heads_per_kv_head,
+        plan.host_bytes_per_token / plan.kv_bytes_per_token,
+    )
     chosen = split or stream_split(rates)
     share = chosen.of(layer_bytes)
     if share >= 1:
@@ -159,7 +168,7 @@ def prefill(plan: MemoryPlan) -> Prediction:
             pairs = 0 if has_state else _pairs(begin, new, shape.window if has_window else 0)
             attention = 4 * pairs * shape.num_heads // ranks * shape.head_size / attention_rate
             streamed = min(begin, shape.window) if has_window else begin
-            waiting = streamed * plan.kv_bytes_per_token / link if on_host else 0.0
+            waiting = streamed * plan.host_bytes_per_token / link if on_host else 0.0
             compute = max(linear, reading) + attention
             parts["FLOPs" if linear >= reading else "device memory"] += layers * max(linear, reading)
             parts["FLOPs"] += layers * attention

@@ -52,8 +52,11 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         blind = ~visible.any(1)
         unseen = ~visible.any(0)  # the contents of unseen rows must not matter
         key, value = (
-            _gather(problem, cache.double() * cache_scale, seq, kv_len).masked_fill(unseen[:, None, None], 0.0)
-            for cache, cache_scale in ((problem.key, problem.key_scale), (problem.value, problem.value_scale))
+            _gather(problem, widened(cache, factors) * cache_scale, seq, kv_len).masked_fill(unseen[:, None, None], 0.0)
+            for cache, factors, cache_scale in (
+                (problem.key, problem.key_factors, problem.key_scale),
+                (problem.value, problem.value_factors, problem.value_scale),
+            )
         )
         for head in range(num_heads):
             score = problem.query[begin:end, head].double() @ key[:, head // group].T * problem.scale
@@ -70,6 +73,10 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
             weight = score.softmax(1)[:, :kv_len].masked_fill(blind[:, None], 0.0)
             out[begin:end, head] = weight @ value[:, head // group]
     return out, lse
+
+
+def widened(cache: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    return cache.double() if factors is None else cache.double() * factors.double()[..., None]
 
 
 def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: int) -> torch.Tensor:
@@ -146,6 +153,13 @@ def stored(rows: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     return rows.to(kv_dtype) if kv_dtype.is_floating_point else rows.round().clamp(-128, 127).to(kv_dtype)
 
 
+def rounded_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 and the factor of each row, as ``write_kv`` stores them. Finite rows only."""
+    factors = rows.float().abs().amax(-1) / 127
+    divided = rows.float() / torch.where(factors == 0, 1.0, factors)[..., None]
+    return divided.round().to(torch.int8), factors
+
+
 @dataclass(frozen=True)
 class Case:
     """Parameters of a random problem. ``page_size`` 0 means contiguous K and V."""
@@ -175,12 +189,14 @@ class Case:
     key_scale: float = 1.0
     """Scale of an fp8 cache: keys of about 1 are divided by it when they are stored."""
     value_scale: float = 1.0
+    row_factors: bool = False
+    """K and V are int8 with a factor for each row."""
     seed: int = 0
 
     def build(self) -> AttentionProblem:
         """Build the problem. K and V are in shuffled pages; unused pages, and rows after the last token, hold NaN."""
         random = torch.Generator().manual_seed(self.seed)
-        kv_dtype = self.kv_dtype or self.dtype
+        kv_dtype = torch.int8 if self.row_factors else self.kv_dtype or self.dtype
         num_seqs = len(self.q_lens)
         total_q = sum(self.q_lens)
         # The shape that vLLM passes: rows of a wider tensor whose first part is the query.
@@ -213,13 +229,23 @@ class Case:
             gap = 3  # rows between sequences that belong to no sequence
             shape = (sum(self.kv_lens) + gap * (num_seqs + 1), self.num_kv_heads, self.head_size)
             key, value = (torch.full(shape, unused(kv_dtype), dtype=kv_dtype) for _ in range(2))
+            factors: list[torch.Tensor | None] = [None, None]
+            if self.row_factors:
+                factors = [torch.full(shape[:-1], math.nan) for _ in range(2)]
             first, kv_starts = gap, []
             for kv_len in self.kv_lens:
                 kv_starts.append(first)
-                for cache, cache_scale in zip((key, value), scales, strict=True):
+                for cache, of_rows, cache_scale in zip((key, value), factors, scales, strict=True):
                     rows = torch.randn(kv_len, *shape[1:], generator=random) / cache_scale
-                    cache[first : first + kv_len] = stored(rows, kv_dtype)
+                    own = slice(first, first + kv_len)
+                    if of_rows is None:
+                        cache[own] = stored(rows, kv_dtype)
+                    else:
+                        cache[own], of_rows[own] = rounded_rows(
+                            rows * torch.rand(*rows.shape[:-1], 1, generator=random) * 3
+                        )
                 first += kv_len + gap
+            problem = replace(problem, key_factors=factors[0], value_factors=factors[1])
             return replace(problem, key=key, value=value, kv_start_loc=torch.tensor(kv_starts, dtype=torch.int32))
 
         pages = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
@@ -232,16 +258,32 @@ class Case:
             shape = (num_blocks, 2, self.page_size, self.num_kv_heads, self.head_size)
             cache = torch.full(shape, unused(kv_dtype), dtype=kv_dtype)
             key, value = cache.unbind(1)
+        factors: list[torch.Tensor | None] = [None, None]
+        if self.row_factors:
+            # Beside each other for the tokens of a head, or for the heads of a token.
+            wanted = (2, num_blocks, self.num_kv_heads, self.page_size)
+            if self.layout == "HND":
+                factors = list(torch.full(wanted, math.nan).transpose(2, 3))
+            else:
+                factors = list(torch.full((2, num_blocks, self.page_size, self.num_kv_heads), math.nan))
         order = torch.randperm(num_blocks, generator=random).to(torch.int32)
         block_table = torch.full((num_seqs, max(pages, default=0) + 1), -1, dtype=torch.int32)
         used = 0
         for seq, (kv_len, count) in enumerate(zip(self.kv_lens, pages, strict=True)):
             block_table[seq, :count] = order[used : used + count]
             used += count
-            for cache, cache_scale in zip((key, value), scales, strict=True):
+            for cache, of_rows, cache_scale in zip((key, value), factors, scales, strict=True):
                 rows = torch.randn(kv_len, self.num_kv_heads, self.head_size, generator=random)
-                rows = stored(rows / cache_scale, kv_dtype)
+                row_factors = None
+                if of_rows is None:
+                    rows = stored(rows / cache_scale, kv_dtype)
+                else:
+                    rows, row_factors = rounded_rows(rows * torch.rand(*rows.shape[:-1], 1, generator=random) * 3)
                 for page in range(count):
-                    part = rows[page * self.page_size : (page + 1) * self.page_size]
+                    own = slice(page * self.page_size, (page + 1) * self.page_size)
+                    part = rows[own]
                     cache[block_table[seq, page], : len(part)] = part
+                    if of_rows is not None and row_factors is not None:
+                        of_rows[block_table[seq, page], : len(part)] = row_factors[own]
+        problem = replace(problem, key_factors=factors[0], value_factors=factors[1])
         return replace(problem, key=key, value=value, block_table=block_table)

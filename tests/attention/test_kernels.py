@@ -18,11 +18,13 @@ PACKAGE = Path(str(fastattention_vllm.__file__)).parent
 FIELDS = {field.name for field in dataclasses.fields(AttentionProblem)}
 OF_FP8 = {"key_scale", "value_scale"}
 """Scales of fp8 keys and values. Families that refuse fp8 by its dtype need not read them."""
+OF_INT8 = {"key_factors", "value_factors"}
+"""The same for factors of int8 rows."""
 NOT_READ = {
-    "fastattention_vllm.attention.flash": OF_FP8,
-    "fastattention_vllm.attention.torch_flash": OF_FP8,
-    # Of contiguous keys only, which it refuses.
-    "fastattention_vllm.attention.ascend_triton.kernels": {"kv_start_loc"},
+    "fastattention_vllm.attention.flash": OF_FP8 | OF_INT8,
+    "fastattention_vllm.attention.torch_flash": OF_FP8 | OF_INT8,
+    # The first belongs to contiguous keys only, which it refuses.
+    "fastattention_vllm.attention.ascend_triton.kernels": {"kv_start_loc"} | OF_INT8,
 }
 
 

@@ -15,6 +15,7 @@ from fastattention_vllm.placement import step as steps
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import Batch, Step, divide
+from fastattention_vllm.placement.stored_rows import page_shape
 from tests.attention import oracle
 
 F32 = torch.float32
@@ -34,9 +35,25 @@ class Model:
     softcap: float = 0.0
     has_sinks: bool = False
     has_alibi: bool = False
+    stored: torch.dtype | None = None
+    """The 8-bit dtype of the caches; None for ``dtype``."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.stored or self.dtype
 
     def scales(self) -> tuple[float, float]:
-        return 1.0, 1.0
+        return (0.5, 2.0) if self.stored in (torch.float8_e4m3fn, torch.float8_e5m2) else (1.0, 1.0)
+
+    def returned(self, rows: torch.Tensor, scale: float) -> torch.Tensor:
+        """``rows`` as a cache returns them, computed by another way than the code under test."""
+        if self.stored is None:
+            return rows
+        if self.stored == torch.int8:
+            numbers, factors = oracle.rounded_rows(rows)
+            return (numbers * factors[..., None]).to(self.dtype)
+        largest = torch.finfo(self.stored).max
+        return ((rows.float() / scale).clamp(-largest, largest).to(self.stored).float() * scale).to(self.dtype)
 
     def merges(self) -> bool:
         return not self.has_alibi
@@ -103,8 +120,13 @@ class Scenario:
         self.group = group
         self.device = torch.device(device)
         self.unwritten = unwritten
-        shape = (num_blocks, model.num_kv_heads, model.page_size, 2 * model.head_size)
-        caches = [new_cache(shape, dtype=model.dtype).fill_(unwritten) for _ in range(num_layers)]
+        shape = page_shape(num_blocks, model.num_kv_heads, model.page_size, model.head_size, model.cache_dtype)
+        caches = [new_cache(shape, dtype=model.cache_dtype) for _ in range(num_layers)]
+        for cache in caches:
+            if model.stored:  # NaN in fp8; as int8, the largest number with a factor of 3e38
+                cache.view(torch.uint8).fill_(0x7F)
+            else:
+                cache.fill_(unwritten)
         self.layers = [
             HostAttention(self.group, layer, cache, layer.window)
             for layer, cache in zip(self.models, caches, strict=True)
@@ -184,6 +206,10 @@ class Scenario:
             rows.fill_(self.unwritten)
         self.compare(index, works, query[:total].cpu(), output[:total].cpu())
 
+    def rows_of(self, part: str, index: int, works: Sequence[Work], lengths: Sequence[int]) -> torch.Tensor:
+        rows = torch.cat([getattr(w.request, part)[index][:length] for w, length in zip(works, lengths, strict=True)])
+        return self.model.returned(rows, self.model.scales()[part == "values"])
+
     def assert_at_rest(self) -> None:
         prefetcher = self.group.prefetcher
         assert not prefetcher.waiting
@@ -195,8 +221,8 @@ class Scenario:
         lengths = [work.context + work.new for work in works]
         problem = self.models[index].problem(
             query=query,
-            key=torch.cat([w.request.keys[index][:length] for w, length in zip(works, lengths, strict=True)]),
-            value=torch.cat([w.request.values[index][:length] for w, length in zip(works, lengths, strict=True)]),
+            key=self.rows_of("keys", index, works, lengths),
+            value=self.rows_of("values", index, works, lengths),
             query_start_loc=torch.tensor([0, *(work.new for work in works)]).cumsum(0).int(),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             kv_start_loc=torch.tensor([0, *lengths[:-1]]).cumsum(0).int(),

@@ -25,6 +25,7 @@ from fastattention_vllm.placement import step as steps
 from fastattention_vllm.placement.host_attention import HostLayerGroup, merge
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.step import Batch, divide
+from fastattention_vllm.placement.stored_rows import token_bytes
 from fastattention_vllm.placement.stream_split import StreamSplit
 from tests.attention import oracle
 from tests.placement.scenario import Model, Request, Scenario, Work
@@ -111,7 +112,7 @@ def scenario_of(
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, int], None]:
     def set_sizes(model: Model, blocks: int) -> None:
-        block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
+        block = model.page_size * model.num_kv_heads * token_bytes(model.head_size, model.cache_dtype)
         monkeypatch.setattr(prefetch, "STAGING_BYTES", blocks * block + block // 2)
         monkeypatch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
 
@@ -130,6 +131,17 @@ MODELS = st.builds(
     has_sinks=st.booleans(),
     has_alibi=st.sampled_from([False, False, False, True]),
 )
+EIGHT_BITS = st.builds(
+    Model,
+    num_heads=st.sampled_from([2, 6]),
+    num_kv_heads=st.sampled_from([1, 2]),
+    head_size=st.sampled_from([8, 32]),
+    page_size=st.sampled_from([1, 3, 16]),
+    window=st.sampled_from([None, None, 5, 30]),
+    has_sinks=st.booleans(),
+    has_alibi=st.sampled_from([False, False, True]),
+    stored=st.sampled_from([torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]),
+)
 
 
 @settings(max_examples=400)
@@ -145,8 +157,30 @@ def test_steps_equal_attention_over_the_whole_history(
     data: st.DataObject, model: Model, share: float, blocks_per_part: int, max_cpu_tokens: int, kind: str
 ) -> None:
     """Several steps and layers; requests arrive, share prefixes that others computed or compute now, and continue."""
+    take_steps(data, model, share, blocks_per_part, max_cpu_tokens, kind)
+
+
+@settings(max_examples=200)
+@given(
+    data=st.data(),
+    model=EIGHT_BITS,
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    blocks_per_part=st.sampled_from([1, 2, 5]),
+    max_cpu_tokens=st.sampled_from([0, 1, 8]),
+    kind=st.sampled_from(LINKS),
+)
+def test_steps_equal_attention_over_what_an_8_bit_cache_holds(
+    data: st.DataObject, model: Model, share: float, blocks_per_part: int, max_cpu_tokens: int, kind: str
+) -> None:
+    """The CPU rounds rows itself, and the device with torch; both read what either has written."""
+    take_steps(data, model, share, blocks_per_part, max_cpu_tokens, kind)
+
+
+def take_steps(
+    data: st.DataObject, model: Model, share: float, blocks_per_part: int, max_cpu_tokens: int, kind: str
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        block = 2 * model.page_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
+        block = model.page_size * model.num_kv_heads * token_bytes(model.head_size, model.cache_dtype)
         patch.setattr(prefetch, "STAGING_BYTES", blocks_per_part * block + block // 2)
         patch.setattr(host_attention, "MIN_STREAMED_BYTES", data.draw(st.sampled_from([1, 3 * block])))
         patch.setattr(steps, "MAX_CPU_TOKENS", max_cpu_tokens)

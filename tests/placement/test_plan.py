@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -357,3 +358,21 @@ def test_the_text_of_indices_can_be_parsed(numbers: set[int]) -> None:
     parts = [part.split("-") for part in text.split(", ")]
     assert [n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)] == sorted(numbers)
     assert all(int(later[0]) > int(earlier[-1]) + 1 for earlier, later in pairwise(parts))
+
+
+def test_host_blocks_may_be_smaller_than_device_blocks() -> None:
+    """Host layers of 8 bits: their memory holds more blocks, and a step reads fewer bytes of it."""
+    layers = Layers(tuple(range(4)))
+    size = KvSize(block_size=16, bytes_per_block=2000, full_layers=4)
+    for block in (None, 1104):
+        narrow = replace(size, host_bytes_per_block=block)
+        found = plan(layers, narrow, 3, Limits(0, 0, 0))
+        bytes_of_block = block or 2000
+        assert found.host_bytes(10) == 10 * 3 * bytes_of_block
+        assert found.max_blocks(10**9, 3 * 10 * bytes_of_block + 1) == 10
+        assert found.device_size.bytes_per_block == 2000
+        assert found.host_seconds(160, 1.0) == 160 * 3 * bytes_of_block / 16
+    limits = Limits(device_bytes=2000 * 11, host_bytes=3 * 11 * 1104, tokens=160)
+    assert len(plan(layers, replace(size, host_bytes_per_block=1104), "auto", limits).host) == 3
+    with pytest.raises(PlacementError):
+        plan(layers, size, "auto", limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,6 +15,8 @@ from fastattention_vllm.plan.errors import DoesNotFitError, PlanError
 from fastattention_vllm.plan.hardware import GIB, Machine, machine
 from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
 from fastattention_vllm.plan.model import ModelShape
+from fastattention_vllm.plan.report import serve_words
+from fastattention_vllm.plan.speed import decode
 from tests.plan.drawn import REQUESTS, machines, shapes
 from tests.plan.shapes import shape
 
@@ -224,6 +227,21 @@ def test_caps_of_the_user_are_kept() -> None:
         ("llama2-7b", "v100-32g", 1, Request(64, kv_dtype="bfloat16"), "--kv-dtype bfloat16 is not supported"),
         ("llama2-7b", "v100-32g", 1, Request(64, kv_cache_gib=99), "--kv-cache-gib 99 is more than"),
         ("llama2-7b", "v100-32g", 1, Request(64, host_kv_gib=1e4), "--host-kv-gib 10000 per rank is more than"),
+        ("llama2-7b", "v100-32g", 1, Request(64, host_kv_dtype="int4"), "--host-kv-dtype int4 is not supported; use"),
+        (
+            "llama3-8b",
+            "ascend-910b-64g",
+            1,
+            Request(64, host_kv_dtype="int8"),
+            "--host-kv-dtype int8 is not supported with",
+        ),
+        (
+            "llama3-8b",
+            "v100-32g",
+            1,
+            Request(64, kv_dtype="fp8", host_kv_dtype="int8"),
+            "--host-kv-dtype is int8, but --kv-dtype fp8 already stores all layers in 8 bits",
+        ),
         ("pangu-38b", "v100-32g", 8, Request(K256, kv_dtype="fp8"), "--kv-dtype fp8 is not supported with host layers"),
     ],
 )
@@ -245,3 +263,19 @@ def test_a_context_that_does_not_fit_names_one_that_does() -> None:
         plan_memory(model, computer, Request(K256, requests=2))
     longest = int(str(error.value).split("--context ")[1].split(",")[0])
     assert plan_memory(model, computer, Request(longest, requests=2)).longest_context == longest
+
+
+@pytest.mark.parametrize(("dtype", "row"), [("int8", 2 * (128 + 4)), ("fp8_e4m3", 2 * 128)])
+def test_host_layers_of_8_bits(dtype: str, row: int) -> None:
+    """A host that holds twice the tokens, and reads half the bytes; the device holds what it held."""
+    model, computer = shape("qwen3-32b"), machine("a100-80g", 1)
+    before = plan_memory(model, computer, Request(model.max_positions))
+    found = plan_memory(model, computer, Request(model.max_positions, host_kv_dtype=dtype))
+    assert found.host_bytes_per_token == 8 * row
+    assert found.kv_bytes_per_token == before.kv_bytes_per_token == before.host_bytes_per_token == 8 * 2 * 128 * 2
+    blocks = -(-model.max_positions // found.size.block_size) + 1
+    assert found.host_kv_needed == len(found.placement.host) * blocks * found.size.block_size * 8 * row
+    assert before.device.kv - found.device.kv == 256 << 20, "the device widens one buffer at a time"
+    assert decode(found).seconds < decode(before).seconds
+    words = serve_words(found, "model")
+    assert json.loads(words[-1])["fastattention"]["host_kv_dtype"] == dtype

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ MAX_HEAD_SIZE = 256
 HEAD_SIZE_MULTIPLE = 8
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_KV_DTYPES = _DTYPES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+_KV_DTYPES = _DTYPES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
 _CPU = torch.device("cpu")
 
 
@@ -85,8 +86,8 @@ def can_run(problem: AttentionProblem) -> str | None:
         if not tensor.is_cpu:
             return f"{name} is on {tensor.device}, but the CPU kernels need it on cpu."
         if tensor.dtype not in (_DTYPES if name == "query" else _KV_DTYPES):
-            or_fp8 = "" if name == "query" else ", float8_e4m3fn or float8_e5m2"
-            return f"{name} has dtype {tensor.dtype}, but the CPU kernels need float32, float16 or bfloat16{or_fp8}."
+            or_narrow = "" if name == "query" else ", float8_e4m3fn, float8_e5m2 or int8"
+            return f"{name} has dtype {tensor.dtype}, but the CPU kernels need float32, float16 or bfloat16{or_narrow}."
     if query.dim() != 3 or key.dim() != (4 if problem.is_paged else 3):
         return None  # run() reports wrong shapes
     if query.shape[2] % HEAD_SIZE_MULTIPLE != 0 or not 0 < query.shape[2] <= MAX_HEAD_SIZE:
@@ -191,6 +192,7 @@ def attention_arguments(
             raise ValueError("kv_start_loc is missing; pass it, or a block_table.")
         check_index(kv_start_loc, "kv_start_loc", (num_seqs,))
         key_strides, value_strides = (0, *key_strides), (0, *value_strides)
+    factors = _row_factors((("key_factors", problem.key_factors, key), ("value_factors", problem.value_factors, value)))
     slope_stride = 0
     if slopes is not None:
         if slopes.dtype != torch.float32 or slopes.device != _CPU:
@@ -254,11 +256,13 @@ def attention_arguments(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
+        *factors.addresses,
         out.data_ptr(),
         None if lse is None else lse.data_ptr(),
         *query_strides,
         *key_strides,
         *value_strides,
+        *factors.strides,
         *out_strides,
         *lse_strides,
     )
@@ -273,21 +277,28 @@ def write_kv(
     slot_mapping: torch.Tensor,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    saturated: torch.Tensor | None = None,
 ) -> None:
     """Write new K and V rows into the paged cache, casting where the dtypes differ.
 
     ``key``, ``value``: ``[>= num_tokens, num_kv_heads, head_size]``, fp32, fp16 or bf16; the caches: ``[num_blocks,
-    page_size, num_kv_heads, head_size]``, one of these or fp8; ``slot_mapping``: ``[num_tokens]`` int64 with
+    page_size, num_kv_heads, head_size]``, one of these, fp8 or int8; ``slot_mapping``: ``[num_tokens]`` int64 with
     ``block * page_size + row`` for each token, negative to skip it. Last dimensions must be contiguous, other strides
     are free.
 
     fp8 caches (float8_e4m3fn, float8_e5m2) store the row divided by ``key_scale`` or ``value_scale``, which must be 1
     for other dtypes. Values beyond the largest finite fp8 number, including infinity, become that number; NaN stays
-    NaN.
+    NaN. Their number is added to ``saturated``, one int64.
+
+    int8 caches store the row divided by its factor, which is its largest magnitude / 127, and the factor in ``factors``
+    (of keys and of values, fp32 ``[num_blocks, page_size, num_kv_heads]``). A row with infinity or NaN becomes NaN.
 
     Raises ``ValueError`` for tensors or scales that do not match, with one sentence that names the value.
     """
-    arguments = write_arguments(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    arguments = write_arguments(
+        key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale, factors, saturated
+    )
     check(library().fa_cpu_write_kv(arguments))
 
 
@@ -299,6 +310,8 @@ def write_arguments(
     slot_mapping: torch.Tensor,
     key_scale: float,
     value_scale: float,
+    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    saturated: torch.Tensor | None = None,
 ) -> WriteArguments:
     """The checked and converted arguments of :func:`write_kv`."""
     for name, tensor, like in (("value", value, key), ("value_cache", value_cache, key_cache)):
@@ -309,8 +322,8 @@ def write_arguments(
         raise ValueError(f"all tensors must be on cpu, but are on {[str(t.device) for t in tensors]}.")
     if key.dtype not in _DTYPES or key_cache.dtype not in _KV_DTYPES:
         raise ValueError(
-            "key must be float32, float16 or bfloat16, and the cache must be one of these, float8_e4m3fn or "
-            f"float8_e5m2; they are {key.dtype} and {key_cache.dtype}."
+            "key must be float32, float16 or bfloat16, and the cache must be one of these, float8_e4m3fn, "
+            f"float8_e5m2 or int8; they are {key.dtype} and {key_cache.dtype}."
         )
     if key.dim() != 3 or key_cache.dim() != 4 or key_cache.shape[2:] != key.shape[1:]:
         raise ValueError(
@@ -324,6 +337,10 @@ def write_arguments(
     num_tokens = slot_mapping.shape[0]
     if num_tokens > key.shape[0]:
         raise ValueError(f"slot_mapping has {num_tokens} tokens, but key has only {key.shape[0]}.")
+    if saturated is not None and (saturated.dtype != torch.int64 or saturated.numel() != 1 or not saturated.is_cpu):
+        raise ValueError(f"saturated must be one int64 on cpu, not {_shape(saturated)} {saturated.dtype}.")
+    key_factors, value_factors = factors or (None, None)
+    rows = _row_factors((("key_factors", key_factors, key_cache), ("value_factors", value_factors, value_cache)))
     return WriteArguments(
         num_tokens,
         key_cache.shape[0],
@@ -339,11 +356,40 @@ def write_arguments(
         value.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
+        *rows.addresses,
+        None if saturated is None else saturated.data_ptr(),
         *row_strides(key, "key"),
         *row_strides(value, "value"),
         *row_strides(key_cache, "key_cache"),
         *row_strides(value_cache, "value_cache"),
+        *rows.strides,
     )
+
+
+class _RowFactors(NamedTuple):
+    """The factors of keys and values, as the library takes them."""
+
+    addresses: tuple[int | None, int | None] = (None, None)
+    strides: tuple[int, ...] = (0,) * 6
+
+
+def _row_factors(of_caches: Sequence[tuple[str, torch.Tensor | None, torch.Tensor]]) -> _RowFactors:
+    addresses: list[int] = []
+    strides: list[int] = []
+    for name, factors, cache in of_caches:
+        if (factors is not None) != (cache.dtype is torch.int8):
+            are = "are missing" if factors is None else "must be None"
+            raise ValueError(f"{name} {are}: int8 caches have a factor for each row, and others ({cache.dtype}) none.")
+        if factors is None:
+            continue
+        if factors.shape != cache.shape[:-1] or factors.dtype != torch.float32 or not factors.is_cpu:
+            raise ValueError(
+                f"{name} must be {list(cache.shape[:-1])} float32 on cpu, not {_shape(factors)} {factors.dtype} on "
+                f"{factors.device}."
+            )
+        addresses.append(factors.data_ptr())
+        strides += (0,) * (3 - factors.dim()) + factors.stride()
+    return _RowFactors((addresses[0], addresses[1]), tuple(strides)) if len(addresses) == 2 else _RowFactors()
 
 
 def row_strides(tensor: torch.Tensor, name: str) -> tuple[int, ...]:

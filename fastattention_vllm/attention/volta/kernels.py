@@ -108,6 +108,8 @@ def can_run(problem: AttentionProblem) -> str | None:
     query, key, value = problem.query, problem.key, problem.value
     if query.shape[-1] not in HEAD_SIZES:
         return f"head_size is {query.shape[-1]}, but the Volta kernels support {', '.join(map(str, HEAD_SIZES))}."
+    if problem.key_factors is not None or problem.value_factors is not None:
+        return "keys or values have a factor for each row, but the Volta kernels have one for the whole cache."
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.device.type != DEVICE:
             return f"{name} is on {tensor.device}, but the Volta kernels need it on a GPU."

@@ -13,6 +13,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.host_layers.metadata import HostMetadataBuilder
+from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import npu
 from fastattention_vllm.placement.link import Link
@@ -62,6 +63,12 @@ class AscendRuntime(AcceleratorRuntime):
                 f"cudagraph_mode {mode.name} captures whole steps, which is impossible with host layers because "
                 'they wait for the CPU; pass --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or '
                 "--enforce-eager, or set host_kv_layers to 0."
+            )
+        stored = options_of(self.vllm_config).host_kv_dtype
+        if stored != "auto":
+            raise Refusal(
+                f"host_kv_dtype is {stored}, but on an NPU host layers store the model's dtype only; remove "
+                "host_kv_dtype, or set host_kv_layers to 0."
             )
         block = self.vllm_config.cache_config.block_size
         if block != PAGE:

@@ -110,6 +110,8 @@ class AcceleratorRuntime:
             head_size=config.model_config.get_head_size(),
             ranks=ranks,
         )
+        if options_of(config).host_kv_dtype != "auto":
+            activations += budget.WIDENED_BYTES
         # The drafter is loaded after the model.
         used = total - free + drafter.weight_bytes(config)
         return budget.device_kv_bytes(total, used, activations, config.cache_config.gpu_memory_utilization)

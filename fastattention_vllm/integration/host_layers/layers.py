@@ -29,7 +29,7 @@ from fastattention_vllm.integration.host_layers.device import DeviceLayer, Devic
 from fastattention_vllm.integration.host_layers.metadata import NO_LIMIT, HostMetadata
 from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
 from fastattention_vllm.integration.kv_size import as_grouped
-from fastattention_vllm.integration.options import decide_host_layers, options_of
+from fastattention_vllm.integration.options import Options, decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import LINEAR_MODELS
 from fastattention_vllm.placement import calibrate, host_pool
@@ -42,6 +42,8 @@ from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, indices_text
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
+from fastattention_vllm.placement.stored_rows import TORCH_DTYPES, has_factors
+from fastattention_vllm.placement.stored_rows import page_shape as page_of
 from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split, whole_steps_until
 
 if TYPE_CHECKING:
@@ -64,6 +66,9 @@ class HostLayers:
     nodes: Sequence[int]
     stream_fraction: float | str
     dtype: torch.dtype
+    """Of the model."""
+    stored_dtype: torch.dtype | None = None
+    """The 8-bit dtype of the pool; None if it has the dtype of the device layers' caches."""
     length_is_fitted: bool = False
     """Whether vLLM fits the maximum length to the memory that :meth:`clamp` leaves."""
     pool: HostPool | None = None
@@ -116,7 +121,8 @@ class HostLayers:
             for group in kv_cache_config.kv_cache_groups
         ]
         shapes = {
-            name: page_shape(forward_context[name], forward_context[target]) for name, target in self.targets.items()
+            name: page_shape(forward_context[name], forward_context[target], self.stored_dtype)
+            for name, target in self.targets.items()
         }
 
         def say(line: str) -> None:
@@ -172,12 +178,13 @@ class HostLayers:
     def allows_whole_step(self, contexts: int) -> bool:
         """Whether a decode step with ``contexts`` tokens in the cache, all requests together, is best one graph."""
         return (
-            contexts * self.placement.bytes_per_block // self.placement.device_size.block_size < self.whole_steps_until
+            contexts * self.placement.host_bytes_per_block // self.placement.device_size.block_size
+            < self.whole_steps_until
         )
 
     def counters(self) -> Counters:
         """What the host layers have done since the start, inside and outside of graphs."""
-        return self.group.counters + (self.graph_calls.counters() if self.graph_calls else Counters())
+        return self.group.total() + (self.graph_calls.counters() if self.graph_calls else Counters())
 
     def visits(self, first: HostAttention, step: Step) -> Iterator[Visit]:
         """The visits of the host layers in this forward pass, from ``first`` on, each with its step from vLLM.
@@ -232,7 +239,11 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         return self.inner.problem(self.layer, **parts)
 
     def scales(self) -> tuple[float, float]:
-        return self.inner.scales(self.layer)
+        stored: Any = self.host_layers.stored_dtype
+        if stored is None:
+            return self.inner.scales(self.layer)
+        # What vLLM has loaded, which is 1 unless the cache of the device layers is fp8, too.
+        return (1.0, 1.0) if has_factors(stored) else (self.layer._k_scale_float, self.layer._v_scale_float)
 
     def merges(self) -> bool:
         return self.inner.merges()
@@ -289,7 +300,8 @@ def rehearse(
     """Let vLLM's profiling measure the device memory of a step of this length. There is no pool yet."""
     host_layers = layer.host_layers
     block_size = host_layers.placement.device_size.block_size
-    page = torch.empty(1, layer.num_kv_heads, block_size, 2 * layer.head_size, dtype=query.dtype)
+    dtype = host_layers.stored_dtype or query.dtype
+    page = torch.zeros(page_of(1, layer.num_kv_heads, block_size, layer.head_size, dtype), dtype=dtype)
     group = replace(host_layers.group, layers=[])
     group.prefetcher = host_layers.group.prefetcher
     HostAttention(group, layer, page, layer.inner.host_window).rehearse(query, key, value, output)
@@ -307,6 +319,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     setattr(vllm_config.compilation_config, DONE, True)
     options = options_of(vllm_config)
     if options.host_kv_layers in (0, []):
+        _say_without_effect(options)
         return
     names, layers, special = attention_layers(context, runtime.host_backend, vllm_config, runtime.beside_states)
     if special:
@@ -324,6 +337,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     placement = plan_layers(layers, vllm_config, options.host_kv_layers, limits)
     decide_host_layers(vllm_config, list(placement.host))
     if not placement.host:
+        _say_without_effect(options)
         return
     check(vllm_config)
     targets = {names[host]: names[target] for host, target in sorted(_targets(layers, placement).items())}
@@ -335,7 +349,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     runtime.prepare()
     group = HostLayerGroup(runtime.link(), runtime.kernels())
     # Allocate now, so that vLLM counts it before it uses the rest of the device's memory for its own cache.
-    group.prefetcher.reserve(torch.empty(1, placement.bytes_per_block, dtype=torch.uint8))
+    group.prefetcher.reserve(torch.empty(1, placement.host_bytes_per_block, dtype=torch.uint8))
     host_layers = HostLayers(
         runtime,
         group,
@@ -346,6 +360,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         nodes,
         options.stream_fraction,
         vllm_config.model_config.dtype,
+        TORCH_DTYPES.get(options.host_kv_dtype),
         length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
         graph_calls=runtime.graph_calls(group.link),
     )
@@ -354,6 +369,14 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         layer.kv_sharing_target_layer_name = target
         layer.attn_backend = runtime.host_backend
         layer.impl = HostLayerImpl(layer, layer.impl, host_layers)
+
+
+def _say_without_effect(options: Options) -> None:
+    if options.host_kv_dtype != "auto":
+        logger.warning_once(
+            "host_kv_dtype %s has no effect, because no layer keeps its KV cache in host memory.",
+            options.host_kv_dtype,
+        )
 
 
 DONE = "fastattention_host_layers_set_up"
@@ -368,8 +391,11 @@ def find(vllm_config: VllmConfig) -> HostLayers | None:
     return None
 
 
-def page_shape(host: Any, target: Any) -> PageShape:
-    """The shape of a host layer's pages, which equals that of the layer it points to."""
+def page_shape(host: Any, target: Any, stored: torch.dtype | None = None) -> PageShape:
+    """The shape of a host layer's pages, which equals that of the layer it points to.
+
+    ``stored``: their dtype, if it is another one.
+    """
     caches = compat.kv_caches_of(target)
     blocks = compat.num_blocks_of(caches[0])
     elements = sum(cache.numel() for cache in caches)
@@ -378,7 +404,7 @@ def page_shape(host: Any, target: Any) -> PageShape:
         block_size=elements // (blocks * target.impl.num_kv_heads * 2 * target.impl.head_size),
         num_kv_heads=host.impl.num_kv_heads,
         head_size=host.impl.head_size,
-        dtype=host.impl.inner.cache_dtype(caches[0]),
+        dtype=stored or host.impl.inner.cache_dtype(caches[0]),
     )
 
 
@@ -386,16 +412,20 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     """The decision as a table, for the log."""
     placement = host_layers.placement
     assert host_layers.pool is not None
-    per_layer = blocks * placement.bytes_per_block
     device_bytes = blocks * placement.device_size.null_block()
     huge = sum(part.huge_bytes or 0 for part in host_layers.pool.placements)
     longest = placement.device_size.longest_request(device_bytes)
     lines = ["KV placement:", f"  {'layers':<40} {'KV cache in':<12} {'GiB/layer':>11} {'GiB total':>10}"]
-    rows = ((placement.device, "device", device_bytes), (placement.host, "host", host_layers.pool.memory.nbytes))
+    rows = (
+        (placement.device, "device", placement.bytes_per_block, device_bytes),
+        (placement.host, "host", placement.host_bytes_per_block, host_layers.pool.memory.nbytes),
+    )
     lines += [
-        f"  {indices_text(layers):<40} {where:<12} {per_layer / GIB:>11.3f} {total / GIB:>10.3f}"
-        for layers, where, total in rows
+        f"  {indices_text(layers):<40} {where:<12} {blocks * block / GIB:>11.3f} {total / GIB:>10.3f}"
+        for layers, where, block, total in rows
     ]
+    if host_layers.stored_dtype:
+        lines.append(f"  {stored_text(host_layers.stored_dtype)}")
     pinned = "pinned, " if host_layers.pool.pinned else ""
     tokens = min(longest, host_layers.max_model_len)
     if placement.device_size.state_layers:
@@ -417,6 +447,13 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
             f"(one read of their KV at {rate / 1e9:.3g} GB/s)."
         )
     return lines
+
+
+def stored_text(dtype: torch.dtype) -> str:
+    """What an 8-bit pool contains, for people."""
+    name = next(name for name, known in TORCH_DTYPES.items() if known == dtype)
+    factors = "with a factor for each token and KV head" if has_factors(dtype) else "with one scale for each layer"
+    return f"Host layers store keys and values as {name}, {factors}, because host_kv_dtype is {name}."
 
 
 def decode_rate(rates: Rates) -> float:

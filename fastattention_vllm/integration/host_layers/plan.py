@@ -10,6 +10,7 @@ from fastattention_vllm.integration.compat import BACKEND_NAME
 from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.integration.options import decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.support import FP8_CACHES
 from fastattention_vllm.placement.budget import host_kv_bytes
 from fastattention_vllm.placement.host_memory import GIB, available_bytes
 from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, PlacementError, plan
@@ -88,6 +89,12 @@ def check(vllm_config: VllmConfig) -> None:
     for name, (asked, why, instead) in refused.items():
         if asked:
             raise Refusal(f"{name} is not supported with host layers: {why}; {instead}, or set host_kv_layers to 0.")
+    stored = options_of(vllm_config).host_kv_dtype
+    if stored != "auto" and cache.cache_dtype in FP8_CACHES:
+        raise Refusal(
+            f"host_kv_dtype is {stored}, but --kv-cache-dtype {cache.cache_dtype} already stores the keys and values "
+            "of all layers in 8 bits; remove one of the two."
+        )
 
 
 def plan_without_gpu(vllm_config: VllmConfig) -> LayerPlacement:

@@ -73,6 +73,8 @@ class HostLayerStats(BaseModel):
     decode_streamed_bytes: int
     prefill_streamed_bytes: int
     device_wait_seconds: float
+    saturated_numbers: int
+    """Numbers that an fp8 pool has stored as the largest fp8 number."""
     plain_read_rate: float | None
     """Bytes per second of plain reads of the pool, measured at start: the limit of attention on the CPU."""
     rates: HostRates | None
@@ -176,6 +178,7 @@ def of_host_layers(host_layers: Any) -> HostLayerStats:
         decode_streamed_bytes=counters["decode_streamed_bytes"],
         prefill_streamed_bytes=counters["prefill_streamed_bytes"],
         device_wait_seconds=counters["device_wait_seconds"],
+        saturated_numbers=counters["saturated_numbers"],
         plain_read_rate=host_layers.plain_read_rate,
         rates=HostRates(**dataclasses.asdict(host_layers.rates)) if host_layers.rates else None,
     )

@@ -23,6 +23,8 @@ typedef enum fa_dtype {
   /* The OCP 8-bit formats, for key and value only. torch calls them float8_e4m3fn and float8_e5m2. */
   FA_F8_E4M3 = 3,
   FA_F8_E5M2 = 4,
+  /* For key and value only, with one factor for each row: see key_factors. */
+  FA_I8 = 5,
 } fa_dtype;
 
 typedef enum fa_status {
@@ -47,7 +49,8 @@ typedef enum fa_status {
  *     paged      : block = block_table[s * block_table_stride + j / page_size], token = j % page_size
  *     contiguous : block_table == NULL; block = 0, token = kv_start_loc[s] + j
  * The stored number times key_scale or value_scale is the key or the value, because fp8 caches hold numbers divided by
- * the scale. Only positions that some row sees are read. Unused pages, the unused rows of the last page and pages that
+ * the scale. int8 caches have a factor for each row (token and KV head) instead, by which its numbers are multiplied.
+ * Only positions that some row sees are read. Unused pages, the unused rows of the last page and pages that
  * left the window may hold anything, including NaN. The page numbers of positions that are read must be in
  * [0, num_blocks).
  */
@@ -57,7 +60,7 @@ typedef struct fa_attention_problem {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t page_size; /* tokens per block; ignored when block_table is NULL */
-  int32_t dtype;     /* fa_dtype of query and out; not fp8 */
+  int32_t dtype;     /* fa_dtype of query and out; not 8 bits wide */
   int32_t kv_dtype;  /* fa_dtype of key and value */
   int32_t causal;
   int32_t window_left;  /* -1: unlimited */
@@ -79,15 +82,19 @@ typedef struct fa_attention_problem {
   int64_t block_table_stride;
   int64_t alibi_seq_stride; /* 0 when all sequences share the slopes */
 
-  const void* query; /* [num_tokens, num_heads, head_size] */
-  const void* key;   /* [num_blocks, page_size, num_kv_heads, head_size] */
-  const void* value; /* like key */
-  void* out;         /* [num_tokens, num_heads, head_size]; rows beyond the last query row are not written */
-  float* lse;        /* NULL, or [num_tokens, num_heads]: natural logarithm of the softmax denominator */
+  const void* query;          /* [num_tokens, num_heads, head_size] */
+  const void* key;            /* [num_blocks, page_size, num_kv_heads, head_size] */
+  const void* value;          /* like key */
+  const float* key_factors;   /* NULL, or with int8 keys: [num_blocks, page_size, num_kv_heads] */
+  const float* value_factors; /* like key_factors */
+  void* out;                  /* [num_tokens, num_heads, head_size]; rows beyond the last query row are not written */
+  float* lse;                 /* NULL, or [num_tokens, num_heads]: natural logarithm of the softmax denominator */
 
   int64_t query_token_stride, query_head_stride;
   int64_t key_block_stride, key_token_stride, key_head_stride;
   int64_t value_block_stride, value_token_stride, value_head_stride;
+  int64_t key_factor_block_stride, key_factor_token_stride, key_factor_head_stride;
+  int64_t value_factor_block_stride, value_factor_token_stride, value_factor_head_stride;
   int64_t out_token_stride, out_head_stride;
   int64_t lse_token_stride, lse_head_stride;
 } fa_attention_problem;
@@ -95,6 +102,8 @@ typedef struct fa_attention_problem {
 /* Stores new K and V rows in the paged cache (vLLM's reshape_and_cache) and casts them where dtypes differ.
  * Casts round to nearest, ties to even. fp8 caches get the number divided by its scale. Numbers beyond the largest
  * finite fp8 number, including infinity, become that number, as in vLLM's CUDA kernels. NaN stays NaN.
+ * int8 caches get the number divided by its row's factor, which is the row's largest magnitude / 127. A row that
+ * contains infinity or NaN is stored as zeros with the factor NaN.
  * Token t goes to row slot_mapping[t] % page_size of block slot_mapping[t] / page_size. A token with a negative slot is
  * skipped. */
 typedef struct fa_kv_write {
@@ -103,7 +112,7 @@ typedef struct fa_kv_write {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t page_size;
-  int32_t dtype;               /* fa_dtype of key and value; not fp8 */
+  int32_t dtype;               /* fa_dtype of key and value; not 8 bits wide */
   int32_t kv_dtype;            /* fa_dtype of the cache */
   float key_scale;             /* positive and finite; 1 unless kv_dtype is fp8 */
   float value_scale;           /* like key_scale */
@@ -112,10 +121,15 @@ typedef struct fa_kv_write {
   const void* value;
   void* key_cache; /* [num_blocks, page_size, num_kv_heads, head_size] */
   void* value_cache;
+  float* key_factors; /* NULL, or with an int8 cache: [num_blocks, page_size, num_kv_heads] */
+  float* value_factors;
+  int64_t* saturated; /* NULL, or a count to which the numbers that were beyond the largest fp8 number are added */
   int64_t key_token_stride, key_head_stride;
   int64_t value_token_stride, value_head_stride;
   int64_t key_cache_block_stride, key_cache_token_stride, key_cache_head_stride;
   int64_t value_cache_block_stride, value_cache_token_stride, value_cache_head_stride;
+  int64_t key_factor_block_stride, key_factor_token_stride, key_factor_head_stride;
+  int64_t value_factor_block_stride, value_factor_token_stride, value_factor_head_stride;
 } fa_kv_write;
 
 /* What a Gated DeltaNet layer computes between its projections, for several requests at once (arXiv 2412.06464).

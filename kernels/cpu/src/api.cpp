@@ -32,11 +32,20 @@ int32_t check_heads_and_dtypes(int32_t num_kv_heads, int32_t head_size, int32_t 
     return fail(FA_BAD_ARGUMENT, "head_size must be a multiple of 8 up to %d, not %d.", kMaxHeadSize, head_size);
   }
   if (!is_wide(dtype)) return fail(FA_BAD_ARGUMENT, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not %d.", dtype);
-  if (!is_wide(kv_dtype) && !is_fp8(kv_dtype)) {
-    return fail(FA_BAD_ARGUMENT, "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not %d.",
+  if (!is_wide(kv_dtype) && !is_fp8(kv_dtype) && kv_dtype != FA_I8) {
+    return fail(FA_BAD_ARGUMENT,
+                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3), 4 (fp8 e5m2) or 5 (int8), not %d.",
                 kv_dtype);
   }
   return FA_OK;
+}
+
+template <class Arguments>
+int32_t check_factors(const Arguments& a) {
+  const bool wanted = a.kv_dtype == FA_I8;
+  if ((a.key_factors != nullptr) == wanted && (a.value_factors != nullptr) == wanted) return FA_OK;
+  return fail(FA_BAD_ARGUMENT, wanted ? "key_factors and value_factors must not be null pointers if K and V are int8."
+                                      : "key_factors and value_factors must be null pointers unless K and V are int8.");
 }
 
 int32_t check_scale(const char* name, float scale, int32_t kv_dtype) {
@@ -73,6 +82,7 @@ int32_t check_sequences(const fa_attention_problem& p) {
     if (q_len == 0 || kv_len == 0) continue;
     FA_REQUIRE_POINTER(p, key);
     FA_REQUIRE_POINTER(p, value);
+    if (const int32_t status = check_factors(p)) return status;
     if (p.block_table == nullptr) {
       const int64_t first = p.kv_start_loc[s];
       if (first < 0 || first + kv_len > p.num_blocks) {
@@ -148,6 +158,7 @@ int32_t check(const fa_kv_write& w) {
   FA_REQUIRE_POINTER(w, value);
   FA_REQUIRE_POINTER(w, key_cache);
   FA_REQUIRE_POINTER(w, value_cache);
+  if (const int32_t status = check_factors(w)) return status;
   const int64_t slots = w.num_blocks * w.page_size;
   for (int64_t t = 0; t < w.num_tokens; ++t) {
     if (w.slot_mapping[t] >= slots) {

@@ -37,7 +37,7 @@ inline void with_dtype(int32_t dtype, F f) {
       return f(static_cast<BFloat16*>(nullptr));
   }
 }
-// The same for K and V, which may also be fp8.
+// The same for K and V, which may also have 8 bits.
 template <class F>
 inline void with_kv_dtype(int32_t dtype, F f) {
   switch (dtype) {
@@ -45,6 +45,8 @@ inline void with_kv_dtype(int32_t dtype, F f) {
       return f(static_cast<Float8E4M3*>(nullptr));
     case FA_F8_E5M2:
       return f(static_cast<Float8E5M2*>(nullptr));
+    case FA_I8:
+      return f(static_cast<Int8*>(nullptr));
     default:
       return with_dtype(dtype, f);
   }
@@ -150,6 +152,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
     const bool more = locate_tile(item, tile + tile_tokens, *upcoming) ||
                       (following != nullptr && locate_tile(*following, following->kv_begin, *upcoming));
     panels.prepare(*rows, more ? upcoming : nullptr, num_rows);
+    const RowFactors<T> row_factors(*rows);
     const auto column = [&](int64_t position) {
       const int64_t c = position - tile;
       return c < 0 ? 0 : c > rows->count ? rows->count : static_cast<int>(c);
@@ -170,6 +173,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
           column(visible.begin(last_token)) > step_begin || column(visible.end(first_token)) < step_end;
 
       panels.scores(first_row, panel_rows, step_begin, step_end, scratch.scores);
+      row_factors.multiply_scores(scratch.scores, panel_rows, step_begin, step_end);
       // Weights overwrite the scores of this row and the rows before it. They are never wider than scores.
       Weight* weights = reinterpret_cast<Weight*>(scratch.scores);
       static_assert(sizeof(Weight) <= sizeof(float), "weights overwrite scores");
@@ -197,6 +201,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
         rescale[r] = softmax_row<Weight>(scores, step_begin, step_end, adjusted ? 1.0f : factor, weights + r * kKvTile,
                                          scratch.reference[row], scratch.sums + static_cast<size_t>(row) * kWidth);
       }
+      row_factors.multiply_weights(weights, panel_rows, step_begin, step_end);
       // Only the visible columns: V rows that no row of the panel sees must not even be multiplied by zero, because
       // zero times a NaN in an unwritten page is NaN.
       panels.add_values(first_row, panel_rows, weights, begin, end, rescale);

@@ -37,7 +37,7 @@ void store(uint32_t* word, uint32_t value) { __atomic_store_n(word, value, __ATO
 }
 
 int64_t kv_bytes(const fa_attention_problem& p) {
-  static constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};
+  static constexpr int64_t kBytes[] = {4, 2, 2, 1, 1, 1};
   int64_t tokens = 0;
   for (int s = 0; s < p.num_seqs; ++s) {
     const int64_t new_tokens = p.query_start_loc[s + 1] - p.query_start_loc[s];
@@ -45,7 +45,8 @@ int64_t kv_bytes(const fa_attention_problem& p) {
     const int64_t all = p.seq_lens[s];
     tokens += p.window_left < 0 ? all : std::min(all, p.window_left + new_tokens);
   }
-  return tokens * p.num_kv_heads * p.head_size * 2 * kBytes[p.kv_dtype];
+  const int64_t factor_bytes = p.kv_dtype == FA_I8 ? sizeof(float) : 0;
+  return tokens * p.num_kv_heads * 2 * (p.head_size * kBytes[p.kv_dtype] + factor_bytes);
 }
 
 // A page that is never freed, because a device may have it registered, and a thread may poll it while the process

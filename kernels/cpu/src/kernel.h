@@ -28,6 +28,11 @@ struct Float8E5M2 {  // 1-5-2, bias 15: the upper byte of a Half
   uint8_t bits;
 };
 
+// In the KV cache only. What it stands for is its value times the factor of its row, which is stored separately.
+struct Int8 {
+  int8_t value;
+};
+
 // Query rows of a work item, unless the instruction set and the problem ask for more. Splits are whole multiples of
 // kKvBlock KV tokens. The number of KV tokens in a tile depends on the instruction set; see tuning.h.
 constexpr int kRowBlock = 256;

@@ -5,8 +5,34 @@ namespace {
 
 constexpr int kEvenRows = 16;
 
+// The factors of an int8 cache's rows; nothing for other types.
 template <class T>
-struct KvRows {
+struct FactorRows {
+  void set(const fa_attention_problem&, const WorkItem&, int, int64_t, int64_t) {}
+};
+template <>
+struct FactorRows<Int8> {
+  const float* key_factor[kKvTile];
+  const float* value_factor[kKvTile];
+
+  // Called one tile ahead, and for neighbouring tokens in turn, so the factors' cache lines are prefetched here.
+  void set(const fa_attention_problem& problem, const WorkItem& item, int i, int64_t block, int64_t token) {
+    key_factor[i] = problem.key_factors + block * problem.key_factor_block_stride +
+                    token * problem.key_factor_token_stride + item.kv_head * problem.key_factor_head_stride;
+    value_factor[i] = problem.value_factors + block * problem.value_factor_block_stride +
+                      token * problem.value_factor_token_stride + item.kv_head * problem.value_factor_head_stride;
+    if (i % kFactorsPerLine == 0 || token == 0) {
+      __builtin_prefetch(key_factor[i], 0, 2);
+      __builtin_prefetch(value_factor[i], 0, 2);
+    }
+  }
+
+ private:
+  static constexpr int kFactorsPerLine = 64 / sizeof(float);
+};
+
+template <class T>
+struct KvRows : FactorRows<T> {
   const T* key[kKvTile];
   const T* value[kKvTile];
   // even[i]: the kEvenRows rows from kEvenRows * i on are key_stride and value_stride apart.
@@ -39,9 +65,10 @@ void locate(const fa_attention_problem& problem, const WorkItem& item, int64_t f
     const int64_t left_in_page = page_size - token;
     const int end = left_in_page < count - i ? i + static_cast<int>(left_in_page) : count;
     for (int group = (i + kEvenRows - 1) / kEvenRows; (group + 1) * kEvenRows <= end; ++group) rows.even[group] = true;
-    for (; i < end; ++i, key += problem.key_token_stride, value += problem.value_token_stride) {
+    for (; i < end; ++i, ++token, key += problem.key_token_stride, value += problem.value_token_stride) {
       rows.key[i] = key;
       rows.value[i] = value;
+      rows.set(problem, item, i, block, token);
     }
   }
   rows.count = count;
@@ -49,6 +76,47 @@ void locate(const fa_attention_problem& problem, const WorkItem& item, int64_t f
   // row, which is safe to read.
   for (int i = count; i < round_up(count, kColumnStep); ++i) rows.key[i] = rows.key[count - 1];
 }
+
+// The factors of one tile's rows, read once for all panels. A key's factor multiplies its scores and a value's factor
+// its weights, so that K and V themselves need no multiplication.
+template <class T>
+class RowFactors {
+ public:
+  explicit RowFactors(const KvRows<T>&) {}
+  void multiply_scores(float*, int, int, int) const {}
+  template <class Weight>
+  void multiply_weights(Weight*, int, int, int) const {}
+};
+template <>
+class RowFactors<Int8> {
+ public:
+  explicit RowFactors(const KvRows<Int8>& rows) {
+    for (int i = 0; i < rows.count; ++i) {
+      key_[i] = *rows.key_factor[i];
+      value_[i] = *rows.value_factor[i];
+    }
+    // Columns past the tile's tokens are masked, or not read.
+    for (int i = rows.count; i < round_up(rows.count, kColumnStep); ++i) key_[i] = value_[i] = 0.0f;
+  }
+  void multiply_scores(float* scores, int rows, int begin, int end) const { multiply(key_, scores, rows, begin, end); }
+  // The softmax's sums have been taken of the weights before. Outside of what the panel sees, products may be NaN;
+  // these weights are not read.
+  void multiply_weights(float* weights, int rows, int begin, int end) const {
+    multiply(value_, weights, rows, begin, end);
+  }
+
+ private:
+  static void multiply(const float* factors, float* numbers, int rows, int begin, int end) {
+    for (int column = begin; column < end; column += kWidth) {
+      const Vec factor = load(factors + column);
+      for (int r = 0; r < rows; ++r) {
+        store(numbers + r * kKvTile + column, mul(load(numbers + r * kKvTile + column), factor));
+      }
+    }
+  }
+  alignas(64) float key_[kKvTile];
+  alignas(64) float value_[kKvTile];
+};
 
 // Prefetches the next tile's rows while this tile is computed, a row or two at a time. A burst of requests would fill
 // the core's queue and stall everything after it, and memory would be idle between bursts.

@@ -70,6 +70,9 @@ inline Vec load(const Float8E4M3* p) {
   const __m128i bits = _mm_xor_si128(half, _mm_and_si128(carried, _mm_set1_epi16(0x4000)));
   return _mm256_mul_ps(_mm256_cvtph_ps(bits), _mm256_set1_ps(256.0f));
 }
+inline Vec load(const Int8* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
 inline void store(Half* p, Vec a) {
   const __m128i half = _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -109,6 +112,12 @@ inline void store_fp8(T* p, Vec a) {
 }
 inline void store(Float8E4M3* p, Vec a) { store_fp8(p, a); }
 inline void store(Float8E5M2* p, Vec a) { store_fp8(p, a); }
+
+inline void store(Int8* p, Vec a) {
+  const __m256i rounded = _mm256_cvtps_epi32(a);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
 
 // Lane i of the result is the sum of the lanes of a[i].
 inline Vec reduce_add_each(const Vec (&a)[8]) {

@@ -87,6 +87,10 @@ inline Vec widen(Float8E4M3, __m128i x) {
 inline Vec load(const Float8E4M3* p) { return widen(*p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Vec load(const Float8E5M2* p) { return widen(*p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
+inline Vec load(const Int8* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
 inline __m256i round_bf16(Vec a) {
   const __m512i bits = _mm512_castps_si512(a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -118,6 +122,9 @@ inline void store(Half* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i
 inline void store(BFloat16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
 inline void store(Float8E4M3* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a)); }
 inline void store(Float8E5M2* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a)); }
+inline void store(Int8* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
+}
 
 // Only the first 8 elements; the other lanes are zero. Head sizes are multiples of 8, so there is no other remainder.
 inline Vec load_8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
@@ -129,6 +136,9 @@ inline Vec load_8(const BFloat16* p) {
 }
 inline Vec load_8(const Float8E4M3* p) { return widen(*p, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 inline Vec load_8(const Float8E5M2* p) { return widen(*p, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline Vec load_8(const Int8* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store_8(float* p, Vec a) { _mm256_storeu_ps(p, _mm512_castps512_ps256(a)); }
 inline void store_8(Half* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(round_half(a)));
@@ -138,6 +148,9 @@ inline void store_8(BFloat16* p, Vec a) {
 }
 inline void store_8(Float8E4M3* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E4M3>(a)); }
 inline void store_8(Float8E5M2* p, Vec a) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), round_fp8<Float8E5M2>(a)); }
+inline void store_8(Int8* p, Vec a) {
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
+}
 
 // Lane i of the result is the sum of the lanes of a[i]. This takes 45 instructions; 16 separate reductions take 160.
 inline Vec reduce_add_each(const Vec (&a)[16]) {

@@ -60,6 +60,11 @@ inline Vec load(const Float8E4M3* p) {
   const uint16x4_t bits = veor_u16(half, vand_u16(carried, vdup_n_u16(0x4000)));
   return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(bits)), 256.0f);
 }
+inline Vec load(const Int8* p) {
+  uint32_t bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u64(vcreate_u64(bytes))))));
+}
 inline void store(float* p, Vec a) { vst1q_f32(p, a); }
 inline void store(Half* p, Vec a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 inline void store(BFloat16* p, Vec a) {
@@ -91,6 +96,12 @@ inline void store_fp8(T* p, Vec a) {
 }
 inline void store(Float8E4M3* p, Vec a) { store_fp8(p, a); }
 inline void store(Float8E5M2* p, Vec a) { store_fp8(p, a); }
+
+inline void store(Int8* p, Vec a) {
+  const int16x4_t words = vqmovn_s32(vcvtnq_s32_f32(a));
+  const uint32_t bytes = vget_lane_u32(vreinterpret_u32_s8(vqmovn_s16(vcombine_s16(words, words))), 0);
+  __builtin_memcpy(p, &bytes, sizeof(bytes));
+}
 
 // Lane i of the result is the sum of the lanes of a[i].
 inline Vec reduce_add_each(const Vec (&a)[4]) { return vpaddq_f32(vpaddq_f32(a[0], a[1]), vpaddq_f32(a[2], a[3])); }

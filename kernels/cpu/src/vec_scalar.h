@@ -118,6 +118,7 @@ inline float widen(Float8E4M3 x) {
   // Read as a Half, the same bits are worth 2^-8 of the number, also for subnormals.
   return widen(Half{static_cast<uint16_t>(sign | magnitude << 7)}) * 256.0f;
 }
+inline float widen(Int8 x) { return x.value; }
 inline void narrow(float x, float* p) { *p = x; }
 inline void narrow(float x, BFloat16* p) {
   const uint32_t bits = to_bits(x);
@@ -160,6 +161,7 @@ inline uint8_t round_fp8(float x) {
 }
 inline void narrow(float x, Float8E4M3* p) { p->bits = round_fp8<Float8E4M3>(x); }
 inline void narrow(float x, Float8E5M2* p) { p->bits = round_fp8<Float8E5M2>(x); }
+inline void narrow(float x, Int8* p) { p->value = static_cast<int8_t>(__builtin_rintf(x)); }
 template <class T>
 inline Vec load(const T* p) {
   return each_lane([&](int i) { return widen(p[i]); });

@@ -32,6 +32,8 @@ int main(int count, char** arguments) {
     relocate(problem.query, base);
     relocate(problem.key, base);
     relocate(problem.value, base);
+    relocate(problem.key_factors, base);
+    relocate(problem.value_factors, base);
     relocate(problem.out, base);
     relocate(problem.lse, base);
     if (fa_cpu_attention(&problem) != FA_OK) {

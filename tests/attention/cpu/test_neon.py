@@ -27,12 +27,14 @@ SOURCES = [
     "api_gated_delta",
     "engine",
     "gated_delta",
+    "graph_calls",
     "isa",
     "memory",
     "plan",
     "thread_pool",
     "roofline",
     "roofline_baseline",
+    "waiting",
 ]
 SOURCES += ["kernel_scalar", "kernel_neon"]
 
@@ -65,6 +67,10 @@ CASES |= {
         (1, 9, 40), (70, 300, 40), 4, 2, 64, dtype=torch.bfloat16, kv_dtype=kv_dtype, key_scale=0.5, value_scale=0.25
     )
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+}
+CASES |= {
+    f"int8 cache, head size {size}": Case((1, 9, 40), (70, 300, 40), 4, 2, size, dtype=torch.float16, row_factors=True)
+    for size in (8, 64)
 }
 
 

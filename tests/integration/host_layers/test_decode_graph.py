@@ -54,8 +54,9 @@ class Calls:
 
 def host_layers_of(calls: Any, **more: Any) -> HostLayers:
     size = SimpleNamespace(block_size=16)
-    placement = SimpleNamespace(bytes_per_block=16 * 100, device_size=size)
-    group = SimpleNamespace(layers=[], stream_split=None, counters=Counters(cpu_bytes=2, cpu_seconds=1.0))
+    placement = SimpleNamespace(host_bytes_per_block=16 * 100, device_size=size)
+    done = Counters(cpu_bytes=2, cpu_seconds=1.0)
+    group = SimpleNamespace(layers=[], stream_split=None, total=lambda: done)
     values: dict[str, Any] = {
         "runtime": SimpleNamespace(pin=None),
         "group": group,

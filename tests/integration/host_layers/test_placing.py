@@ -203,7 +203,8 @@ def refused_with_host_layers(**changes: Any) -> Any:
     }
     for part, values in changes.items():
         parts[part] = parts[part] | values
-    return SimpleNamespace(kv_transfer_config=None, **{part: SimpleNamespace(**one) for part, one in parts.items()})
+    plain = {"kv_transfer_config": None, "additional_config": {}}
+    return SimpleNamespace(**plain, **{part: SimpleNamespace(**one) for part, one in parts.items()})
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ HOST = HostLayerStats(
     decode_streamed_bytes=20,
     prefill_streamed_bytes=30,
     device_wait_seconds=2.5,
+    saturated_numbers=17,
     plain_read_rate=12e9,
     rates=None,
 )
