@@ -7,10 +7,10 @@ Run by: contributors who change the CPU kernels.
 Needs: a CPU, and memory for one layer of the longest context.
 
 One call reads the context once for all of its tokens. The peer is a call per token. The limit is the rate of
-multiply-adds that a chunk of a prompt reaches: 2048 query rows per KV head on a context of 4096 tokens. Calls take turns
-within one process. With one thread (the default) times are the thread's CPU time, because it depends little on what else
-runs on the machine; with more threads they are wall time. Ratios are medians over the rounds of what was measured in the
-same round.
+multiply-adds that a chunk of a prompt reaches: 2048 query rows per KV head on a context of 4096 tokens. Calls take
+turns within one process. With one thread (the default) times are the thread's CPU time, because it depends little on
+what else runs on the machine; with more threads they are wall time. Ratios are medians over the rounds of what was
+measured in the same round.
 """
 
 from __future__ import annotations
