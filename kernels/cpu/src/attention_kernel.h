@@ -283,10 +283,11 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
 #endif
 #if defined(FA_BF16_PAIRS)
   if constexpr (kReadInPairs<T>) {
-    if (num_rows <= kTuning.max_pair_rows && PairPanels<T>::can_run(problem)) {
+    const bool paired = PairPanels<T>::can_run(problem) && num_rows != kTuning.unpaired_rows;
+    if (num_rows <= kTuning.max_pair_rows && paired) {
       return attend_with<T, PairPanels<T>>(problem, item, following, memory);
     }
-    if (num_rows <= kTuning.max_transposed_k_rows_pairs && PairPanels<T>::can_run(problem)) {
+    if (num_rows <= kTuning.max_transposed_k_rows_pairs && paired) {
       return attend_with<T, TransposedKPanels<T, TransposedPairs<T>>>(problem, item, following, memory);
     }
   }

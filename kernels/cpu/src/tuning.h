@@ -34,8 +34,10 @@ struct Tuning {
   // head sizes, where they are packed.
   int max_fma_rows_split = 0;
   int max_fma_rows_split_packed = 0;
-  // Up to this many query rows a bf16 cache is read in pairs, if the instruction set can.
+  // Up to this many query rows a bf16 cache is read in pairs, if the instruction set can. With exactly
+  // unpaired_rows rows it is not.
   int max_pair_rows = 0;
+  int unpaired_rows = 0;
   // Up to this many query rows it is faster to transpose only K than to pack the tile. The second limit is for fp8,
   // whose values are slow to widen for one group of rows after another, the third for K in pairs of bf16.
   int max_transposed_k_rows = 0;
@@ -111,7 +113,8 @@ constexpr Tuning kTuningAvx2 = {
     .max_direct_rows = 4,
     .whole_direct_rows = 8,
     .max_direct_rows_bf16 = 16,
-    .max_pair_rows = 4,
+    .max_pair_rows = 3,
+    .unpaired_rows = 4,
     .max_transposed_k_rows = 32,
     .max_transposed_k_rows_fp8 = 8,
     .max_transposed_k_rows_pairs = 32,
