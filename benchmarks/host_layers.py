@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="for each of --tokens, or one for all")
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
     parser.add_argument("--decode", type=int, default=8, help="tokens timed per variant")
+    parser.add_argument("--speculate", type=int, default=0, help="n-gram drafts of so many tokens; use a long --decode")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", default=["stream all", "CPU alone", "pieces", "graph", "auto"])
     parser.add_argument("--engines", nargs="+", choices=["stock", "device", "host"], default=["stock", "host"])

@@ -33,6 +33,10 @@ GIB = 1 << 30
 def engine(path: Path, options: argparse.Namespace, backend: str, length: int, gib: float | None, **more: Any) -> Any:
     from vllm import LLM
 
+    if options.speculate:
+        drafts = {"method": "ngram", "num_speculative_tokens": options.speculate}
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        more |= {"speculative_config": drafts | lookup, "disable_log_stats": False}
     return LLM(
         model=str(path),
         attention_backend=backend,
@@ -78,7 +82,7 @@ def read(llm: Any, tokens: int, batch: int) -> tuple[float, int]:
 
 
 def decode_seconds(llm: Any, tokens: int, batch: int, options: argparse.Namespace) -> float:
-    """Seconds of one step with the prompts in the cache: the difference of a long answer and a short one."""
+    """Seconds of one token with the prompts in the cache: the difference of a long answer and a short one."""
     prompts = [list(haystack.token_ids) for haystack in prompts_of(tokens, batch)]
     ask(llm, prompts, 1)
     taken = []

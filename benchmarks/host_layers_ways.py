@@ -11,7 +11,8 @@ Used by: host_layers.py.
               graph        each step is one CUDA graph, in which the CPU attends to everything
               auto         the last two, by length, as the start-up measurement chose
 
-The limit of a decoding rate is a plain read of the host pool, by the same threads in the same rounds.
+The limit of a decoding rate is a plain read of the host pool, by the same threads in the same rounds. With --speculate
+one read serves a token and the accepted drafts, which are counted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_layers_drafts import Drafts
 from host_layers_engines import GIB, NEEDLES, SHAPES, close, decode_seconds, engine, read
 
 from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
@@ -123,6 +125,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
             case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
+            case += f", drafts of {options.speculate}" if options.speculate else ""
             rows.append(
                 row(case, "cooperative needles", f"of {batch * len(NEEDLES)}", found, limit=batch * len(NEEDLES))
             )
@@ -130,13 +133,16 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
             times: dict[str, list[float]] = {}
             rates = []
             cpu_rates: dict[str, list[float]] = {}
+            accepted: dict[str, list[float | None]] = {}
             for _ in range(options.rounds):
                 rates.append(plain())
                 for way, (split, whole_until) in ways.items():
                     layers.set_stream_split(split)
                     layers.whole_steps_until = whole_until
                     before = layers.counters()
+                    drafts = Drafts(llm) if options.speculate else None
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
+                    accepted.setdefault(way, []).append(drafts.accepted_per_step() if drafts else None)
                     spent = layers.counters().cpu_seconds - before.cpu_seconds
                     read_bytes = layers.counters().cpu_bytes - before.cpu_bytes
                     cpu_rates.setdefault(way, []).append(read_bytes / spent if spent else 0.0)
@@ -144,19 +150,22 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
             for way, (split, _) in ways.items():
                 step = statistics.median(times[way])
+                drafted = [count for count in accepted[way] if count is not None]
+                tokens_per_read = 1 + (statistics.mean(drafted) if drafted else 0)
                 rows.append(
                     row(
                         f"{case}, {way}",
                         "cooperative decode",
                         "tokens/s",
                         batch / step,
-                        limit=limit,
+                        limit=limit * tokens_per_read,
                         first_way=(next(iter(ways)), batch / streamed),
                         share=round(split.of(per_layer * tokens * batch), 3),
                         step_ms=[round(1000 * value, 2) for value in times[way]],
                         host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
                         cpu_gb_per_s=[round(rate / 1e9, 1) for rate in cpu_rates[way]],
                         plain_read_gb_per_s=[round(rate / 1e9, 1) for rate in rates],
+                        accepted_drafts_per_step=[round(count, 2) for count in drafted],
                     )
                 )
     finally:

@@ -127,7 +127,9 @@ class Engine:
 
 
 @settings(max_examples=8, deadline=None)
-@given(data=st.data(), query_len=st.sampled_from([1, 2, 3]), window=st.sampled_from([None, 3]), sinks=st.booleans())
+@given(
+    data=st.data(), query_len=st.sampled_from([1, 2, 3, 5, 8]), window=st.sampled_from([None, 3]), sinks=st.booleans()
+)
 def test_steps_equal_attention_over_everything(data: Any, query_len: int, window: int | None, sinks: bool) -> None:
     engine = Engine(Model(window=window, has_sinks=sinks), layers=2, requests=3, query_len=query_len)
     for _ in range(2):
@@ -190,3 +192,13 @@ def test_counters_say_what_the_cpu_read() -> None:
     counters = engine.calls.counters()
     assert counters.cpu_bytes == 2 * 9 * 2 * 2 * 32 * 4
     assert counters.cpu_seconds > 0
+
+
+@pytest.mark.parametrize("query_len", [2, 5, 8])
+def test_several_tokens_of_each_request_are_one_call(query_len: int) -> None:
+    """As in speculation, with a padded request. The keys are read once for all tokens."""
+    engine = Engine(Model(), layers=2, requests=3, query_len=query_len)
+    engine.check([20, 11])
+    assert engine.bell.rung == [1, 2]
+    assert engine.calls.thread.counters().calls == 2
+    assert engine.calls.counters().cpu_bytes == 2 * (20 + 11) * 2 * 2 * 32 * 4

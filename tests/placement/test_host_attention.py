@@ -342,6 +342,31 @@ def test_what_a_step_reads_and_copies_is_counted(
     assert after.prefill_streamed_bytes == 2 * visible * token
 
 
+@pytest.mark.parametrize("new", range(1, steps.MAX_CPU_TOKENS + 2))
+def test_the_tokens_of_a_speculating_request_are_one_call_of_the_cpu(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 8 tokens of each request: the CPU gets all of them at once, and so reads the keys once."""
+    scenario = scenario_of(Model(), 2, 100, 0.0, 0)
+    requests = [scenario.request(60), scenario.request(60)]
+    for begin in range(0, 40, 8):
+        scenario.attend([Work(request, begin, 8) for request in requests])
+    calls: list[list[int]] = []
+    run = cpu.run
+
+    def counted(problem: AttentionProblem, **arguments: Any) -> Any:
+        calls.append(problem.query_start_loc.tolist())
+        return run(problem, **arguments)
+
+    monkeypatch.setattr(cpu, "run", counted)
+    before = dataclasses.replace(scenario.group.counters)
+    step = scenario.attend([Work(request, 40, new) for request in requests])
+    if new > steps.MAX_CPU_TOKENS:
+        assert step.cpu_requests is None
+        return
+    assert calls == [[0, new, 2 * new]] * 2
+    token = scenario.layers[0].cache[:1].nbytes // scenario.model.page_size
+    assert scenario.group.counters.cpu_bytes - before.cpu_bytes == 2 * 2 * (40 + new) * token
+
+
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=8),
     st.integers(0, 9),

@@ -124,6 +124,14 @@ void finish_row(const fa_attention_problem& problem, int64_t token, int64_t head
   }
 }
 
+// The first row of a panel, or for panel == num_panels the number of rows. Even panels differ by one row at most: the
+// sums of a few rows left over would wait for themselves.
+template <class Panels>
+int panel_begin(int num_rows, int panel, int num_panels) {
+  if (Panels::kEven) return num_rows * panel / num_panels;
+  return panel < num_panels ? panel * Panels::kRows : num_rows;
+}
+
 template <class T, class Panels>
 void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, int num_rows,
                   const Scratch& scratch) {
@@ -158,8 +166,10 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
       return c < 0 ? 0 : c > rows->count ? rows->count : static_cast<int>(c);
     };
 
-    for (int first_row = 0; first_row < num_rows; first_row += Panels::kRows) {
-      const int panel_rows = num_rows - first_row < Panels::kRows ? num_rows - first_row : Panels::kRows;
+    const int num_panels = (num_rows + Panels::kRows - 1) / Panels::kRows;
+    for (int panel = 0; panel < num_panels; ++panel) {
+      const int first_row = panel_begin<Panels>(num_rows, panel, num_panels);
+      const int panel_rows = panel_begin<Panels>(num_rows, panel + 1, num_panels) - first_row;
       const int64_t first_token = item.first_token + first_row / group;
       const int64_t last_token = item.first_token + (first_row + panel_rows - 1) / group;
       // The union of what the panel's rows see. Both ends grow with the token.
@@ -278,20 +288,21 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
 #endif
 #if defined(FA_BF16_PAIRS)
   if constexpr (kReadInPairs<T>) {
-    if (num_rows <= kTuning.max_pair_rows && PairPanels<T>::can_run(problem)) {
+    const bool paired = PairPanels<T>::can_run(problem) && num_rows != kTuning.unpaired_rows;
+    if (num_rows <= kTuning.max_pair_rows && paired) {
       return attend_with<T, PairPanels<T>>(problem, item, following, memory);
     }
-    if (num_rows <= kTuning.max_transposed_k_rows_pairs && PairPanels<T>::can_run(problem)) {
+    if (num_rows <= kTuning.max_transposed_k_rows_pairs && paired) {
       return attend_with<T, TransposedKPanels<T, TransposedPairs<T>>>(problem, item, following, memory);
     }
   }
 #endif
-  // kDirectRows rows are computed in one pass, slightly fewer rows in two or three passes.
-  if (num_rows <= kTuning.max_direct_rows || num_rows == kDirectRows) {
+  // The second number is a whole number of passes. Slightly fewer rows need as many passes, or more.
+  if (num_rows <= kTuning.max_direct_rows || (num_rows == kTuning.whole_direct_rows && sizeof(T) > 1)) {
     return attend_with<T, DirectPanels<T>>(problem, item, following, memory);
   }
   if constexpr (kTuning.max_transposed_k_rows > 0) {
-    if (num_rows <= kTuning.max_transposed_k_rows) {
+    if (num_rows <= (sizeof(T) > 1 ? kTuning.max_transposed_k_rows : kTuning.max_transposed_k_rows_fp8)) {
       return attend_with<T, TransposedKPanels<T, TransposedKeys<T>>>(problem, item, following, memory);
     }
   }

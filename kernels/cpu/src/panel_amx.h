@@ -134,6 +134,7 @@ struct AmxPanels {
   using Element = typename Unit::Element;
   using Weight = Element;
   static constexpr int kRows = 2 * kTileRows;
+  static constexpr bool kEven = false;
   static_assert(kRows <= kPadding && kColumnStep % kTileDepth == 0 && kStrip == 32, "all shapes are whole tiles");
   const Scratch& scratch;
   int head_size;

@@ -28,6 +28,7 @@ struct AmxDirectPanels {
   using Element = BFloat16;
   using Weight = OddPair;
   static constexpr int kRows = kTileRows;
+  static constexpr bool kEven = false;
   static constexpr int kHalf = kTileRows / 2;
   static constexpr int kTransposeSteps = 2;  // prefetch steps for each 16 tokens
   const Scratch& scratch;

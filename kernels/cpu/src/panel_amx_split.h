@@ -9,6 +9,7 @@ struct AmxSplitPanels {
   using Element = SplitNumber;
   using Weight = SplitNumber;
   static constexpr int kRows = kTileRows;
+  static constexpr bool kEven = false;
   static constexpr int kRowsPerStep = 4;  // rows of K or V between prefetch steps
   const Scratch& scratch;
   int head_size;

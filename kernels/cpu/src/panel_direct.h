@@ -90,6 +90,7 @@ struct DirectPanels {
   using Element = float;
   using Weight = float;
   static constexpr int kRows = kDirectRows;
+  static constexpr bool kEven = false;
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;

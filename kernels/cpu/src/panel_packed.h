@@ -162,6 +162,7 @@ struct PackedPanels {
   using Element = typename Unit::Element;
   using Weight = Element;
   static constexpr int kRows = kPanelRows;
+  static constexpr bool kEven = true;
   const Scratch& scratch;
   int head_size;
   Prefetch<T> upcoming{};

@@ -1,7 +1,7 @@
-// Few query rows and a bf16 cache: K and V are read in whole cache lines, each of which becomes two fp32 vectors. The
-// 32-bit lanes of a line hold pairs of neighbours. A shift widens the even one and a mask the odd one, whereas widening
-// half a line takes a shuffle and a shift. So every 32 dimensions of queries and output are stored as 16 even and then
-// 16 odd ones.
+// Few query rows and a bf16 cache: K and V are read in pairs of vectors (with AVX-512 in whole cache lines), each of
+// which becomes two fp32 vectors. The 32-bit lanes hold pairs of neighbours. A shift widens the even one and a mask the
+// odd one, whereas widening half as many numbers takes a shuffle and a shift. So every 2 * kWidth dimensions of queries
+// and output are stored as the even and then the odd ones.
 namespace fastattention {
 namespace {
 
@@ -10,8 +10,10 @@ constexpr bool kReadInPairs = false;
 template <>
 constexpr bool kReadInPairs<BFloat16> = true;
 
-// Tokens that are computed at the same time, because the next multiply-add of a sum has to wait for its previous one.
-constexpr int kTokensAbreast = 4;
+// Tokens of R rows that are computed at the same time, because the next multiply-add of a sum has to wait for its
+// previous one.
+template <int R>
+constexpr int kTokensAbreast = kWidth / R < 4 ? kWidth / R : 4;
 constexpr int kPairWidth = 2 * kWidth;
 
 // Not inlined, like pair_values below; panel_direct.h gives the reason.
@@ -19,13 +21,13 @@ template <class T, int R>
 __attribute__((noinline)) void pair_scores(const float* query, int stride, const T* const* key, Prefetch<T>& upcoming,
                                            int begin, int end, float* scores) {
   constexpr int kTokens = kWidth / R;
-  static_assert(kTokens % kTokensAbreast == 0, "a step computes kTokensAbreast tokens");
+  constexpr int kAbreast = kTokensAbreast<R>;
   for (int column = begin; column < end; column += kTokens) {
     Vec sums[kWidth];
     FA_UNROLL
     for (int i = 0; i < kWidth; ++i) sums[i] = splat(0.0f);
     FA_UNROLL
-    for (int first = 0; first < kTokens; first += kTokensAbreast) {
+    for (int first = 0; first < kTokens; first += kAbreast) {
       for (int d = 0; d < stride; d += kPairWidth) {
         upcoming.advance();
         Vec even_query[R], odd_query[R];
@@ -35,7 +37,7 @@ __attribute__((noinline)) void pair_scores(const float* query, int stride, const
           odd_query[r] = load(query + r * stride + d + kWidth);
         }
         FA_UNROLL
-        for (int t = first; t < first + kTokensAbreast; ++t) {
+        for (int t = first; t < first + kAbreast; ++t) {
           Vec even, odd;
           load_pairs(key[column + t] + d, even, odd);
           FA_UNROLL
@@ -103,6 +105,7 @@ struct PairPanels {
   using Element = float;
   using Weight = float;
   static constexpr int kRows = 4;
+  static constexpr bool kEven = false;
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
@@ -127,7 +130,8 @@ struct PairPanels {
     const int lines = head_size / kPairWidth;
     for (int row = 0; row < num_rows; row += kRows) {
       split(num_rows - row < kRows ? num_rows - row : kRows, [&](int, auto count) {
-        steps += rows.count / kTokensAbreast * lines + value_steps<decltype(count)::value>(head_size, rows.count);
+        constexpr int R = decltype(count)::value;
+        steps += rows.count / kTokensAbreast<R> * lines + value_steps<R>(head_size, rows.count);
       });
     }
     upcoming = Prefetch<T>(next, head_size, steps);
@@ -149,8 +153,12 @@ struct PairPanels {
   }
   void finish() { upcoming.rest(); }
 
-  // Cache lines that are summed at the same time: 16 accumulators, or a whole row of head size 128.
-  static constexpr int value_lines(int rows) { return rows < 4 ? 4 : rows == 4 ? 2 : 1; }
+  // Pairs of vectors that are summed at the same time: as many accumulators as elsewhere, or a whole row of head size
+  // 128 in 32 registers.
+  static constexpr int value_lines(int rows) {
+    if (kDirectAccumulators < 16) return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+    return rows < 4 ? 4 : rows == 4 ? 2 : 1;
+  }
   template <int R>
   static int value_steps(int head_size, int tokens) {
     constexpr int N = value_lines(R);

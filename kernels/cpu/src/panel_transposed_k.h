@@ -39,10 +39,10 @@ struct TransposedKeys {
  private:
   // Output vectors at the same time: a power of two, because direct_values halves it for the rest.
   template <int R>
-  static constexpr int kVectors = kDirectAccumulators / R >= 8   ? 8
-                                  : kDirectAccumulators / R >= 4 ? 4
-                                  : kDirectAccumulators / R >= 2 ? 2
-                                                                 : 1;
+  static constexpr int kVectors = kTransposedAccumulators / R >= 8   ? 8
+                                  : kTransposedAccumulators / R >= 4 ? 4
+                                  : kTransposedAccumulators / R >= 2 ? 2
+                                                                     : 1;
 };
 
 #if defined(FA_BF16_PAIRS)
@@ -124,6 +124,7 @@ struct TransposedKPanels {
   using Element = float;
   using Weight = float;
   static constexpr int kRows = kPadding;  // scratch memory has scores for this many rows
+  static constexpr bool kEven = true;
   const Scratch& scratch;
   int head_size;
   const KvRows<T>* current = nullptr;
@@ -171,11 +172,23 @@ struct TransposedKPanels {
   void finish() { upcoming.rest(); }
 
  private:
-  // Groups of kDirectRows rows, then the rest as one group.
-  template <int R = kDirectRows, class F>
-  static void split(int rows, F f, int first = 0) {
-    for (; rows >= R; rows -= R, first += R) f(first, Constant<R>());
-    if constexpr (R > 1) split<R - 1>(rows, f, first);
+  // Groups of about the same size, up to kTransposedRows rows: a small group would wait for its own sums.
+  template <class F>
+  static void split(int rows, F f) {
+    const int groups = (rows + kTransposedRows - 1) / kTransposedRows;
+    for (int group = 0; group < groups; ++group) {
+      const int first = rows * group / groups;
+      with_rows(rows * (group + 1) / groups - first, [&](auto count) { f(first, count); });
+    }
+  }
+  // Calls f with the row count as a compile-time constant.
+  template <int R = kTransposedRows, class F>
+  static void with_rows(int rows, F f) {
+    if (rows == R) {
+      f(Constant<R>());
+    } else if constexpr (R > 1) {
+      with_rows<R - 1>(rows, f);
+    }
   }
 };
 

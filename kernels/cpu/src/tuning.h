@@ -21,20 +21,27 @@ struct Tuning {
   // Direct panels: rows per pass (a power of two, at most the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
-  // Direct panels are faster up to this many query rows, and also with exactly direct_rows rows. The first limit is for
-  // fp32 arithmetic, the second for bf16 panels.
+  // Transposed K: rows per pass, and accumulators for the values.
+  int transposed_rows = 8;
+  int transposed_accumulators = 16;
+  // Direct panels are faster up to this many query rows, and with exactly whole_direct_rows rows unless the cache is
+  // fp8. The first limit is for fp32 arithmetic, the second for bf16 panels.
   int max_direct_rows;
+  int whole_direct_rows = 0;
   int max_direct_rows_bf16;
   // With fp16 operands, fp32 arithmetic is faster than AMX on two bf16 parts up to this many query rows. The first
   // limit is for head sizes that are a multiple of 32, where K and V are split without packing; the second for other
   // head sizes, where they are packed.
   int max_fma_rows_split = 0;
   int max_fma_rows_split_packed = 0;
-  // Up to this many query rows a bf16 cache is read in pairs, if the instruction set can.
+  // Up to this many query rows a bf16 cache is read in pairs, if the instruction set can. With exactly
+  // unpaired_rows rows it is not.
   int max_pair_rows = 0;
-  // Up to this many query rows it is faster to transpose only K than to pack the tile. The second limit is for K in
-  // pairs of bf16.
+  int unpaired_rows = 0;
+  // Up to this many query rows it is faster to transpose only K than to pack the tile. The second limit is for fp8,
+  // whose values are slow to widen for one group of rows after another, the third for K in pairs of bf16.
   int max_transposed_k_rows = 0;
+  int max_transposed_k_rows_fp8 = 0;
   int max_transposed_k_rows_pairs = 0;
   // Up to this many query rows AMX reads K and V in bf16 without packing. With more rows packing pays off.
   int max_amx_direct_rows = 0;
@@ -50,9 +57,11 @@ constexpr Tuning kTuningAvx512 = {
     .direct_rows = 8,
     .direct_accumulators = 16,
     .max_direct_rows = 6,
+    .whole_direct_rows = 8,
     .max_direct_rows_bf16 = 6,
     .max_pair_rows = 4,
     .max_transposed_k_rows = 40,
+    .max_transposed_k_rows_fp8 = 40,
     .max_transposed_k_rows_pairs = 64,
 };
 constexpr Tuning kTuningAvx512Bf16 = {
@@ -63,9 +72,11 @@ constexpr Tuning kTuningAvx512Bf16 = {
     .direct_rows = 8,
     .direct_accumulators = 16,
     .max_direct_rows = 6,
+    .whole_direct_rows = 8,
     .max_direct_rows_bf16 = 4,
     .max_pair_rows = 4,
     .max_transposed_k_rows = 40,
+    .max_transposed_k_rows_fp8 = 40,
     .max_transposed_k_rows_pairs = 64,
 };
 constexpr Tuning kTuningAmx = {
@@ -79,11 +90,13 @@ constexpr Tuning kTuningAmx = {
     .direct_rows = 8,
     .direct_accumulators = 16,
     .max_direct_rows = 6,
+    .whole_direct_rows = 8,
     .max_direct_rows_bf16 = 2,
     .max_fma_rows_split = 6,
     .max_fma_rows_split_packed = 32,
     .max_pair_rows = 4,
     .max_transposed_k_rows = 40,
+    .max_transposed_k_rows_fp8 = 40,
     .max_transposed_k_rows_pairs = 64,
     .max_amx_direct_rows = 64,
     .max_amx_split_rows = 48,
@@ -95,9 +108,16 @@ constexpr Tuning kTuningAvx2 = {
     .direct_tile = 128,
     .direct_rows = 4,
     .direct_accumulators = 8,
-    .max_direct_rows = 16,
+    .transposed_rows = 6,
+    .transposed_accumulators = 12,
+    .max_direct_rows = 4,
+    .whole_direct_rows = 8,
     .max_direct_rows_bf16 = 16,
+    .max_pair_rows = 3,
+    .unpaired_rows = 4,
     .max_transposed_k_rows = 32,
+    .max_transposed_k_rows_fp8 = 8,
+    .max_transposed_k_rows_pairs = 32,
 };
 constexpr Tuning kTuningNeon = {
     .kv_tile = 128,

@@ -58,6 +58,27 @@ inline Vec load(const BFloat16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
+// Loads 16 numbers and separates those at even positions from those at odd ones; see panel_pairs.h.
+#define FA_BF16_PAIRS
+inline void load_pairs(const BFloat16* p, Vec& even, Vec& odd) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+// Separates 16 neighbours into even and odd ones, and the reverse.
+inline void part_pairs(Vec& a, Vec& b) {
+  const auto in_order = [](Vec halves) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(halves), 0xd8));
+  };
+  const Vec first = a;
+  a = in_order(_mm256_shuffle_ps(first, b, 0x88));
+  b = in_order(_mm256_shuffle_ps(first, b, 0xdd));
+}
+inline void join_pairs(Vec& a, Vec& b) {
+  const Vec low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  a = _mm256_permute2f128_ps(low, high, 0x20);
+  b = _mm256_permute2f128_ps(low, high, 0x31);
+}
 // Each byte becomes the upper byte of 16 bits.
 inline __m128i load_upper_bytes(const void* p) {
   return _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(static_cast<const __m128i*>(p)));
