@@ -127,7 +127,8 @@ def test_states_follow_accepted_drafts(name: str, method: str, tmp_path: Path) -
         again = generate(llm, prompts, max_tokens=MAX_TOKENS)
         proposed, accepted = drafted(llm)
     check(again, expected)
-    assert proposed > accepted > 0
+    assert proposed > accepted
+    assert accepted > 0 or method == "ngram", "random models rarely repeat themselves"
     assert again[-1].num_cached_tokens > 0
 
 

@@ -81,11 +81,11 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         check_weights(vllm_config)
         from fastattention_vllm.integration.cuda import xformers
 
+        drafter.use_this_backend(vllm_config)
         reason = xformers.why_volta_refuses(vllm_config)
         if reason is not None:
             xformers.check_asked(vllm_config, reason)
-        drafter.use_this_backend(vllm_config)
-        if reason is None and capability == V100:
+        elif capability == V100:
             prefer_whole_graphs(vllm_config)
 
     apply_config_platform_defaults._fastattention = True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import torch
 from vllm import forward_context
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.cpu.stand_ins import linear_attention
+from fastattention_vllm.integration.cpu.stand_ins import linear_attention, state_copies
 from tests.attention.cpu.delta_oracle import Case, Problem, definition
 
 KEY_HEADS, VALUE_HEADS, SIZE, WIDTH, SLOTS = 2, 4, 8, 4, 6
@@ -126,5 +126,5 @@ def test_states_are_copied_by_address() -> None:
     source, target = torch.arange(12, dtype=torch.float32), torch.zeros(12)
     addresses = torch.tensor([source.data_ptr() + 8, source.data_ptr()])
     targets = torch.tensor([target.data_ptr(), target.data_ptr() + 40])
-    linear_attention.copy_states(addresses, targets, torch.tensor([12, 8], dtype=torch.int32), BLOCK_SIZE=1024)
+    state_copies.copy_states(addresses, targets, torch.tensor([12, 8], dtype=torch.int32), BLOCK_SIZE=1024)
     assert target.tolist() == [2, 3, 4] + [0] * 7 + [0, 1]
