@@ -15,55 +15,9 @@ from fastattention_vllm.attention.volta.gated_delta import (
     CHUNK,
     WORKSPACE_BYTES,
     Schedule,
-    gated_delta_rule,
     tokens_at_once,
 )
-
-CPU = torch.device("cpu")
-SIZES = (2, 4, 32, 24)
-"""Key heads, value heads, key size, value size."""
-
-
-class Problem:
-    def __init__(
-        self,
-        lengths: list[int],
-        sizes: tuple[int, int, int, int] = SIZES,
-        decay: float = 0.3,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> None:
-        key_heads, value_heads, key_size, value_size = sizes
-        self.starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        tokens, generator = self.starts[-1], torch.Generator().manual_seed(seed)
-        self.q, self.k = (torch.randn(tokens, key_heads, key_size, generator=generator).to(dtype) for _ in range(2))
-        self.v = torch.randn(tokens, value_heads, value_size, generator=generator).to(dtype)
-        self.g = -decay * torch.rand(tokens, value_heads, generator=generator)
-        self.beta = torch.rand(tokens, value_heads, generator=generator)
-        self.states = torch.randn(len(lengths), value_heads, value_size, key_size, generator=generator)
-
-    def run(self, at_once: int = 1 << 20, normalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        schedule = Schedule(self.starts, at_once, CPU)
-        return gated_delta_rule(self.q, self.k, self.v, self.g, self.beta, self.states, schedule, normalise=normalise)
-
-
-def definition(problem: Problem, normalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token after the other, in float64."""
-    q, k, v, g, beta = (x.double() for x in (problem.q, problem.k, problem.v, problem.g, problem.beta))
-    if normalise:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    shared = v.shape[1] // k.shape[1]
-    q, k = (x.repeat_interleave(shared, 1) for x in (q * q.shape[2] ** -0.5, k))
-    out, states = torch.empty_like(v), problem.states.double()
-    for request, (first, end) in enumerate(pairwise(problem.starts)):
-        state = states[request]
-        for token in range(first, end):
-            state = state * g[token].exp()[:, None, None]
-            change = beta[token, :, None] * (v[token] - torch.einsum("hvk,hk->hv", state, k[token]))
-            state = state + change[:, :, None] * k[token, :, None, :]
-            out[token] = torch.einsum("hvk,hk->hv", state, q[token])
-        states[request] = state
-    return out, states
+from tests.attention.volta.delta_rule import CPU, Problem, definition
 
 
 def check(problem: Problem, at_once: int = 1 << 20, tolerance: float = 2e-5, normalise: bool = True) -> None:

@@ -103,6 +103,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {  // doe
 inline float __fdividef(float a, float b) {  // as defined in the CUDA Programming Guide, "Intrinsic Functions"
   return std::fabs(b) > 0x1p126f && std::fabs(b) < INFINITY ? 0.0f * a : a / b;
 }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __log2f(float x) { return std::log2(x); }

@@ -1,0 +1,280 @@
+// The gated delta rule over the chunks of a request, one after the other, with the matrices of gated_delta_chunk.cu.
+//
+// The state is in registers throughout, transposed: a warp has 16 values and all 128 keys of it, so that warps never
+// exchange anything. With S before a chunk, all for one value:
+//
+//   r[i] = v[i] - exp(c[i]) k[i] S                     what the tokens would add
+//   d[i] = sum over j of inverse[i][j] r[j]            what they add, because each sees what those before have added
+//   out[i] = exp(c[i]) q[i] S + sum of weights[i][j] d[j]
+//   S = exp(c[last]) S + sum over i of exp(c[last] - c[i]) k[i] d[i]
+//
+// Tensor cores take fp16. q, k and v are; S, r, d and the inverse are split in two fp16 numbers each, which together
+// have 22 bits, so that the state loses nothing from chunk to chunk that fp32 would keep. Only d in the output and the
+// weights are rounded to fp16, as the output is.
+#include "gated_delta.cuh"
+
+#ifndef WARPS
+#define WARPS 8
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM 1
+#endif
+
+namespace fastattention {
+
+constexpr int kThreads = 32 * WARPS;
+constexpr int kValueChunks = 2 * WARPS;         // of this CTA
+constexpr int kOutputs = output_blocks(kSize);  // of 16 keys
+constexpr float kScale = 0.08838834764831845f;  // of queries: 128^-0.5
+
+// A 16 x 16 block as an operand, in two parts. volta.cuh has the layouts.
+struct TwoParts {
+  u32 upper[4], lower[4];
+
+  FA_DEVICE TwoParts() {}
+  FA_DEVICE TwoParts(const float (&x)[8], const Lane& lane) {
+    FA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int e = 2 * (i & 1) + 4 * (i >> 1);
+      split(upper[i], lower[i], x[e], x[e + 1]);
+    }
+    to_operand(upper, lane);
+    to_operand(lower, lane);
+  }
+  FA_DEVICE void of_other_quadpair() {
+    FA_UNROLL
+    for (int i = 0; i < 4; ++i) upper[i] = of_lane_xor(upper[i], 8), lower[i] = of_lane_xor(lower[i], 8);
+  }
+};
+
+FA_DEVICE void clear(float (&sums)[kBlocks][8]) {
+  FA_UNROLL
+  for (int b = 0; b < kBlocks; ++b) {
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) sums[b][e] = 0.0f;
+  }
+}
+
+FA_DEVICE void multiply_by_chunk(float (&sums)[8], const u32 (&low)[4], const u32 (&high)[4], int h, const uint4& x) {
+  multiply_by_columns(sums, low[2 * h], low[2 * h + 1], x.x, x.y);
+  multiply_by_columns(sums, high[2 * h], high[2 * h + 1], x.z, x.w);
+}
+
+// The state times keys and queries: [16 values, 64 tokens] each.
+FA_DEVICE void multiply_by_tokens(float (&by_keys)[kBlocks][8], float (&by_queries)[kBlocks][8],
+                                  const float (&state)[kOutputs][8], const uint4* keys, const uint4* queries,
+                                  const Lane& lane) {
+  FA_UNROLL
+  for (int t = 0; t < kOutputs / 2; ++t) {  // 32 keys' numbers
+    TwoParts low(state[2 * t], lane), high(state[2 * t + 1], lane);
+    FA_UNROLL
+    for (int of_other = 0; of_other < 2; ++of_other) {
+      if (of_other) low.of_other_quadpair(), high.of_other_quadpair();
+      const int place = swizzled_chunk<kChunks>(8 * lane.across + lane.slot, 2 * (lane.across ^ of_other));
+      FA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        FA_UNROLL
+        for (int b = 0; b < kBlocks; ++b) {
+          const uint4 k = load_from<kChunks>(keys, place, 16 * b, 4 * t + h);
+          multiply_by_chunk(by_keys[b], low.upper, high.upper, h, k);
+          multiply_by_chunk(by_keys[b], low.lower, high.lower, h, k);
+        }
+        FA_UNROLL
+        for (int b = 0; b < kBlocks; ++b) {
+          const uint4 q = load_from<kChunks>(queries, place, 16 * b, 4 * t + h);
+          multiply_by_chunk(by_queries[b], low.upper, high.upper, h, q);
+          multiply_by_chunk(by_queries[b], low.lower, high.lower, h, q);
+        }
+      }
+    }
+  }
+}
+
+// sums[i] += sum over j of x[j] times entry [i][j] of a matrix, which has nothing above the diagonal. kBoth: with the
+// matrix's lower part and that of x.
+template <bool kBoth>
+FA_DEVICE void multiply_by_matrix(float (&sums)[kBlocks][8], const TwoParts (&x)[kBlocks], const uint4* matrix,
+                                  const uint4* lower, const Lane& lane) {
+  FA_UNROLL
+  for (int j = 0; j < kBlocks; ++j) {
+    TwoParts own = x[j];
+    FA_UNROLL
+    for (int of_other = 0; of_other < 2; ++of_other) {
+      if (of_other) own.of_other_quadpair();
+      const int place = swizzled_chunk<kMatrixChunks>(8 * lane.across + lane.slot, lane.across ^ of_other);
+      FA_UNROLL
+      for (int b = j; b < kBlocks; ++b) {
+        const uint4 m = load_from<kMatrixChunks>(matrix, place, 16 * b, 2 * j);
+        multiply_by_columns(sums[b], own.upper[0], own.upper[1], m.x, m.y);
+        multiply_by_columns(sums[b], own.upper[2], own.upper[3], m.z, m.w);
+        if (!kBoth) continue;
+        multiply_by_columns(sums[b], own.lower[0], own.lower[1], m.x, m.y);
+        multiply_by_columns(sums[b], own.lower[2], own.lower[3], m.z, m.w);
+        const uint4 rest = load_from<kMatrixChunks>(lower, place, 16 * b, 2 * j);
+        multiply_by_columns(sums[b], own.upper[0], own.upper[1], rest.x, rest.y);
+        multiply_by_columns(sums[b], own.upper[2], own.upper[3], rest.z, rest.w);
+      }
+    }
+  }
+}
+
+// state += changes times keys.
+FA_DEVICE void add_changes(float (&state)[kOutputs][8], const TwoParts (&changes)[kBlocks], const uint4* keys,
+                           const Lane& lane) {
+  FA_UNROLL
+  for (int j = 0; j < kBlocks; ++j) {
+    TwoParts own = changes[j];
+    FA_UNROLL
+    for (int of_other = 0; of_other < 2; ++of_other) {
+      if (of_other) own.of_other_quadpair();
+      FA_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        const int token = 8 * (lane.across ^ of_other) + 4 * k + (lane.index & 3);
+        const int at = swizzled_chunk<kChunks>(token, 2 * lane.across + lane.half);
+        FA_UNROLL
+        for (int t = 0; t < kOutputs / 2; ++t) {
+          const uint4 x = load_from<kChunks>(keys, at, 16 * j, 4 * t);
+          multiply_by_rows(state[2 * t], own.upper[2 * k], own.upper[2 * k + 1], x.x, x.y);
+          multiply_by_rows(state[2 * t + 1], own.upper[2 * k], own.upper[2 * k + 1], x.z, x.w);
+          multiply_by_rows(state[2 * t], own.lower[2 * k], own.lower[2 * k + 1], x.x, x.y);
+          multiply_by_rows(state[2 * t + 1], own.lower[2 * k], own.lower[2 * k + 1], x.z, x.w);
+        }
+      }
+    }
+  }
+}
+
+// The place of element e of block b of a [values, tokens] result in a tile of [tokens, values], in fp16 numbers.
+FA_DEVICE int place_of(const Lane& lane, int warp, int b, int e) {
+  const int token = 16 * b + lane.column() + kColumnStep * (e >> 2) + (e & 1);
+  const int value = 16 * warp + lane.row() + kRowStep * (e >> 1 & 1);
+  return 8 * swizzled_chunk<kValueChunks>(token, value >> 3) + (value & 7);
+}
+FA_DEVICE float of_token(const float* factors, const Lane& lane, int b, int e) {
+  return factors[16 * b + lane.column() + kColumnStep * (e >> 2) + (e & 1)];
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_gated_delta_scan(const GatedDelta p) {
+  extern __shared__ uint4 shared[];
+  uint4 *const keys = shared, *const queries = keys + kTokens * kChunks, *const values = queries + kTokens * kChunks;
+  uint4* const matrices = values + kTokens * kValueChunks;
+  float* const factors = reinterpret_cast<float*>(matrices + kMatrices * kMatrix);
+  constexpr int kSlices = kSize / (16 * WARPS);  // CTAs that share a head
+  const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
+  const int key_head = head / (p.value_heads / p.key_heads);
+  const int* const piece = p.pieces + 4 * blockIdx.y;
+  const int begin = piece[0], end = piece[1], first_chunk = piece[2], request = piece[3];
+  const int warp = threadIdx.x / 32;
+  const Lane lane(threadIdx.x & 31);
+
+  float state[kOutputs][8];
+  const size_t own = (static_cast<size_t>(request) * p.value_heads + head) * kSize * kSize +
+                     (16 * (warp + WARPS * slice) + lane.row()) * kSize;
+  FA_UNROLL
+  for (int t = 0; t < kOutputs; ++t) {
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int key = 8 * lane.output_chunk(t, e >> 2) + lane.output_column(t) + (e & 1);
+      state[t][e] = p.before[own + kRowStep * (e >> 1 & 1) * kSize + key];
+    }
+  }
+
+#pragma unroll 1
+  for (int first = begin, chunk = first_chunk; first < end; first += kTokens, ++chunk) {
+    const int rows = min(kTokens, end - first);
+    const size_t place = of_chunk(p, chunk, head);
+    const float* const given = p.factors + place * kFactors;
+    const uint4* const k = static_cast<const uint4*>(p.k) + key_head * kChunks;
+    const uint4* const q = static_cast<const uint4*>(p.q) + key_head * kChunks;
+    const uint4* const v = static_cast<const uint4*>(p.v) + head * kChunks + slice * kValueChunks;
+    const uint4* const m = static_cast<const uint4*>(p.matrices) + place * kMatrices * kMatrix;
+    const uint4 nothing = make_uint4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTokens * kChunks; i += kThreads) {
+      const int row = i / kChunks, at = i % kChunks;
+      const size_t token = first + row;
+      uint4 x = row < rows ? k[token * (p.k_stride / 8) + at] : nothing;
+      const u32 power = pack(given[kPower * kTokens + row], given[kPower * kTokens + row]);
+      x = make_uint4(multiply_halves(x.x, power), multiply_halves(x.y, power), multiply_halves(x.z, power),
+                     multiply_halves(x.w, power));
+      keys[swizzled_chunk<kChunks>(row, at)] = x;
+      queries[swizzled_chunk<kChunks>(row, at)] = row < rows ? q[token * (p.q_stride / 8) + at] : nothing;
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTokens * kValueChunks; i += kThreads) {
+      const int row = i / kValueChunks, at = i % kValueChunks;
+      const size_t token = first + row;
+      values[swizzled_chunk<kValueChunks>(row, at)] = row < rows ? v[token * (p.v_stride / 8) + at] : nothing;
+    }
+#pragma unroll 6
+    for (int i = threadIdx.x; i < kMatrices * kMatrix; i += kThreads) {
+      const int row = i / kMatrixChunks, at = i % kMatrixChunks;
+      matrices[swizzled_chunk<kMatrixChunks>(row, at)] = m[i];
+    }
+    for (int i = threadIdx.x; i < kFactors; i += kThreads) factors[i] = given[i];
+    __syncthreads();
+
+    float changes[kBlocks][8], output[kBlocks][8];
+    clear(changes);
+    clear(output);
+    multiply_by_tokens(changes, output, state, keys, queries, lane);
+    TwoParts operands[kBlocks];
+    const Half* const read = reinterpret_cast<const Half*>(values);
+    FA_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      FA_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        changes[b][e] = to_float(read[place_of(lane, warp, b, e)]) -
+                        of_token(factors + kSeen * kTokens, lane, b, e) * changes[b][e];
+        output[b][e] *= of_token(factors + kAsked * kTokens, lane, b, e);
+      }
+      operands[b] = TwoParts(changes[b], lane);
+    }
+    clear(changes);
+    multiply_by_matrix<true>(changes, operands, matrices + kUpper * kMatrix, matrices + kLower * kMatrix, lane);
+    FA_UNROLL
+    for (int b = 0; b < kBlocks; ++b) operands[b] = TwoParts(changes[b], lane);
+    multiply_by_matrix<false>(output, operands, matrices + kWeights * kMatrix, nullptr, lane);
+    FA_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      FA_UNROLL
+      for (int e = 0; e < 8; ++e) changes[b][e] *= of_token(factors + kKept * kTokens, lane, b, e);
+      operands[b] = TwoParts(changes[b], lane);
+    }
+    const float decay = factors[kDecay];
+    FA_UNROLL
+    for (int t = 0; t < kOutputs; ++t) {
+      FA_UNROLL
+      for (int e = 0; e < 8; ++e) state[t][e] *= decay;
+    }
+    add_changes(state, operands, keys, lane);
+
+    // Each warp has read its values, and writes its output there.
+    Half* const write = reinterpret_cast<Half*>(values);
+    __syncwarp();
+    FA_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      FA_UNROLL
+      for (int e = 0; e < 8; ++e) write[place_of(lane, warp, b, e)] = to_half(kScale * output[b][e]);
+    }
+    __syncthreads();
+    uint4* const out = static_cast<uint4*>(p.out) + head * kChunks + slice * kValueChunks;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < rows * kValueChunks; i += kThreads) {
+      const int row = i / kValueChunks, at = i % kValueChunks;
+      out[static_cast<size_t>(first + row) * (p.out_stride / 8) + at] = values[swizzled_chunk<kValueChunks>(row, at)];
+    }
+    __syncthreads();
+  }
+
+  FA_UNROLL
+  for (int t = 0; t < kOutputs; ++t) {
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int key = 8 * lane.output_chunk(t, e >> 2) + lane.output_column(t) + (e & 1);
+      p.after[own + kRowStep * (e >> 1 & 1) * kSize + key] = state[t][e];
+    }
+  }
+}
+
+}  // namespace fastattention
