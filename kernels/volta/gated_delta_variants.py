@@ -63,3 +63,9 @@ class GatedDeltaVariant:
 CHUNKS = GatedDeltaVariant("chunk", warps=4, ctas_per_sm=2, values=0)
 SCANS = tuple(GatedDeltaVariant("scan", warps=values // 16, ctas_per_sm=1, values=values) for values in (64, 128))
 ALL = (CHUNKS, *SCANS)
+
+
+def describe(variant: GatedDeltaVariant) -> dict[str, str | int]:
+    """The manifest's entry for a variant, which the launcher reads."""
+    names = ("kind", "kernel", "values", "threads", "shared_bytes", "ctas_per_sm", "architecture")
+    return {"name": f"{variant.name}.sm_{variant.architecture}"} | {name: getattr(variant, name) for name in names}

@@ -13,12 +13,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kernels.volta import linear_variants, variants
+from kernels.volta import gated_delta_variants, linear_variants, variants
+from kernels.volta.gated_delta_variants import GatedDeltaVariant
 from kernels.volta.linear_variants import LinearVariant, UnpackVariant
 from kernels.volta.variants import CHUNK, DECODE_ROWS, WIDE_ROWS, Variant
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 """The version of the manifest's format."""
 SUFFIXES = ("cubin", "ptx")
 SOURCES = Path(__file__).resolve().parent / "src"
@@ -43,7 +44,7 @@ Layout = dict[str, tuple[int, int]]
 
 def write(
     folder: Path,
-    compiled: Iterable[Variant | LinearVariant | UnpackVariant],
+    compiled: Iterable[Variant | GatedDeltaVariant | LinearVariant | UnpackVariant],
     compiler: str,
     sources: Path = SOURCES,
 ) -> None:
@@ -65,10 +66,17 @@ def write(
             "structures": structures((sources / "problem.h").read_text()),
             "variants": [variants.describe(one) for one in compiled if isinstance(one, Variant)],
         },
+        "gated_delta": {
+            "constants": gated_delta_variants.CONSTANTS,
+            "structures": structures((sources / "gated_delta.h").read_text()),
+            "variants": [gated_delta_variants.describe(one) for one in compiled if isinstance(one, GatedDeltaVariant)],
+        },
         "linear": {
             "constants": linear_variants.CONSTANTS,
             "structures": structures((sources / "linear.h").read_text()),
-            "variants": [linear_variants.describe(one) for one in compiled if not isinstance(one, Variant)],
+            "variants": [
+                linear_variants.describe(one) for one in compiled if isinstance(one, LinearVariant | UnpackVariant)
+            ],
         },
         "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources.iterdir())},
         "images": images,

@@ -136,23 +136,8 @@ def gated_delta_rule(
     Raises:
         ValueError: a shape does not fit.
     """
-    tokens, key_heads, key_size = q.shape
-    value_heads, value_size = v.shape[1:]
-    expected = {
-        "k": (k, (tokens, key_heads, key_size)),
-        "v": (v, (tokens, value_heads, value_size)),
-        "g": (g, (tokens, value_heads)),
-        "beta": (beta, (tokens, value_heads)),
-        "states": (states, (len(schedule.order), value_heads, value_size, key_size)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}.")
-    if tokens != schedule.total or value_heads % key_heads:
-        raise ValueError(
-            f"{tokens} tokens with {key_heads} key heads and {value_heads} value heads do not fit {schedule.total} "
-            "scheduled tokens, or value heads are not a multiple of key heads."
-        )
+    refuse_wrong_shapes(q, k, v, g, beta, states, len(schedule.order), schedule.total)
+    tokens, value_heads, value_size = v.shape
     order = torch.tensor(schedule.order, device=q.device)
     current = states.index_select(0, order).float()
     # The last row takes the output of rows behind a request's end.
@@ -162,6 +147,36 @@ def gated_delta_rule(
     after = torch.empty_like(current)
     after.index_copy_(0, order, current)
     return out[:tokens], after
+
+
+def refuse_wrong_shapes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    requests: int,
+    total: int,
+) -> None:
+    """Raises ``ValueError`` if tensors do not fit each other, or a schedule of ``requests`` with ``total`` tokens."""
+    tokens, key_heads, key_size = q.shape
+    value_heads, value_size = v.shape[1:]
+    expected = {
+        "k": (k, (tokens, key_heads, key_size)),
+        "v": (v, (tokens, value_heads, value_size)),
+        "g": (g, (tokens, value_heads)),
+        "beta": (beta, (tokens, value_heads)),
+        "states": (states, (requests, value_heads, value_size, key_size)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}.")
+    if tokens != total or value_heads % key_heads:
+        raise ValueError(
+            f"{tokens} tokens with {key_heads} key heads and {value_heads} value heads do not fit {total} "
+            "scheduled tokens, or value heads are not a multiple of key heads."
+        )
 
 
 class _Chunks:

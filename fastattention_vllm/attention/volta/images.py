@@ -21,7 +21,7 @@ from fastattention_vllm.attention.volta.launch import Variant, layout
 IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
 """Folder with the manifest and, for each variant, ``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx`` (or ``sm_75``)."""
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 """The version of the manifest's format."""
 SOURCES = Path(__file__).resolve().parents[3] / "kernels" / "volta" / "src"
 """The sources in a checkout. A wheel has none."""
@@ -70,7 +70,7 @@ def described(
     """The kernels of one launcher, from their entries in the manifest.
 
     Args:
-        part: ``attention`` or ``linear``.
+        part: ``attention``, ``gated_delta`` or ``linear``.
         kind: the dataclass of an entry.
         structures: those that this launcher passes.
         constants: those that its grids and workspaces depend on.
@@ -155,7 +155,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ImageError(f"{path} is not JSON ({error}); {FIX}") from error
-    kinds = {"sources": dict, "images": dict, "attention": dict, "linear": dict}
+    kinds = {"sources": dict, "images": dict, "attention": dict, "gated_delta": dict, "linear": dict}
     whole = isinstance(manifest, dict) and all(isinstance(manifest.get(part), kind) for part, kind in kinds.items())
     if not whole or manifest.get("format") != FORMAT:
         raise ImageError(f"{path} is not a manifest of format {FORMAT}; {FIX}")

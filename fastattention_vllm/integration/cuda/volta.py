@@ -257,14 +257,14 @@ class FastAttentionVoltaImpl(Layer):
             )
         try:
             volta.load(self.head_size, adjusted=adjusted, cache=self.fp8 or torch.float16)
+            if target.architecture == VOLTA:
+                gated_delta.install(vllm_config)
         except ImageError as error:
             raise Refusal(str(error)) from error
         device = torch.device("cuda", torch.cuda.current_device())
         self.workspace = workspace(vllm_config, self.head_size, device)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(device)
-        if target.architecture == VOLTA:
-            gated_delta.install(vllm_config)
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.enable_tiling)
         self.kernels_name = f"fastattention Volta, {target}"

@@ -24,6 +24,7 @@ namespace fastattention {
 
 constexpr int kThreads = 32 * WARPS;
 constexpr int kValueChunks = 2 * WARPS;         // of this CTA
+constexpr int kAtOnce = WARPS / 2;              // loads of keys and queries: more would spill registers
 constexpr int kOutputs = output_blocks(kSize);  // of 16 keys
 constexpr float kScale = 0.08838834764831845f;  // of queries: 128^-0.5
 
@@ -189,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_g
     const uint4* const v = static_cast<const uint4*>(p.v) + head * kChunks + slice * kValueChunks;
     const uint4* const m = static_cast<const uint4*>(p.matrices) + place * kMatrices * kMatrix;
     const uint4 nothing = make_uint4(0, 0, 0, 0);
-#pragma unroll 4
+#pragma unroll kAtOnce
     for (int i = threadIdx.x; i < kTokens * kChunks; i += kThreads) {
       const int row = i / kChunks, at = i % kChunks;
       const size_t token = first + row;
@@ -206,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_g
       const size_t token = first + row;
       values[swizzled_chunk<kValueChunks>(row, at)] = row < rows ? v[token * (p.v_stride / 8) + at] : nothing;
     }
-#pragma unroll 6
+#pragma unroll 4
     for (int i = threadIdx.x; i < kMatrices * kMatrix; i += kThreads) {
       const int row = i / kMatrixChunks, at = i % kMatrixChunks;
       matrices[swizzled_chunk<kMatrixChunks>(row, at)] = m[i];

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fastattention_vllm import cuda_driver
+from fastattention_vllm.attention.volta import delta_kernels
 from fastattention_vllm.attention.volta import images as volta_images
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta import launch as volta_kernels
@@ -116,8 +117,8 @@ def spoil(images: Path, how: str) -> None:
     [
         ("no manifest", r"have no manifest\.json, so their version is unknown"),
         ("cut off", r"manifest\.json is not JSON \(.*\)"),
-        ("another format", r"manifest\.json is not a manifest of format 3"),
-        ("no manifest at all", r"manifest\.json is not a manifest of format 3"),
+        ("another format", r"manifest\.json is not a manifest of format 4"),
+        ("no manifest at all", r"manifest\.json is not a manifest of format 4"),
         ("another structure", rf"{OTHER} \(difference: Split\)"),
         ("a structure more", rf"{OTHER} \(difference: More\)"),
         ("no structures", rf"{OTHER} \(difference: structures\)"),
@@ -229,7 +230,12 @@ def fields_of(header: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "structures"), [("problem.h", volta_kernels.STRUCTURES), ("linear.h", linear.STRUCTURES)]
+    ("name", "structures"),
+    [
+        ("problem.h", volta_kernels.STRUCTURES),
+        ("gated_delta.h", delta_kernels.STRUCTURES),
+        ("linear.h", linear.STRUCTURES),
+    ],
 )
 def test_the_launchers_structures_equal_the_headers(
     name: str, structures: tuple[type[ctypes.Structure], ...], tmp_path: Path

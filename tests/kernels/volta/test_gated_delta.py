@@ -71,7 +71,7 @@ def sums_within_chunks(of: Problem, changes: Array, normalise: bool) -> Array:
 
 @PER_PROCESS
 @given(
-    lengths=st.lists(st.integers(0, 140), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(0, 100), min_size=1, max_size=2),
     key_heads=st.integers(1, 2),
     shared=st.integers(1, 2),
     decay=st.sampled_from([0.0, 0.1, 3.0, 80.0]),
