@@ -25,6 +25,9 @@ enum Factor { kSeen, kAsked, kKept, kPower, kFactorRows };
 constexpr int kDecay = kFactorRows * kTokens;
 constexpr int kFactors = kDecay + 4;
 
+// Blocks that are computed of a chunk. Decoding requests come with prompts, as chunks of a token.
+FA_DEVICE int used_blocks(int rows) { return rows <= 16 ? 1 : kBlocks; }
+
 FA_DEVICE float lower_half(u32 pair) { return to_float(static_cast<Half>(pair & 0xffff)); }
 FA_DEVICE float upper_half(u32 pair) { return to_float(static_cast<Half>(pair >> 16)); }
 

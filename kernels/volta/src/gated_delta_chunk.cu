@@ -38,13 +38,13 @@ struct OfTokens {
   }
 };
 
-// Loads rows into a tile, zeros behind the end, and the inverse of their lengths.
-FA_DEVICE void load(uint4* tile, float* inverse, const void* from, int stride, int head, int first, int rows,
+// Loads rows of the used blocks into a tile, zeros behind the end, and the inverse of their lengths.
+FA_DEVICE void load(uint4* tile, float* inverse, const void* from, int stride, int head, int first, int rows, int used,
                     bool normalise) {
   const int chunk = threadIdx.x % kChunks;
   const uint4* const source = static_cast<const uint4*>(from) + head * kChunks + chunk;
 #pragma unroll 4
-  for (int row = threadIdx.x / kChunks; row < kTokens; row += kThreads / kChunks) {
+  for (int row = threadIdx.x / kChunks; row < 16 * used; row += kThreads / kChunks) {
     const uint4 x = row < rows ? source[static_cast<size_t>(first + row) * (stride / 8)] : make_uint4(0, 0, 0, 0);
     tile[swizzled_chunk<kChunks>(row, chunk)] = x;
     float sum = square_of_pair(x.x) + square_of_pair(x.y) + square_of_pair(x.z) + square_of_pair(x.w);
@@ -104,9 +104,9 @@ FA_DEVICE void multiply_rows(float (&products)[kBlocks][8], const uint4* rows, c
 
 // One column of the inverse, by one thread. What is above the diagonal of `triangle` is L, transposed; the column goes
 // to its place on and below it.
-FA_DEVICE void invert(float* triangle, int column) {
+FA_DEVICE void invert(float* triangle, int column, int used) {
 #pragma unroll 1
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int block = 0; block < used; ++block) {
     float x[16];
     FA_UNROLL
     for (int i = 0; i < 16; ++i) x[i] = 16 * block + i == column ? 1.0f : 0.0f;
@@ -142,18 +142,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_gated_delta_c
   float* const triangle = reinterpret_cast<float*>(shared);  // after the products
   const int head = blockIdx.x, key_head = head / (p.value_heads / p.key_heads), number = blockIdx.y;
   const int first = p.chunks[2 * number], rows = p.chunks[2 * number + 1] - first;
+  const int used = used_blocks(rows);  // nothing is written for the others
   const int warp = threadIdx.x / 32;
   const Lane lane(threadIdx.x & 31);
 
-  load(keys, tokens.key, p.k, p.k_stride, key_head, first, rows, p.normalise);
-  load(queries, tokens.query, p.q, p.q_stride, key_head, first, rows, p.normalise);
+  load(keys, tokens.key, p.k, p.k_stride, key_head, first, rows, used, p.normalise);
+  load(queries, tokens.query, p.q, p.q_stride, key_head, first, rows, used, p.normalise);
   if (warp == 0) sum_decays(tokens, p, head, first, rows);
   __syncthreads();
 
   const size_t place = of_chunk(p, number, head);
   uint4* const matrices = static_cast<uint4*>(p.matrices) + place * kMatrices * kMatrix;
   float* const factors = p.factors + place * kFactors;
-  if (threadIdx.x < kTokens) {
+  if (threadIdx.x < 16 * used) {
     const int token = threadIdx.x;
     const float key = tokens.key[token], grown = exp2(kLog2E * (tokens.high[token] + tokens.low[token]));
     // Keys are multiplied by a power of 2, which is exact, so that their length is between 1/2 and 1.
@@ -162,14 +163,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_gated_delta_c
     factors[kAsked * kTokens + token] = grown * tokens.query[token];
     factors[kKept * kTokens + token] = tokens.decay(token, kTokens - 1) * rest;
     factors[kPower * kTokens + token] = power;
-    if (token == kTokens - 1) factors[kDecay] = grown;
+    if (token == 16 * used - 1) factors[kDecay] = grown;
   }
 
   float products[kBlocks][8];
-  multiply_rows(products, queries, keys, lane, warp);
+  if (warp < used) multiply_rows(products, queries, keys, lane, warp);
   FA_UNROLL
   for (int j = 0; j < kBlocks; ++j) {
-    if (j > warp) continue;
+    if (j > warp || warp >= used) continue;
     FA_UNROLL
     for (int e = 0; e < 8; e += 2) {
       const int i = 16 * warp + lane.row() + kRowStep * (e >> 1 & 1);
@@ -184,11 +185,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_gated_delta_c
       row[column / 2] = pack(weights[0], weights[1]);
     }
   }
-  multiply_rows(products, keys, keys, lane, warp);
+  if (warp < used) multiply_rows(products, keys, keys, lane, warp);
   __syncthreads();
   FA_UNROLL
   for (int j = 0; j < kBlocks; ++j) {
-    if (j > warp) continue;
+    if (j > warp || warp >= used) continue;
     FA_UNROLL
     for (int e = 0; e < 8; ++e) {
       const int i = 16 * warp + lane.row() + kRowStep * (e >> 1 & 1);
@@ -199,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fa_volta_gated_delta_c
     }
   }
   __syncthreads();
-  if (threadIdx.x < kTokens) invert(triangle, threadIdx.x);
+  if (threadIdx.x < 16 * used) invert(triangle, threadIdx.x, used);
   __syncthreads();
 
-  for (int at = threadIdx.x; at < kMatrix; at += kThreads) {
+  for (int at = threadIdx.x; at < 16 * used * kMatrixChunks; at += kThreads) {
     const int row = at / kMatrixChunks, column = at % kMatrixChunks * 8;
     u32 upper[4], lower[4];
     FA_UNROLL

@@ -48,9 +48,10 @@ struct TwoParts {
   }
 };
 
-FA_DEVICE void clear(float (&sums)[kBlocks][8]) {
+template <int kUsed>
+FA_DEVICE void clear(float (&sums)[kUsed][8]) {
   FA_UNROLL
-  for (int b = 0; b < kBlocks; ++b) {
+  for (int b = 0; b < kUsed; ++b) {
     FA_UNROLL
     for (int e = 0; e < 8; ++e) sums[b][e] = 0.0f;
   }
@@ -61,8 +62,9 @@ FA_DEVICE void multiply_by_chunk(float (&sums)[8], const u32 (&low)[4], const u3
   multiply_by_columns(sums, high[2 * h], high[2 * h + 1], x.z, x.w);
 }
 
-// The state times keys and queries: [16 values, 64 tokens] each.
-FA_DEVICE void multiply_by_tokens(float (&by_keys)[kBlocks][8], float (&by_queries)[kBlocks][8],
+// The state times keys and queries: [16 values, 16 tokens of kUsed blocks] each.
+template <int kUsed>
+FA_DEVICE void multiply_by_tokens(float (&by_keys)[kUsed][8], float (&by_queries)[kUsed][8],
                                   const float (&state)[kOutputs][8], const uint4* keys, const uint4* queries,
                                   const Lane& lane) {
   FA_UNROLL
@@ -75,13 +77,13 @@ FA_DEVICE void multiply_by_tokens(float (&by_keys)[kBlocks][8], float (&by_queri
       FA_UNROLL
       for (int h = 0; h < 2; ++h) {
         FA_UNROLL
-        for (int b = 0; b < kBlocks; ++b) {
+        for (int b = 0; b < kUsed; ++b) {
           const uint4 k = load_from<kChunks>(keys, place, 16 * b, 4 * t + h);
           multiply_by_chunk(by_keys[b], low.upper, high.upper, h, k);
           multiply_by_chunk(by_keys[b], low.lower, high.lower, h, k);
         }
         FA_UNROLL
-        for (int b = 0; b < kBlocks; ++b) {
+        for (int b = 0; b < kUsed; ++b) {
           const uint4 q = load_from<kChunks>(queries, place, 16 * b, 4 * t + h);
           multiply_by_chunk(by_queries[b], low.upper, high.upper, h, q);
           multiply_by_chunk(by_queries[b], low.lower, high.lower, h, q);
@@ -93,18 +95,18 @@ FA_DEVICE void multiply_by_tokens(float (&by_keys)[kBlocks][8], float (&by_queri
 
 // sums[i] += sum over j of x[j] times entry [i][j] of a matrix, which has nothing above the diagonal. kBoth: with the
 // matrix's lower part and that of x.
-template <bool kBoth>
-FA_DEVICE void multiply_by_matrix(float (&sums)[kBlocks][8], const TwoParts (&x)[kBlocks], const uint4* matrix,
+template <bool kBoth, int kUsed>
+FA_DEVICE void multiply_by_matrix(float (&sums)[kUsed][8], const TwoParts (&x)[kUsed], const uint4* matrix,
                                   const uint4* lower, const Lane& lane) {
   FA_UNROLL
-  for (int j = 0; j < kBlocks; ++j) {
+  for (int j = 0; j < kUsed; ++j) {
     TwoParts own = x[j];
     FA_UNROLL
     for (int of_other = 0; of_other < 2; ++of_other) {
       if (of_other) own.of_other_quadpair();
       const int place = swizzled_chunk<kMatrixChunks>(8 * lane.across + lane.slot, lane.across ^ of_other);
       FA_UNROLL
-      for (int b = j; b < kBlocks; ++b) {
+      for (int b = j; b < kUsed; ++b) {
         const uint4 m = load_from<kMatrixChunks>(matrix, place, 16 * b, 2 * j);
         multiply_by_columns(sums[b], own.upper[0], own.upper[1], m.x, m.y);
         multiply_by_columns(sums[b], own.upper[2], own.upper[3], m.z, m.w);
@@ -120,10 +122,11 @@ FA_DEVICE void multiply_by_matrix(float (&sums)[kBlocks][8], const TwoParts (&x)
 }
 
 // state += changes times keys.
-FA_DEVICE void add_changes(float (&state)[kOutputs][8], const TwoParts (&changes)[kBlocks], const uint4* keys,
+template <int kUsed>
+FA_DEVICE void add_changes(float (&state)[kOutputs][8], const TwoParts (&changes)[kUsed], const uint4* keys,
                            const Lane& lane) {
   FA_UNROLL
-  for (int j = 0; j < kBlocks; ++j) {
+  for (int j = 0; j < kUsed; ++j) {
     TwoParts own = changes[j];
     FA_UNROLL
     for (int of_other = 0; of_other < 2; ++of_other) {
@@ -155,14 +158,115 @@ FA_DEVICE float of_token(const float* factors, const Lane& lane, int b, int e) {
   return factors[16 * b + lane.column() + kColumnStep * (e >> 2) + (e & 1)];
 }
 
+struct Tiles {
+  uint4 *keys, *queries, *values, *matrices;
+  float* factors;
+};
+
+// One chunk of up to 16 * kUsed rows.
+template <int kUsed>
+FA_DEVICE void step(float (&state)[kOutputs][8], const GatedDelta& p, const Tiles& tiles, const Lane& lane, int head,
+                    int slice, int first, int rows, size_t place) {
+  constexpr int kRows = 16 * kUsed;
+  uint4 *const keys = tiles.keys, *const queries = tiles.queries, *const values = tiles.values,
+               *const matrices = tiles.matrices;
+  float* const factors = tiles.factors;
+  const int key_head = head / (p.value_heads / p.key_heads), warp = threadIdx.x / 32;
+  const float* const given = p.factors + place * kFactors;
+  const uint4* const k = static_cast<const uint4*>(p.k) + key_head * kChunks;
+  const uint4* const q = static_cast<const uint4*>(p.q) + key_head * kChunks;
+  const uint4* const v = static_cast<const uint4*>(p.v) + head * kChunks + slice * kValueChunks;
+  const uint4* const m = static_cast<const uint4*>(p.matrices) + place * kMatrices * kMatrix;
+  const uint4 nothing = make_uint4(0, 0, 0, 0);
+#pragma unroll kAtOnce
+  for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, at = i % kChunks;
+    const size_t token = first + row;
+    uint4 x = row < rows ? k[token * (p.k_stride / 8) + at] : nothing;
+    const u32 power = pack(given[kPower * kTokens + row], given[kPower * kTokens + row]);
+    x = make_uint4(multiply_halves(x.x, power), multiply_halves(x.y, power), multiply_halves(x.z, power),
+                   multiply_halves(x.w, power));
+    keys[swizzled_chunk<kChunks>(row, at)] = x;
+    queries[swizzled_chunk<kChunks>(row, at)] = row < rows ? q[token * (p.q_stride / 8) + at] : nothing;
+  }
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRows * kValueChunks; i += kThreads) {
+    const int row = i / kValueChunks, at = i % kValueChunks;
+    const size_t token = first + row;
+    values[swizzled_chunk<kValueChunks>(row, at)] = row < rows ? v[token * (p.v_stride / 8) + at] : nothing;
+  }
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kMatrices * kRows * kMatrixChunks; i += kThreads) {
+    const int matrix = i / (kRows * kMatrixChunks), of_matrix = i % (kRows * kMatrixChunks);
+    const int row = matrix * kTokens + of_matrix / kMatrixChunks, at = i % kMatrixChunks;
+    matrices[swizzled_chunk<kMatrixChunks>(row, at)] = m[row * kMatrixChunks + at];
+  }
+  for (int i = threadIdx.x; i < kFactors; i += kThreads) factors[i] = given[i];
+  __syncthreads();
+
+  float changes[kUsed][8], output[kUsed][8];
+  clear(changes);
+  clear(output);
+  multiply_by_tokens(changes, output, state, keys, queries, lane);
+  TwoParts operands[kUsed];
+  const Half* const read = reinterpret_cast<const Half*>(values);
+  FA_UNROLL
+  for (int b = 0; b < kUsed; ++b) {
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      changes[b][e] =
+          to_float(read[place_of(lane, warp, b, e)]) - of_token(factors + kSeen * kTokens, lane, b, e) * changes[b][e];
+      output[b][e] *= of_token(factors + kAsked * kTokens, lane, b, e);
+    }
+    operands[b] = TwoParts(changes[b], lane);
+  }
+  clear(changes);
+  multiply_by_matrix<true>(changes, operands, matrices + kUpper * kMatrix, matrices + kLower * kMatrix, lane);
+  FA_UNROLL
+  for (int b = 0; b < kUsed; ++b) operands[b] = TwoParts(changes[b], lane);
+  multiply_by_matrix<false>(output, operands, matrices + kWeights * kMatrix, nullptr, lane);
+  FA_UNROLL
+  for (int b = 0; b < kUsed; ++b) {
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) changes[b][e] *= of_token(factors + kKept * kTokens, lane, b, e);
+    operands[b] = TwoParts(changes[b], lane);
+  }
+  const float decay = factors[kDecay];
+  FA_UNROLL
+  for (int t = 0; t < kOutputs; ++t) {
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) state[t][e] *= decay;
+  }
+  add_changes(state, operands, keys, lane);
+
+  // Each warp has read its values, and writes its output there.
+  Half* const write = reinterpret_cast<Half*>(values);
+  __syncwarp();
+  FA_UNROLL
+  for (int b = 0; b < kUsed; ++b) {
+    FA_UNROLL
+    for (int e = 0; e < 8; ++e) write[place_of(lane, warp, b, e)] = to_half(kScale * output[b][e]);
+  }
+  __syncthreads();
+  uint4* const out = static_cast<uint4*>(p.out) + head * kChunks + slice * kValueChunks;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < rows * kValueChunks; i += kThreads) {
+    const int row = i / kValueChunks, at = i % kValueChunks;
+    out[static_cast<size_t>(first + row) * (p.out_stride / 8) + at] = values[swizzled_chunk<kValueChunks>(row, at)];
+  }
+  __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_gated_delta_scan(const GatedDelta p) {
   extern __shared__ uint4 shared[];
-  uint4 *const keys = shared, *const queries = keys + kTokens * kChunks, *const values = queries + kTokens * kChunks;
-  uint4* const matrices = values + kTokens * kValueChunks;
-  float* const factors = reinterpret_cast<float*>(matrices + kMatrices * kMatrix);
+  Tiles tiles;
+  tiles.keys = shared;
+  tiles.queries = tiles.keys + kTokens * kChunks;
+  tiles.values = tiles.queries + kTokens * kChunks;
+  tiles.matrices = tiles.values + kTokens * kValueChunks;
+  tiles.factors = reinterpret_cast<float*>(tiles.matrices + kMatrices * kMatrix);
   constexpr int kSlices = kSize / (16 * WARPS);  // CTAs that share a head
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
-  const int key_head = head / (p.value_heads / p.key_heads);
   const int* const piece = p.pieces + 4 * blockIdx.y;
   const int begin = piece[0], end = piece[1], first_chunk = piece[2], request = piece[3];
   const int warp = threadIdx.x / 32;
@@ -184,88 +288,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_g
   for (int first = begin, chunk = first_chunk; first < end; first += kTokens, ++chunk) {
     const int rows = min(kTokens, end - first);
     const size_t place = of_chunk(p, chunk, head);
-    const float* const given = p.factors + place * kFactors;
-    const uint4* const k = static_cast<const uint4*>(p.k) + key_head * kChunks;
-    const uint4* const q = static_cast<const uint4*>(p.q) + key_head * kChunks;
-    const uint4* const v = static_cast<const uint4*>(p.v) + head * kChunks + slice * kValueChunks;
-    const uint4* const m = static_cast<const uint4*>(p.matrices) + place * kMatrices * kMatrix;
-    const uint4 nothing = make_uint4(0, 0, 0, 0);
-#pragma unroll kAtOnce
-    for (int i = threadIdx.x; i < kTokens * kChunks; i += kThreads) {
-      const int row = i / kChunks, at = i % kChunks;
-      const size_t token = first + row;
-      uint4 x = row < rows ? k[token * (p.k_stride / 8) + at] : nothing;
-      const u32 power = pack(given[kPower * kTokens + row], given[kPower * kTokens + row]);
-      x = make_uint4(multiply_halves(x.x, power), multiply_halves(x.y, power), multiply_halves(x.z, power),
-                     multiply_halves(x.w, power));
-      keys[swizzled_chunk<kChunks>(row, at)] = x;
-      queries[swizzled_chunk<kChunks>(row, at)] = row < rows ? q[token * (p.q_stride / 8) + at] : nothing;
+    if (used_blocks(rows) > 1) {
+      step<kBlocks>(state, p, tiles, lane, head, slice, first, rows, place);
+    } else {
+      step<1>(state, p, tiles, lane, head, slice, first, rows, place);
     }
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kTokens * kValueChunks; i += kThreads) {
-      const int row = i / kValueChunks, at = i % kValueChunks;
-      const size_t token = first + row;
-      values[swizzled_chunk<kValueChunks>(row, at)] = row < rows ? v[token * (p.v_stride / 8) + at] : nothing;
-    }
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kMatrices * kMatrix; i += kThreads) {
-      const int row = i / kMatrixChunks, at = i % kMatrixChunks;
-      matrices[swizzled_chunk<kMatrixChunks>(row, at)] = m[i];
-    }
-    for (int i = threadIdx.x; i < kFactors; i += kThreads) factors[i] = given[i];
-    __syncthreads();
-
-    float changes[kBlocks][8], output[kBlocks][8];
-    clear(changes);
-    clear(output);
-    multiply_by_tokens(changes, output, state, keys, queries, lane);
-    TwoParts operands[kBlocks];
-    const Half* const read = reinterpret_cast<const Half*>(values);
-    FA_UNROLL
-    for (int b = 0; b < kBlocks; ++b) {
-      FA_UNROLL
-      for (int e = 0; e < 8; ++e) {
-        changes[b][e] = to_float(read[place_of(lane, warp, b, e)]) -
-                        of_token(factors + kSeen * kTokens, lane, b, e) * changes[b][e];
-        output[b][e] *= of_token(factors + kAsked * kTokens, lane, b, e);
-      }
-      operands[b] = TwoParts(changes[b], lane);
-    }
-    clear(changes);
-    multiply_by_matrix<true>(changes, operands, matrices + kUpper * kMatrix, matrices + kLower * kMatrix, lane);
-    FA_UNROLL
-    for (int b = 0; b < kBlocks; ++b) operands[b] = TwoParts(changes[b], lane);
-    multiply_by_matrix<false>(output, operands, matrices + kWeights * kMatrix, nullptr, lane);
-    FA_UNROLL
-    for (int b = 0; b < kBlocks; ++b) {
-      FA_UNROLL
-      for (int e = 0; e < 8; ++e) changes[b][e] *= of_token(factors + kKept * kTokens, lane, b, e);
-      operands[b] = TwoParts(changes[b], lane);
-    }
-    const float decay = factors[kDecay];
-    FA_UNROLL
-    for (int t = 0; t < kOutputs; ++t) {
-      FA_UNROLL
-      for (int e = 0; e < 8; ++e) state[t][e] *= decay;
-    }
-    add_changes(state, operands, keys, lane);
-
-    // Each warp has read its values, and writes its output there.
-    Half* const write = reinterpret_cast<Half*>(values);
-    __syncwarp();
-    FA_UNROLL
-    for (int b = 0; b < kBlocks; ++b) {
-      FA_UNROLL
-      for (int e = 0; e < 8; ++e) write[place_of(lane, warp, b, e)] = to_half(kScale * output[b][e]);
-    }
-    __syncthreads();
-    uint4* const out = static_cast<uint4*>(p.out) + head * kChunks + slice * kValueChunks;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < rows * kValueChunks; i += kThreads) {
-      const int row = i / kValueChunks, at = i % kValueChunks;
-      out[static_cast<size_t>(first + row) * (p.out_stride / 8) + at] = values[swizzled_chunk<kValueChunks>(row, at)];
-    }
-    __syncthreads();
   }
 
   FA_UNROLL

@@ -88,6 +88,12 @@ def test_drawn_problems(
     check(drawn, run(drawn, scan, normalise), normalise)
 
 
+def test_borders_of_blocks() -> None:
+    """Of chunks with up to 16 tokens, one block is computed; of others, all."""
+    one = problem([1, 16, 17, 80])
+    check(one, run(one))
+
+
 def test_equal_keys_that_are_replaced_each_time() -> None:
     """Powers of the triangular matrix have entries up to 1e17 here. Those of its inverse are at most 1."""
     one = problem([100], decay=0.0)
@@ -115,7 +121,8 @@ def test_keys_and_queries_of_any_length(length: float) -> None:
 
 @pytest.mark.parametrize("size", [1e-3, 1e4])
 def test_values_and_states_of_any_size(size: float) -> None:
-    one = problem([70])
+    """Without larger decays, which would hide errors of the first chunk in the state."""
+    one = problem([70], decay=0.01)
     one.v, one.states = (one.v.float() * size).half(), one.states * size
     check(one, run(one))
 
