@@ -9,12 +9,16 @@ Every time is simulated: both launches of a layer of Qwen3.5-27B's shape, for on
 simulated, out of DRAM at 817 GB/s for the SMs that have a CTA. Time is linear in the number of chunks: the kernel of
 chunks is simulated with up to twelve CTAs, and the scan with one chunk and with three. Launches, and what torch does
 besides, are not simulated. The matrix products are those of volta_gated_delta.py, at an assumed rate.
+
+Decoding requests come with prompts. For requests of one token, the limit is the time in which states are read and
+written.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +29,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from volta_gated_delta import GEMM_FLOPS, GEMM_TFLOPS, KEY_HEADS, LAYERS, MUST, VALUE_HEADS
-from volta_sim_report import TITLE, versions
+from volta_sim_report import FEED, TITLE, versions
 from volta_sim_rows import feed_timing
 
 from fastattention_vllm.attention.volta.gated_delta import Schedule, gated_delta_rule
 from fastattention_vllm.bench.report import Row, compared, report
 from kernels.volta import gated_delta_problems as kernels
 from kernels.volta.gated_delta_variants import CHUNK, SCANS, SIZE, GatedDeltaVariant
-from kernels.volta.sim import V100, Simulation, default_timing
+from kernels.volta.sim import V100, Simulation, Timing, default_timing
 
 SIMULATED_CTAS = (6, 12)
 SIMULATED_CHUNKS = (1, 3)
@@ -58,32 +62,36 @@ class Line:
         return self.cycles[1] + slope * (amount - self.amounts[1])
 
 
-def problem(chunks: int, heads: int) -> kernels.Problem:
+def problem(lengths: list[int], heads: int = 1) -> kernels.Problem:
     generator = torch.Generator().manual_seed(0)
-    tokens = chunks * CHUNK
+    starts = [0, *itertools.accumulate(lengths)]
+    tokens = starts[-1]
     q, k = (torch.randn(tokens, 1, SIZE, generator=generator).half().numpy() for _ in range(2))
     v = torch.randn(tokens, heads, SIZE, generator=generator).half().numpy()
     g = (-0.1 * torch.rand(tokens, heads, generator=generator)).numpy()
     beta = torch.rand(tokens, heads, generator=generator).numpy()
-    states = torch.randn(1, heads, SIZE, SIZE, generator=generator).numpy()
-    return kernels.Problem(q, k, v, g, beta, states, [0, tokens])
+    states = torch.randn(len(lengths), heads, SIZE, SIZE, generator=generator).numpy()
+    return kernels.Problem(q, k, v, g, beta, states, starts)
 
 
 @functools.cache
-def of_chunks() -> Line:
-    """The kernel of chunks, by the number of CTAs of an SM."""
+def of_ctas(kind: str, tokens: int) -> Line:
+    """The kernel of chunks or the widest scan, by the number of CTAs of an SM, each with one chunk of ``tokens``."""
     few, many = SIMULATED_CTAS
-    launch = kernels.Launch(problem(many // 3, 3), SCANS[0], kernels.simulated)
-    machine, grid = launch.machines["chunk"]
-    traces = [machine.trace(x, y) for y in range(grid[1]) for x in range(grid[0])]
-    feed = feed_timing()
-    timing = default_timing(
-        l2_latency=feed.l2_latency,
-        l2_bytes_per_cycle=feed.l2_bytes_per_cycle,
-        l1_kib=machine.l1_kib(machine.occupancy.ctas),
-    )
+    launch = kernels.Launch(problem([tokens] * many), SCANS[-1], kernels.simulated)
+    launch.run()
+    machine, _ = launch.machines[kind]
+    traces = [machine.trace(0, y) for y in range(many)]
+    timing = fed(V100.sms, machine.l1_kib(machine.occupancy.ctas))
     times = tuple(float(machine.time(traces[:count], timing=timing).cycles) for count in (few, many))
     return Line((few, many), (times[0], times[1]), 0.0, machine)
+
+
+def fed(sms: int, l1_kib: int) -> Timing:
+    """DRAM feeds ``sms`` SMs, but none faster than L2 does."""
+    feed, whole = feed_timing(), default_timing()
+    rate = min(feed.l2_bytes_per_cycle * V100.sms / sms, whole.l2_bytes_per_cycle)
+    return default_timing(l2_latency=feed.l2_latency, l2_bytes_per_cycle=rate, l1_kib=l1_kib)
 
 
 @functools.cache
@@ -92,18 +100,13 @@ def of_scan(scan: GatedDeltaVariant, ctas: int) -> Line:
     if ctas > V100.sms:
         raise ValueError(f"{ctas} CTAs are more than {V100.sms} SMs; pass fewer heads.")
     times, error = [], 0.0
-    feed, whole = feed_timing(), default_timing()
     for chunks in SIMULATED_CHUNKS:
-        given = problem(chunks, 1)
+        given = problem([chunks * CHUNK])
         launch = kernels.Launch(given, scan, kernels.simulated)
         out, states = launch.run()
         error = max(error, *errors(given, out, states))
         machine, _ = launch.machines["scan"]
-        timing = default_timing(
-            l2_latency=feed.l2_latency,
-            l2_bytes_per_cycle=min(feed.l2_bytes_per_cycle * V100.sms / ctas, whole.l2_bytes_per_cycle),
-            l1_kib=machine.l1_kib(1),
-        )
+        timing = fed(ctas, machine.l1_kib(1))
         times.append(float(machine.time([machine.trace(0)], timing=timing).cycles))
     return Line(SIMULATED_CHUNKS, (times[0], times[1]), error, machine)
 
@@ -121,7 +124,7 @@ def row(tokens: int, gpus: int) -> Row:
     heads = VALUE_HEADS // gpus
     scan, chunks = chosen(heads), -(-tokens // CHUNK)
     ctas = heads * (SIZE // scan.values)
-    by_cta, by_chunk = of_chunks(), of_scan(scan, ctas)
+    by_cta, by_chunk = of_ctas("chunk", CHUNK), of_scan(scan, ctas)
     first = V100.seconds(by_cta.at(-(-chunks * heads // V100.sms)))
     second = V100.seconds(by_chunk.at(chunks))
     gemm = GEMM_FLOPS * tokens / gpus / (1e12 * GEMM_TFLOPS)
@@ -149,10 +152,29 @@ def row(tokens: int, gpus: int) -> Row:
     )
 
 
+def decode_row(requests: int, gpus: int) -> Row:
+    heads = VALUE_HEADS // gpus
+    ctas = -(-requests * heads // V100.sms)
+    seconds = [V100.seconds(of_ctas(kind, 1).at(ctas)) for kind in ("chunk", "scan")]
+    read_and_written = 2 * 4 * SIZE * SIZE * heads * requests
+    return compared(
+        f"Gated DeltaNet of Qwen3.5-27B, {requests} requests of one token, TP {gpus}",
+        "decode time, simulated",
+        "ms",
+        1000 * LAYERS * sum(seconds),
+        better="lower",
+        limit=1000 * LAYERS * read_and_written / (1e9 * FEED),
+        milliseconds_of_chunks=1000 * LAYERS * seconds[0],
+        milliseconds_of_scan=1000 * LAYERS * seconds[1],
+        value_heads=heads,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], choices=list(MUST))
+    parser.add_argument("--requests", type=int, nargs="*", default=[64], help="of one token each")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = [row(tokens, gpus) for gpus in options.gpus for tokens in options.tokens]
@@ -172,9 +194,12 @@ def main() -> int:
             f"{more['error']:.1e}",
         )
     Console(width=150).print(table)
+    decoding = [decode_row(requests, gpus) for gpus in options.gpus for requests in options.requests]
+    for one in decoding:
+        print(f"{one.case}: {one.ours:.1f} ms, {one.fraction_of_limit:.0%} of the limit")
     if options.json:
         kept = {name: text for name, text in versions().items() if name != "peer"}
-        report(rows, TITLE, kept).write(options.json)
+        report([*rows, *decoding], TITLE, kept).write(options.json)
     return 0
 
 

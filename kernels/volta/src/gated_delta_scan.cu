@@ -158,6 +158,35 @@ FA_DEVICE float of_token(const float* factors, const Lane& lane, int b, int e) {
   return factors[16 * b + lane.column() + kColumnStep * (e >> 2) + (e & 1)];
 }
 
+// A lane has two neighbouring keys of each block. Lanes that differ in bit 1 exchange some, so that a lane reads and
+// writes four neighbours, and two lanes a sector. `from` and `to`: of the lane's first row.
+FA_DEVICE void load_state(float (&state)[kOutputs][8], const float* from, const Lane& lane) {
+  FA_UNROLL
+  for (int t = 0; t < kOutputs; t += 2) {
+    FA_UNROLL
+    for (int e = 0; e < 8; e += 2) {
+      const int at = kRowStep * (e >> 1 & 1) * kSize + 8 * lane.output_chunk(t, e >> 2) + 4 * lane.bit1;
+      const float4 x = *reinterpret_cast<const float4*>(from + at);
+      const float a = of_lane_xor(lane.bit1 ? x.x : x.z, 2), b = of_lane_xor(lane.bit1 ? x.y : x.w, 2);
+      state[t][e] = lane.bit1 ? a : x.x, state[t][e + 1] = lane.bit1 ? b : x.y;
+      state[t + 1][e] = lane.bit1 ? x.z : a, state[t + 1][e + 1] = lane.bit1 ? x.w : b;
+    }
+  }
+}
+FA_DEVICE void store_state(float* to, const float (&state)[kOutputs][8], const Lane& lane) {
+  FA_UNROLL
+  for (int t = 0; t < kOutputs; t += 2) {
+    FA_UNROLL
+    for (int e = 0; e < 8; e += 2) {
+      const int at = kRowStep * (e >> 1 & 1) * kSize + 8 * lane.output_chunk(t, e >> 2) + 4 * lane.bit1;
+      const float a = of_lane_xor(lane.bit1 ? state[t][e] : state[t + 1][e], 2);
+      const float b = of_lane_xor(lane.bit1 ? state[t][e + 1] : state[t + 1][e + 1], 2);
+      *reinterpret_cast<float4*>(to + at) = lane.bit1 ? make_float4(a, b, state[t + 1][e], state[t + 1][e + 1])
+                                                      : make_float4(state[t][e], state[t][e + 1], a, b);
+    }
+  }
+}
+
 struct Tiles {
   uint4 *keys, *queries, *values, *matrices;
   float* factors;
@@ -239,22 +268,22 @@ FA_DEVICE void step(float (&state)[kOutputs][8], const GatedDelta& p, const Tile
   }
   add_changes(state, operands, keys, lane);
 
-  // Each warp has read its values, and writes its output there.
+  // A lane writes its output where only it has read values.
   Half* const write = reinterpret_cast<Half*>(values);
-  __syncwarp();
   FA_UNROLL
   for (int b = 0; b < kUsed; ++b) {
     FA_UNROLL
     for (int e = 0; e < 8; ++e) write[place_of(lane, warp, b, e)] = to_half(kScale * output[b][e]);
   }
   __syncthreads();
+  // The next step fills these tiles without waiting: a thread overwrites values that it reads here itself, and all
+  // have read the other tiles.
   uint4* const out = static_cast<uint4*>(p.out) + head * kChunks + slice * kValueChunks;
 #pragma unroll 4
   for (int i = threadIdx.x; i < rows * kValueChunks; i += kThreads) {
     const int row = i / kValueChunks, at = i % kValueChunks;
     out[static_cast<size_t>(first + row) * (p.out_stride / 8) + at] = values[swizzled_chunk<kValueChunks>(row, at)];
   }
-  __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_gated_delta_scan(const GatedDelta p) {
@@ -275,14 +304,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_g
   float state[kOutputs][8];
   const size_t own = (static_cast<size_t>(request) * p.value_heads + head) * kSize * kSize +
                      (16 * (warp + WARPS * slice) + lane.row()) * kSize;
-  FA_UNROLL
-  for (int t = 0; t < kOutputs; ++t) {
-    FA_UNROLL
-    for (int e = 0; e < 8; ++e) {
-      const int key = 8 * lane.output_chunk(t, e >> 2) + lane.output_column(t) + (e & 1);
-      state[t][e] = p.before[own + kRowStep * (e >> 1 & 1) * kSize + key];
-    }
-  }
+  load_state(state, p.before + own, lane);
 
 #pragma unroll 1
   for (int first = begin, chunk = first_chunk; first < end; first += kTokens, ++chunk) {
@@ -295,14 +317,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_g
     }
   }
 
-  FA_UNROLL
-  for (int t = 0; t < kOutputs; ++t) {
-    FA_UNROLL
-    for (int e = 0; e < 8; ++e) {
-      const int key = 8 * lane.output_chunk(t, e >> 2) + lane.output_column(t) + (e & 1);
-      p.after[own + kRowStep * (e >> 1 & 1) * kSize + key] = state[t][e];
-    }
-  }
+  store_state(p.after + own, state, lane);
 }
 
 }  // namespace fastattention
