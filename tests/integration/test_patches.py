@@ -23,7 +23,7 @@ NOT_VLLMS = {
     "ascend/row_parallel:_tiling:_get_row_parallel_op._fastattention": "a mark on our own function",
     "compat:choose_whole_steps.execute_model:step.whole": "a note of our own",
     "compat:choose_whole_steps.dispatch_second:given.arguments['uniform_token_count']": "arguments of a call",
-    "cuda/gated_delta:_Schedules.of:self.known[place]": "a table of our own",
+    "cuda/gated_delta:_Known.of:self.known[place]": "a table of our own",
     "cuda/decode_graph:GraphMetadataBuilder.build_for_cudagraph_capture:metadata.graph_batch": "our own metadata",
     "claims:owning.decorate:setattr": "attributes of our own classes",
     "compat:without_fp8_cache:cache.cache_dtype": "an option of vLLM's, for the time of one call",
