@@ -20,6 +20,8 @@ def can_run(problem: AttentionProblem) -> str | None:
         ("ALiBi", problem.alibi_slopes is not None),
         ("attention sinks", problem.sinks is not None),
         ("scaled keys or values", (problem.key_scale, problem.value_scale) != (1.0, 1.0)),
+        ("int8 keys", problem.key_factors is not None),
+        ("int8 values", problem.value_factors is not None),
     ):
         if asked:
             return f"the dummy kernels do not compute {name}."
