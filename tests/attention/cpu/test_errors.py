@@ -93,7 +93,7 @@ def i32(*values: int) -> torch.Tensor:
         (PAGED, {"window": (0, -3)}, "window_right must be -1 or more, not -3"),
         (PAGED, {"query": torch.zeros(5, 4, 64).to(E4M3)}, "float8_e4m3fn, but the CPU kernels need .* or bfloat16\\."),
         (PAGED, {"query": torch.zeros(5, 4, 64).to(E5M2)}, "query has dtype torch.float8_e5m2, .* or bfloat16\\."),
-        (PAGED, {"key": PAGED.key.double()}, "key has .* need .* bfloat16, float8_e4m3fn or float8_e5m2"),
+        (PAGED, {"key": PAGED.key.double()}, "key has .* need .* bfloat16, float8_e4m3fn, float8_e5m2 or int8"),
         (FP8, {"value": FP8.value.view(E5M2)}, "key and value must match, .* torch.float8_e4m3fn and .*_e5m2"),
         (FP8, {"key_scale": 0.0}, "key_scale must be positive and finite, not 0"),
         (FP8, {"key_scale": -2.0}, "key_scale must be positive and finite, not -2"),
@@ -193,11 +193,11 @@ class TestAbi:
             ({"dtype": 3, "kv_dtype": 3}, "dtype must be 0 (fp32), 1 (fp16) or 2 (bf16), not 3."),
             (
                 {"kv_dtype": -1},
-                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not -1.",
+                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3), 4 (fp8 e5m2) or 5 (int8), not -1.",
             ),
             (
-                {"kv_dtype": 5},
-                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3) or 4 (fp8 e5m2), not 5.",
+                {"kv_dtype": 6},
+                "kv_dtype must be 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8 e4m3), 4 (fp8 e5m2) or 5 (int8), not 6.",
             ),
             ({"key_scale": 0}, "key_scale must be positive and finite, not 0."),
             ({"num_seqs": -1}, "num_seqs must not be negative, but is -1."),
