@@ -110,7 +110,14 @@ def test_the_model_itself_drafts_what_it_answers(tmp_path: Path) -> None:
 
 @needs_linear_attention
 @pytest.mark.more
-@pytest.mark.parametrize(("name", "method"), [("qwen3_5", "mtp"), ("qwen3_next", "mtp"), ("qwen3_5", "ngram")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("qwen3_5", "mtp"),
+        pytest.param("qwen3_next", "mtp", marks=pytest.mark.full),
+        pytest.param("qwen3_5", "ngram", marks=pytest.mark.full),
+    ],
+)
 def test_states_follow_accepted_drafts(name: str, method: str, tmp_path: Path) -> None:
     """A request continues with the state of its last accepted token, also where it enters another block."""
     if method == "ngram" and not support.has_numba():
