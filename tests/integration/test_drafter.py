@@ -165,6 +165,7 @@ def test_the_devices_memory_for_the_cache_is_without_the_drafter(
 
     def kv_bytes(method: str) -> int:
         asked = of_folder(method, head)
+        asked.additional_config = {}
         asked.cache_config = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
         asked.scheduler_config = SimpleNamespace(max_num_batched_tokens=1, max_num_seqs=1)
         asked.model_config.hf_text_config = SimpleNamespace(hidden_size=1, intermediate_size=1, vocab_size=1)

@@ -199,7 +199,7 @@ def refused_with_host_layers(**changes: Any) -> Any:
         },
         "model_config": {"enable_sleep_mode": False},
         "attention_config": {"backend_per_kind": {"sliding_window": Backend.FASTATTENTION}},
-        "speculative_config": {},
+        "speculative_config": {"method": "ngram"},
     }
     for part, values in changes.items():
         parts[part] = parts[part] | values
@@ -216,7 +216,7 @@ def refused_with_host_layers(**changes: Any) -> Any:
         ({"attention_config": {"backend_per_kind": {"full_attention": Backend.OTHER}}}, "backend_per_kind"),
         ({"parallel_config": {"enable_dbo": True}}, "--enable-dbo"),
         ({"parallel_config": {"ubatch_size": 2}}, "--enable-dbo"),
-        ({"speculative_config": {"enable_adaptive_verification": True}}, "adaptive verification"),
+        ({"speculative_config": {"method": "ngram", "enable_adaptive_verification": True}}, "adaptive verification"),
         ({}, "VLLM_BATCH_INVARIANT"),
     ],
 )
