@@ -94,25 +94,41 @@ def seconds(found: list[Operator], tflops: float, launch_us: float) -> float:
     return max(gpu, 1e-6 * launch_us * len(found))
 
 
+def products_seconds(tokens: int, gpus: int) -> float:
+    """Of the model's matrix products, on each GPU."""
+    return GEMM_FLOPS * tokens / gpus / (1e12 * GEMM_TFLOPS)
+
+
+def beside_products(tokens: int, gpus: int, how: str, ours: float, **more: Any) -> Row:
+    """A row for ``ours`` seconds of a prompt in all layers. ``how``: the way in which they are known."""
+    products = products_seconds(tokens, gpus)
+    return compared(
+        f"prefill Gated DeltaNet of Qwen3.5-27B, {tokens} tokens, TP {gpus}",
+        f"prefill time, {how}",
+        "ms",
+        1000 * ours,
+        better="lower",
+        peer_name="matrix products of the model",
+        peer=1000 * products,
+        limit=1000 * MUST[gpus] * products,
+        share=round(ours / products, 4),
+        **more,
+    )
+
+
 def row(tokens: int, gpus: int) -> Row:
     found = operators(tokens, gpus)
-    gemm = GEMM_FLOPS * tokens / gpus / (1e12 * GEMM_TFLOPS)
+    gemm = products_seconds(tokens, gpus)
     shares = {
         f"{tflops:g} TFLOPS, {launch:g} us": round(LAYERS * seconds(found, tflops, launch) / gemm, 4)
         for tflops in RATES
         for launch in LAUNCHES
     }
-    ours = LAYERS * seconds(found, RATES[0], LAUNCHES[0])
-    return compared(
-        f"prefill Gated DeltaNet of Qwen3.5-27B, {tokens} tokens, TP {gpus}",
-        "prefill time, counted",
-        "ms",
-        1000 * ours,
-        better="lower",
-        peer_name="matrix products of the model",
-        peer=1000 * gemm,
-        limit=1000 * MUST[gpus] * gemm,
-        share=round(ours / gemm, 4),
+    return beside_products(
+        tokens,
+        gpus,
+        "counted",
+        LAYERS * seconds(found, RATES[0], LAUNCHES[0]),
         operators=LAYERS * len(found),
         gigabytes=round(LAYERS * sum(one.bytes for one in found) / 1e9, 1),
         gflop=round(LAYERS * sum(one.flops for one in found) / 1e9, 1),

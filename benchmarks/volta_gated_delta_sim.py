@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from rich.console import Console
 from rich.table import Table
-from volta_gated_delta import GEMM_FLOPS, GEMM_TFLOPS, KEY_HEADS, LAYERS, MUST, VALUE_HEADS
+from volta_gated_delta import KEY_HEADS, LAYERS, MUST, VALUE_HEADS, beside_products
 from volta_sim_report import FEED, TITLE, versions
 from volta_sim_rows import feed_timing
 
@@ -127,18 +127,11 @@ def row(tokens: int, gpus: int) -> Row:
     by_cta, by_chunk = of_ctas("chunk", CHUNK), of_scan(scan, ctas)
     first = V100.seconds(by_cta.at(-(-chunks * heads // V100.sms)))
     second = V100.seconds(by_chunk.at(chunks))
-    gemm = GEMM_FLOPS * tokens / gpus / (1e12 * GEMM_TFLOPS)
-    ours = LAYERS * (first + second)
-    return compared(
-        f"prefill Gated DeltaNet of Qwen3.5-27B, {tokens} tokens, TP {gpus}",
-        "prefill time, simulated",
-        "ms",
-        1000 * ours,
-        better="lower",
-        peer_name="matrix products of the model",
-        peer=1000 * gemm,
-        limit=1000 * MUST[gpus] * gemm,
-        share=round(ours / gemm, 4),
+    return beside_products(
+        tokens,
+        gpus,
+        "simulated",
+        LAYERS * (first + second),
         milliseconds_of_chunks=1000 * LAYERS * first,
         milliseconds_of_scan=1000 * LAYERS * second,
         cycles_of_a_chunk_in_the_scan=by_chunk.at(2) - by_chunk.at(1),

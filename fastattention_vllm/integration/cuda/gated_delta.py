@@ -29,14 +29,10 @@ OPERATION = "chunk_gated_delta_rule"
 
 
 class GatedDeltaRule(torch.nn.Module):
-    """Takes the place of vLLM's ``ChunkGatedDeltaRule``, with its arguments.
+    """Takes the place of vLLM's ``ChunkGatedDeltaRule``, with its arguments."""
 
-    ``kernels``: whether this package's kernels compute the heads that fit them.
-    """
-
-    def __init__(self, *, kernels: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kernels = kernels
         self.schedules: _Known[Schedule] = _Known()
         self.plans: _Known[delta_kernels.Plan] = _Known()
         self.reserved = False
@@ -73,7 +69,7 @@ class GatedDeltaRule(torch.nn.Module):
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
             self.reserved = True
         tensors = q[0], k[0], v[0], g[0], beta[0], initial_state
-        if self.kernels and delta_kernels.fits(q, v):
+        if delta_kernels.fits(q, v):
             at_once = delta_kernels.chunks_at_once(v.shape[2])
             plan = self.plans.of(cu_seqlens, lambda starts: delta_kernels.Plan(starts, at_once, q.device))
             out, states = delta_kernels.gated_delta_rule(*tensors, plan, normalise=use_qk_l2norm_in_kernel)
@@ -120,7 +116,7 @@ def install(vllm_config: Any) -> None:
     if not layers or isinstance(getattr(layers[0], OPERATION), GatedDeltaRule):
         return
     delta_kernels.load()
-    operation = GatedDeltaRule(kernels=True)
+    operation = GatedDeltaRule()
     for layer in layers:
         layer.chunk_gated_delta_rule = operation
     logger.info_once(

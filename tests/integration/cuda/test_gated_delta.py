@@ -58,7 +58,7 @@ def test_it_has_the_arguments_and_results_of_vllms_operation() -> None:
     known = set(theirs) & set(inspect.signature(GatedDeltaRule.forward).parameters)
     assert known >= {*given, "use_qk_l2norm_in_kernel", "core_attn_out"}
     rest = dict.fromkeys(set(theirs) - known - {"self"})
-    out, states = GatedDeltaRule(kernels=False)(**given, **rest, use_qk_l2norm_in_kernel=True)
+    out, states = GatedDeltaRule()(**given, **rest, use_qk_l2norm_in_kernel=True)
     wanted_out, wanted_states = expected(given)
     assert torch.equal(out, wanted_out[None])
     assert torch.equal(states, wanted_states)
@@ -68,7 +68,7 @@ def test_it_has_the_arguments_and_results_of_vllms_operation() -> None:
 def test_normalised_inputs_and_a_given_output() -> None:
     given = arguments() | {"output_final_state": False}
     into = torch.zeros(150, VALUE_HEADS, VALUE, dtype=torch.float16)
-    out, states = GatedDeltaRule(kernels=False)(**given, use_qk_l2norm_in_kernel=False, core_attn_out=into)
+    out, states = GatedDeltaRule()(**given, use_qk_l2norm_in_kernel=False, core_attn_out=into)
     assert states is None
     assert torch.equal(out[0], expected(given, normalise=False)[0])
     assert torch.equal(into[:141], out[0])
@@ -83,7 +83,7 @@ def test_lengths_are_read_once_for_each_step_and_group(monkeypatch: pytest.Monke
         return Schedule(starts, *more)
 
     monkeypatch.setattr(gated_delta, "Schedule", schedule)
-    operation, groups = GatedDeltaRule(kernels=False), [arguments(), arguments(1, [0, 7])]
+    operation, groups = GatedDeltaRule(), [arguments(), arguments(1, [0, 7])]
     for _ in range(3):
         for given in groups:
             operation(**given)
@@ -94,7 +94,7 @@ def test_lengths_are_read_once_for_each_step_and_group(monkeypatch: pytest.Monke
 
 
 def test_schedules_of_past_steps_are_forgotten() -> None:
-    operation = GatedDeltaRule(kernels=False)
+    operation = GatedDeltaRule()
     for seed in range(3):
         operation(**arguments(seed))
     assert operation.schedules.known == {}
@@ -121,14 +121,13 @@ def test_heads_of_128_are_computed_by_the_kernels(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(delta_kernels, "gated_delta_rule", rule)
     wide = given | {"v": torch.cat([given["v"]] * 6, -1)[..., :128]}
     wide["initial_state"] = torch.zeros(3, VALUE_HEADS, 128, 128)
-    operation = GatedDeltaRule(kernels=True)
+    operation = GatedDeltaRule()
     out, states = operation(**wide)
     assert torch.equal(out, wide["v"])
     assert states is wide["initial_state"]
     assert calls == [([2, 0, 1], True)]
     given["initial_state"] = torch.zeros(3, VALUE_HEADS, VALUE, 128)
     assert torch.equal(operation(**given)[0][0], expected(given)[0])
-    GatedDeltaRule(kernels=False)(**wide)
     assert len(calls) == 1
 
 
@@ -137,7 +136,6 @@ def test_all_layers_share_the_operation(loads: list[bool]) -> None:
     install(config(*found))
     operation = found[0].chunk_gated_delta_rule
     assert isinstance(operation, GatedDeltaRule)
-    assert operation.kernels
     assert loads == [True]
     assert found[2].chunk_gated_delta_rule is operation
     assert not hasattr(found[1], "chunk_gated_delta_rule")
@@ -156,7 +154,7 @@ def test_other_kernels_and_other_models_stay(loads: list[bool]) -> None:
 
 def test_memory_is_reserved_in_the_first_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_delta, "WORKSPACE_BYTES", 12345)
-    operation, given = GatedDeltaRule(kernels=False), arguments()
+    operation, given = GatedDeltaRule(), arguments()
     sizes = []
     for _ in range(2):
         with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
