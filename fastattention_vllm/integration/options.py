@@ -40,6 +40,12 @@ class Options(BaseModel):
     has one factor for each token and KV head. The fp8 formats have no scale (it is 1), and store larger numbers as
     their largest one. Device layers keep the model's dtype. Not supported on NPUs, nor with an fp8 --kv-cache-dtype."""
 
+    resident_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0
+    """GPU memory, in GiB per rank, for copies of the first blocks of host layers. It is taken before vLLM sizes its KV
+    cache. The GPU attends to these blocks, and the CPU to the rest; a decode step of requests that lie there as a whole
+    does not wait for the CPU. Without effect if no layer is a host layer. Not supported on NPUs, with 8-bit caches, nor
+    with ALiBi."""
+
     stream_fraction: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
     """Fraction of a decoding request's host KV that the GPU or NPU reads over the link while the CPU attends to the
     rest. "auto": measured at start; 0 if the CPU alone already uses the full memory bandwidth."""

@@ -6,6 +6,9 @@ computes requests with more new tokens (prefill): their new keys and values are 
 computation, and the context before them is prefetched block by block. Partial results are merged by log-sum-exp, so
 that every result equals attention over all tokens (the paper's CPU-GPU cooperation, arXiv 2410.16663 section 4.4).
 
+If there is room for copies of blocks on the device (``resident.py``), the device attends to these, and the CPU and the
+link only to what comes after them. A step whose contexts all lie on the device does not wait for the host.
+
 The same code runs if the "device" is the host itself (``LocalLink``); then nothing overlaps.
 """
 
@@ -27,6 +30,7 @@ from fastattention_vllm.placement import stored_rows
 from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.prefetch import KvRange, Prefetcher, Visit
+from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import CpuRequests, DeviceRequest, Step
 from fastattention_vllm.placement.stored_rows import Rows
 from fastattention_vllm.placement.stream_split import StreamSplit
@@ -79,6 +83,38 @@ class NewRows(NamedTuple):
     """As an 8-bit cache stores them. They must live until they are written."""
 
 
+class Piece(NamedTuple):
+    """A part of a context that is on the device."""
+
+    begin: int
+    end: int
+    """The tokens of the context from ``begin`` up to, but not including, ``end``."""
+    blocks: torch.Tensor
+    """Blocks like those of a cache."""
+    table: torch.Tensor
+    """``[1, >= number of blocks]`` int32: where in ``blocks`` the context's blocks are."""
+
+
+@dataclass(frozen=True)
+class ResidentStep:
+    """The blocks of one step of which the device has copies (``resident.py``), for all layers that have copies."""
+
+    slots: torch.Tensor
+    """Where the copy of each new token belongs, where the device's ``write_kv`` needs it."""
+    device_rows: tuple[torch.Tensor, ...]
+    """For each of ``Step.device_requests``, the rows of the first blocks of its context: ``[1, count]`` int32."""
+    cpu_blocks: tuple[int, ...]
+    """For each of ``Step.cpu_requests``, how many blocks at the beginning of its context are on the device."""
+    seq_lens: torch.Tensor
+    """int32 on the host: for each token of ``Step.cpu_requests``, the keys on the device that it sees."""
+    query_start_loc: torch.Tensor
+    """For these tokens, each of which is a sequence for the device."""
+    block_table: torch.Tensor
+    """Rows, on the device."""
+    whole: bool
+    """Whether nothing of ``Step.cpu_requests`` is left for the CPU."""
+
+
 @dataclass(frozen=True)
 class SplitKey:
     """The properties that determine how a step is split. Layers with the same properties share a split."""
@@ -88,6 +124,7 @@ class SplitKey:
     merges: bool
     blocks_per_buffer: int
     block_bytes: int
+    has_copies: bool
 
 
 @dataclass(frozen=True)
@@ -95,9 +132,9 @@ class StepSplit:
     """How the contexts of one step are split for layers with the same key."""
 
     fetched: tuple[tuple[KvRange, ...], ...]
-    """For each request of ``Step.device_requests``, its whole context within the window."""
+    """For each request of ``Step.device_requests``, its context within the window, after what lies on the device."""
     streamed: tuple[tuple[KvRange, ...], ...]
-    """For each request of ``Step.cpu_requests``, the device's share."""
+    """For each request of ``Step.cpu_requests``, what the device reads over the link."""
     seq_lens: torch.Tensor | None
     block_table: torch.Tensor | None
     """The rest, which the CPU computes, in the form of ``CpuRequests``."""
@@ -107,6 +144,8 @@ class StepSplit:
     """Bytes of the blocks of ``fetched``."""
     streamed_bytes: int
     """Bytes of the blocks of ``streamed``."""
+    resident_bytes: int = 0
+    """Bytes of keys and values that lie on the device, too, and are read there."""
 
 
 @dataclass
@@ -122,6 +161,10 @@ class HostLayerGroup:
     prefetcher: Prefetcher = field(init=False)
     splits: WeakKeyDictionary[Step, dict[SplitKey, StepSplit]] = field(init=False, default_factory=WeakKeyDictionary)
     """The splits of every step that is still in use. The first layer with a key computes the split."""
+    resident: ResidentBlocks | None = None
+    """Which blocks also lie on the device, if the device has memory for copies."""
+    resident_steps: WeakKeyDictionary[Step, ResidentStep] = field(init=False, default_factory=WeakKeyDictionary)
+    """Of every step that is still in use."""
 
     def __post_init__(self) -> None:
         self.prefetcher = Prefetcher(self.link)
@@ -135,6 +178,14 @@ class HostLayerGroup:
         """What the layers have done outside of graphs, and what their caches could not hold at all."""
         found = int(self.saturated.sum()) if "saturated" in self.__dict__ else 0
         return self.counters + Counters(saturated_numbers=found)
+
+    def resident_step(self, step: Step, block_size: int) -> ResidentStep:
+        """What of ``step`` lies on the device. The first call gives room to blocks that the step begins."""
+        found = self.resident_steps.get(step)
+        if found is None:
+            assert self.resident is not None
+            found = self.resident_steps[step] = _on_device(step, self.resident, block_size, self.link)
+        return found
 
     def upcoming(self, layer: HostAttention, step: Step) -> list[Visit]:
         """The rest of a pass from ``layer`` on, if all layers have the same step."""
@@ -150,9 +201,18 @@ class HostAttention:
         cache: ``[num_blocks, num_kv_heads, block_size, K | V]`` in host memory, in the shape of
             :func:`stored_rows.page_shape`.
         window: number of keys before itself that a token sees; None for all.
+        copies: ``[num_rows, num_kv_heads, block_size, K | V]`` on the device: room for copies of blocks, or None. Not
+            with a window, whose blocks do not stay, and not with 8 bits.
     """
 
-    def __init__(self, group: HostLayerGroup, layer: Layer, cache: torch.Tensor, window: int | None = None) -> None:
+    def __init__(
+        self,
+        group: HostLayerGroup,
+        layer: Layer,
+        cache: torch.Tensor,
+        window: int | None = None,
+        copies: torch.Tensor | None = None,
+    ) -> None:
         self.group = group
         self.layer = layer
         self.cache = cache
@@ -161,6 +221,8 @@ class HostAttention:
         self.device_pages = stored_rows.pages_of(group.link.visible(cache))
         self.rounds = cache.dtype.itemsize == 1
         """Whether the cache has 8 bits. The device rounds and widens its rows then."""
+        assert copies is None or (window is None and not self.rounds and copies.shape[1:] == cache.shape[1:])
+        self.copies = copies
         self.counts_saturated = self.rounds and not stored_rows.has_factors(cache.dtype)
         if self.counts_saturated:
             self.saturated_on_device = group.link.visible(group.saturated)[1:]
@@ -211,18 +273,28 @@ class HostAttention:
         link, prefetcher = self.group.link, self.group.prefetcher
         prefetcher.begin(self, step, upcoming or (lambda: self.group.upcoming(self, step)))
         written_before = self.written
-        new_rows = self._write_through(step, key, value) if step.device_requests else []
+        resident = self._resident(step)
+        if resident is not None:
+            self._write_copies(resident, key, value)
+        needs_cpu = step.cpu_requests is not None and not (resident and resident.whole)
+        write_all = step.cpu_requests is not None and not needs_cpu
+        new_rows = self._write_through(step, key, value, write_all) if step.device_requests or write_all else []
         if not step.independent:
-            if step.cpu_requests:  # the device may need to read these keys and values, too
+            if step.cpu_requests and needs_cpu:  # the device may need to read these keys and values, too
                 rows = self._on_device(step.cpu_requests)
                 self._store(step.cpu_requests, *link.arrive(link.start_to_host(key[rows], value[rows])))
             prefetcher.fetch_now([self.written])
         split = self._split_of(step)
         self._count(split)
-        for request, rows_of, ranges in zip(step.device_requests, new_rows, split.fetched, strict=True):
-            staged = prefetcher.staged(self, step, ranges)
-            self._attend_on_device(request, staged, query, rows_of, output)
-        if step.cpu_requests:
+        for number, (request, rows_of) in enumerate(zip(step.device_requests, new_rows, strict=True)):
+            rows_there = resident.device_rows[number] if resident else None
+            context = self._context(step, request, split.fetched[number], rows_there)
+            self._attend_on_device(request, context, query, rows_of, output)
+        if step.cpu_requests and not needs_cpu:
+            assert resident is not None
+            rows = self._on_device(step.cpu_requests)
+            output[rows] = self._attend_to_copies(resident, query[rows])[0].to(output.dtype)
+        elif step.cpu_requests:
             # A request may begin with blocks that another request writes in the same step.
             link.wait_on_host(written_before if step.independent else self.written)
             self._attend_together(step, split, query, key, value, output, store=step.independent)
@@ -240,7 +312,7 @@ class HostAttention:
         request = DeviceRequest(slice(0, len(query)), tokens, blocks)
         staged = self.group.prefetcher.view(0, self.cache)
         rows = self._new_rows(request, key, value)
-        self._attend_on_device(request, [(KvRange(0, tokens, blocks), staged)], query, rows, output)
+        self._attend_on_device(request, [Piece(0, tokens, staged, self.group.prefetcher.table)], query, rows, output)
 
     def ranges(self, step: Step) -> list[KvRange]:
         """The ranges that the device reads in ``step``, in the order in which it uses them."""
@@ -249,33 +321,53 @@ class HostAttention:
 
     def _split_of(self, step: Step) -> StepSplit:
         blocks_per_buffer, block_bytes = self.group.prefetcher.blocks_per_buffer(self.cache), self.cache[:1].nbytes
-        key = SplitKey(self.window, self.group.stream_split, self.layer.merges(), blocks_per_buffer, block_bytes)
+        merges, copies = self.layer.merges(), self._resident(step) is not None
+        key = SplitKey(self.window, self.group.stream_split, merges, blocks_per_buffer, block_bytes, copies)
         found = self.group.splits.setdefault(step, {})
         if key not in found:
             found[key] = self._split_contexts(step, block_bytes)
         return found[key]
 
+    def _resident(self, step: Step) -> ResidentStep | None:
+        """What of ``step`` lies on the device, or None if this layer has no copies."""
+        return None if self.copies is None else self.group.resident_step(step, self.block_size)
+
     def _split_contexts(self, step: Step, block_bytes: int) -> StepSplit:
-        fetched = tuple(self._ranges(request.blocks, request.context) for request in step.device_requests)
+        resident, size = self._resident(step), self.block_size
+        kept = [rows.shape[1] for rows in resident.device_rows] if resident else [0] * len(step.device_requests)
+        fetched = tuple(
+            self._ranges(request.blocks, request.context, count)
+            for request, count in zip(step.device_requests, kept, strict=True)
+        )
+        contexts = zip(step.device_requests, kept, strict=True)
+        resident_tokens = sum(min(count * size, request.context) for request, count in contexts)
         fetched_bytes = _blocks_in(fetched) * block_bytes
         requests = step.cpu_requests
         if requests is None:
-            return StepSplit(fetched, (), None, None, 0, fetched_bytes, 0)
-        counts = self._streamed_blocks(requests)
-        blocks = [requests.block_table[index, :count].long() for index, count in enumerate(counts)]
-        streamed = tuple(self._ranges(ids, len(ids) * self.block_size) for ids in blocks)
-        seq_lens = requests.seq_lens - torch.tensor(counts, dtype=torch.int32) * self.block_size
+            there = resident_tokens * block_bytes // size
+            return StepSplit(fetched, (), None, None, 0, fetched_bytes, 0, there)
+        first = resident.cpu_blocks if resident else (0,) * len(requests.contexts)
+        counts = self._streamed_blocks(requests, first)
+        blocks = [
+            requests.block_table[index, begin : begin + count].long()
+            for index, (begin, count) in enumerate(zip(first, counts, strict=True))
+        ]
+        streamed = tuple(self._ranges(ids, len(ids) * size) for ids in blocks)
+        left_out = [begin + count for begin, count in zip(first, counts, strict=True)]
+        seq_lens = (requests.seq_lens - torch.tensor(left_out, dtype=torch.int32) * size).clamp(min=0)
         visible = seq_lens
         if self.window is not None:
             visible = torch.minimum(seq_lens, self.window + requests.query_start_loc.diff())
+        on_device = torch.minimum(requests.seq_lens, torch.tensor(first, dtype=torch.int32) * size)
         return StepSplit(
             fetched,
             streamed,
             seq_lens,
-            _without_first(requests.block_table, counts),
-            int(visible.sum()) * block_bytes // self.block_size,
+            _without_first(requests.block_table, left_out),
+            int(visible.sum()) * block_bytes // size,
             fetched_bytes,
             _blocks_in(streamed) * block_bytes,
+            (resident_tokens + int(on_device.sum())) * block_bytes // size,
         )
 
     def _count(self, split: StepSplit) -> None:
@@ -283,10 +375,13 @@ class HostAttention:
         counters.cpu_bytes += split.cpu_bytes
         counters.prefill_streamed_bytes += split.fetched_bytes
         counters.decode_streamed_bytes += split.streamed_bytes
+        counters.resident_bytes += split.resident_bytes
 
-    def _ranges(self, blocks: torch.Tensor, tokens: int) -> tuple[KvRange, ...]:
-        """The ranges of a context of ``tokens`` tokens in ``blocks``, without the blocks that have left the window."""
-        first = 0 if self.window is None else max(0, tokens - self.window) // self.block_size
+    def _ranges(self, blocks: torch.Tensor, tokens: int, first: int = 0) -> tuple[KvRange, ...]:
+        """The ranges of a context of ``tokens`` tokens in ``blocks``, from block ``first`` on, without the blocks that
+        have left the window."""
+        if self.window is not None:
+            first = max(0, tokens - self.window) // self.block_size
         max_blocks = self.group.prefetcher.blocks_per_buffer(self.cache)
         last = -(-tokens // self.block_size)
         size = self.block_size
@@ -304,19 +399,28 @@ class HostAttention:
         rows = stored_rows.rounded(key, value, self.cache.dtype, scales)
         return NewRows(*rows.widened(key.dtype, scales), rows)
 
-    def _write_through(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> list[NewRows]:
-        """Start to store the new rows of device requests, and return them."""
+    def _write_copies(self, resident: ResidentStep, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the new rows of all requests in the copies, before anything reads them there."""
+        assert self.copies is not None
+        pages, new = stored_rows.pages_of(self.copies), len(resident.slots)
+        self.group.device.write_kv(key[:new], value[:new], pages.key, pages.value, resident.slots, *self.layer.scales())
+
+    def _write_through(
+        self, step: Step, key: torch.Tensor, value: torch.Tensor, write_all: bool = False
+    ) -> list[NewRows]:
+        """Start to store the new rows of device requests, and return them.
+
+        ``write_all``: store those of all requests. Never with 8 bits, because layers that round have no copies.
+        """
         found = [self._new_rows(request, key, value) for request in step.device_requests]
-        pages, scales = self.device_pages, self.layer.scales()
+        pages, scales, slots = self.device_pages, self.layer.scales(), step.batch.device_slots
         with self.group.link.writing():
             for request, new in zip(step.device_requests, found, strict=True):
-                slots = step.batch.device_slots[request.rows]
                 if new.stored is not None:
-                    self._write_rounded(new.stored, step.batch.slot_mapping[request.rows], slots)
-                    continue
-                self.group.device.write_kv(
-                    key[request.rows], value[request.rows], pages.key, pages.value, slots, *scales
-                )
+                    self._write_rounded(new.stored, step.batch.slot_mapping[request.rows], slots[request.rows])
+            every = [slice(0, len(slots))] if write_all else [request.rows for request in step.device_requests]
+            for rows in [] if self.rounds else every:
+                self.group.device.write_kv(key[rows], value[rows], pages.key, pages.value, slots[rows], *scales)
             self.written = self.group.link.written()
         return found
 
@@ -332,12 +436,12 @@ class HostAttention:
     def _attend_on_device(
         self,
         request: DeviceRequest,
-        context: Iterable[tuple[KvRange, torch.Tensor]],
+        context: Iterable[Piece],
         query: torch.Tensor,
         new_rows: NewRows,
         output: torch.Tensor,
     ) -> None:
-        """Attention among the new tokens, then over the ``context``, range by range, with each one's device blocks."""
+        """Attention among the new tokens, then over the ``context``, piece by piece."""
         device, new = self.group.device, request.rows.stop - request.rows.start
         rows, none_before = query[request.rows], torch.zeros(1, dtype=torch.int32)
         problem = self.layer.problem(
@@ -351,25 +455,39 @@ class HostAttention:
         )
         partial, lse = _with_lse(device.run(problem, return_lse=True))
         total: torch.Tensor | None = None
-        for kv_range, blocks in context:
+        for piece in context:
             if total is None:
                 total = partial.float()
             seeing, reach = new, -1
             if self.window is not None:
-                # Of the rows that see any key of this range, the last one sees only the range's last key.
-                seeing = min(new, self.window + kv_range.end - request.context)
-                reach = self.window + kv_range.end - request.context - seeing
-            part, part_lse = self._attend_to_range(rows[:seeing], kv_range, blocks, (reach, -1))
+                # Of the rows that see any key of this piece, the last one sees only the piece's last key.
+                seeing = min(new, self.window + piece.end - request.context)
+                reach = self.window + piece.end - request.context - seeing
+            part, part_lse = self._attend_to_piece(rows[:seeing], piece, (reach, -1))
             merge(total[:seeing], lse[:seeing], part, part_lse)
         output[request.rows] = partial if total is None else total
 
-    def _attend_to_range(
-        self, query: torch.Tensor, kv_range: KvRange, staged: torch.Tensor, window: tuple[int, int] = (-1, -1)
+    def _context(
+        self, step: Step, request: DeviceRequest, ranges: Iterable[KvRange], rows: torch.Tensor | None
+    ) -> Iterator[Piece]:
+        """The context of a device request: its blocks that lie on the device (``rows``), then what is fetched."""
+        if rows is not None and rows.shape[1]:
+            assert self.copies is not None
+            yield Piece(0, min(rows.shape[1] * self.block_size, request.context), self.copies, rows)
+        yield from self._staged(step, ranges)
+
+    def _staged(self, step: Step, ranges: Iterable[KvRange]) -> Iterator[Piece]:
+        prefetcher = self.group.prefetcher
+        for kv_range, blocks in prefetcher.staged(self, step, ranges):
+            yield Piece(kv_range.begin, kv_range.end, blocks, prefetcher.table)
+
+    def _attend_to_piece(
+        self, query: torch.Tensor, piece: Piece, window: tuple[int, int] = (-1, -1)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention without a causal mask over ``kv_range``, whose blocks are ``staged`` on the device."""
-        tokens = kv_range.end - kv_range.begin
+        """Attention without a causal mask over ``piece``."""
+        tokens = piece.end - piece.begin
         blocks = -(-tokens // self.block_size)
-        pages = stored_rows.pages_of(staged)
+        pages = stored_rows.pages_of(piece.blocks)
         key, value = pages.key, pages.value
         if self.rounds:
             key, value = pages.first(blocks).widened(query.dtype, self.layer.scales())
@@ -379,10 +497,28 @@ class HostAttention:
             value=value,
             query_start_loc=_int32(0, query.shape[0]),
             seq_lens=_int32(tokens),
-            block_table=self.group.prefetcher.table[:, :blocks],
+            block_table=piece.table[:, :blocks],
             causal=False,
             window=window,
             sinks=None,  # counted once, with the new tokens or by the CPU
+        )
+        return _with_lse(self.group.device.run(problem, return_lse=True))
+
+    def _attend_to_copies(
+        self, resident: ResidentStep, query: torch.Tensor, **parts: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the CPU requests' tokens over what lies on the device."""
+        assert self.copies is not None
+        pages = stored_rows.pages_of(self.copies)
+        problem = self.layer.problem(
+            query=query,
+            key=pages.key,
+            value=pages.value,
+            query_start_loc=resident.query_start_loc,
+            seq_lens=resident.seq_lens,
+            block_table=resident.block_table,
+            causal=True,
+            **parts,
         )
         return _with_lse(self.group.device.run(problem, return_lse=True))
 
@@ -405,6 +541,8 @@ class HostAttention:
     ) -> None:
         """The device computes the first part of some contexts, and the CPU computes everything else.
 
+        The device's part is what lies there, and what it reads over the link.
+
         ``store``: whether keys and values are yet to be stored in the cache.
         """
         requests = step.cpu_requests
@@ -424,7 +562,10 @@ class HostAttention:
             causal=requests.causal,
         )
         out = link.host_buffer("out", query.shape, query.dtype)
-        if not any(split.streamed):
+        resident = self._resident(step)
+        if resident is not None and not any(resident.cpu_blocks):
+            resident = None
+        if resident is None and not any(split.streamed):
             began = time.perf_counter()
             cpu_kernels.run(problem, out=out)
             self.group.counters.cpu_seconds += time.perf_counter() - began
@@ -433,7 +574,7 @@ class HostAttention:
             return
         lse = link.host_buffer("lse", query.shape[:2], torch.float32)
         with self._on_cpu(problem, out, lse):
-            part, part_lse = self._attend_to_streamed(step, split, query)
+            part, part_lse = self._attend_to_device_part(step, split, resident, query)
         total, total_lse = link.to_device(out).float(), link.to_device(lse)
         merge(total, total_lse, part, part_lse)
         output[rows] = total.to(output.dtype)
@@ -455,32 +596,65 @@ class HostAttention:
             running.finish()
             self.group.counters.cpu_seconds += time.perf_counter() - began
 
-    def _attend_to_streamed(
-        self, step: Step, split: StepSplit, query: torch.Tensor
+    def _attend_to_device_part(
+        self, step: Step, split: StepSplit, resident: ResidentStep | None, query: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 ``out`` and ``lse`` of the CPU requests over the device's part; 0 and -inf for requests without one."""
         assert step.cpu_requests is not None
-        total = torch.zeros_like(query, dtype=torch.float32)
-        lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+        if resident is not None:
+            part, lse = self._attend_to_copies(resident, query, sinks=None)  # the CPU counts them
+            total = part.float()
+        else:
+            total = torch.zeros_like(query, dtype=torch.float32)
+            lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         starts = step.cpu_requests.query_start_loc.tolist()
         for index, ranges in enumerate(split.streamed):
             own = slice(starts[index], starts[index + 1])
-            for kv_range, blocks in self.group.prefetcher.staged(self, step, ranges):
-                part, part_lse = self._attend_to_range(query[own], kv_range, blocks)
-                if kv_range is ranges[0]:
-                    total[own], lse[own] = part, part_lse
-                else:
-                    merge(total[own], lse[own], part, part_lse)
+            for piece in self._staged(step, ranges):
+                merge(total[own], lse[own], *self._attend_to_piece(query[own], piece))
         return total, lse
 
-    def _streamed_blocks(self, requests: CpuRequests) -> list[int]:
-        """Number of blocks at the beginning of each context that the device reads; 0 with a window, which is short."""
+    def _streamed_blocks(self, requests: CpuRequests, first: Sequence[int]) -> list[int]:
+        """Number of blocks, from block ``first`` of each context on, that the device reads over the link.
+
+        None with a window, which is short.
+        """
         block = self.cache[:1].nbytes
-        fraction = self.group.stream_split.of(sum(requests.contexts) * block // self.block_size)
+        contexts = [
+            max(0, context - begin * self.block_size) for context, begin in zip(requests.contexts, first, strict=True)
+        ]
+        fraction = self.group.stream_split.of(sum(contexts) * block // self.block_size)
         if fraction == 0 or self.window is not None or not self.layer.merges():
-            return [0] * len(requests.contexts)
-        counts = [int(fraction * context) // self.block_size for context in requests.contexts]
+            return [0] * len(contexts)
+        counts = [int(fraction * context) // self.block_size for context in contexts]
         return [count if count * block >= MIN_STREAMED_BYTES else 0 for count in counts]
+
+
+def _on_device(step: Step, blocks: ResidentBlocks, block_size: int, link: Link) -> ResidentStep:
+    found = blocks.admit(step.batch, block_size)
+    device_rows = tuple(
+        link.to_device(found.rows[request.number, None, : min(found.counts[request.number], len(request.blocks))])
+        for request in step.device_requests
+    )
+    slots = link.to_device(found.slots)
+    requests = step.cpu_requests
+    if requests is None:
+        none = torch.zeros(0, dtype=torch.int32)
+        return ResidentStep(slots, device_rows, (), none, _int32(0), none, whole=False)
+    counts = tuple(found.counts[number] for number in requests.numbers)
+    new = requests.query_start_loc.diff().long()
+    of_token = torch.arange(len(new)).repeat_interleave(new)
+    left = requests.query_start_loc[1:].long()[of_token] - torch.arange(len(of_token))  # tokens from here to the end
+    seen = torch.minimum(requests.seq_lens[of_token] - left + 1, torch.tensor(counts)[of_token] * block_size)
+    return ResidentStep(
+        slots,
+        device_rows,
+        counts,
+        seen.int(),
+        torch.arange(len(of_token) + 1, dtype=torch.int32),
+        link.to_device(found.rows[list(requests.numbers)][of_token]),
+        whole=bool((torch.tensor(counts) * block_size >= requests.seq_lens).all()),
+    )
 
 
 def _blocks_in(ranges: Iterable[Iterable[KvRange]]) -> int:
@@ -490,7 +664,7 @@ def _blocks_in(ranges: Iterable[Iterable[KvRange]]) -> int:
 def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merge ``part`` and ``part_lse`` into ``total`` and ``lse``, in place.
 
-    ``total``: fp32 ``[tokens, heads, head_size]``; ``lse``: fp32 ``[tokens, heads]``, finite; ``part_lse`` may be -inf.
+    ``total``: fp32 ``[tokens, heads, head_size]``; ``lse``: fp32 ``[tokens, heads]``; it or ``part_lse`` may be -inf.
     With w = e^part_lse / (e^lse + e^part_lse): total += w * (part - total).
     """
     weight = torch.sigmoid(part_lse - lse)

@@ -44,6 +44,8 @@ class CpuRequests:
     contexts: tuple[int, ...]
     """For each request, the number of tokens before its new tokens."""
     causal: bool
+    numbers: tuple[int, ...]
+    """Their places in the batch."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class DeviceRequest:
     """Number of tokens before the new tokens."""
     blocks: torch.Tensor
     """The blocks of its context, int64."""
+    number: int = 0
+    """Its place in the batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +86,7 @@ def divide(batch: Batch, block_size: int, max_cpu_tokens: int = MAX_CPU_TOKENS) 
         elif new:
             context = length - new
             blocks = batch.block_table[index, : -(-context // block_size)].long()
-            on_device.append(DeviceRequest(slice(starts[index], starts[index + 1]), context, blocks))
+            on_device.append(DeviceRequest(slice(starts[index], starts[index + 1]), context, blocks, index))
     return Step(
         batch,
         _cpu_requests(batch, on_cpu, starts) if on_cpu else None,
@@ -125,4 +129,5 @@ def _cpu_requests(batch: Batch, requests: Sequence[int], starts: Sequence[int]) 
         slot_mapping=batch.slot_mapping[rows],
         contexts=tuple(length - count for length, count in zip(seq_lens.tolist(), counts, strict=True)),
         causal=batch.causal,
+        numbers=tuple(requests),
     )

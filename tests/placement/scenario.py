@@ -14,6 +14,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import step as steps
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.prefetch import Visit
+from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import Batch, Step, divide
 from fastattention_vllm.placement.stored_rows import page_shape
 from tests.attention import oracle
@@ -98,7 +99,7 @@ class Scenario:
 
     ``unwritten``: fill value of caches and of everything that may be overwritten, so that reading it shows.
     ``new_cache``: allocates the host memory of a cache from its shape and dtype. ``num_heads``: query heads of each
-    layer; None for the model's.
+    layer; None for the model's. ``resident_rows``: number of blocks that also lie on the device.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Scenario:
         unwritten: float = math.nan,
         new_cache: Callable[..., torch.Tensor] = torch.empty,
         num_heads: Sequence[int] | None = None,
+        resident_rows: int = 0,
     ) -> None:
         self.model = model
         self.models = [replace(model, num_heads=heads) for heads in num_heads or [model.num_heads] * num_layers]
@@ -127,8 +129,17 @@ class Scenario:
                 cache.view(torch.uint8).fill_(0x7F)
             else:
                 cache.fill_(unwritten)
+        if resident_rows:
+            group.resident = ResidentBlocks(num_blocks, resident_rows)
+        shape = [resident_rows, *shape[1:]]
         self.layers = [
-            HostAttention(self.group, layer, cache, layer.window)
+            HostAttention(
+                self.group,
+                layer,
+                cache,
+                layer.window,
+                torch.full(shape, unwritten, dtype=model.dtype, device=device) if resident_rows else None,
+            )
             for layer, cache in zip(self.models, caches, strict=True)
         ]
         self.free = torch.randperm(num_blocks, generator=self.random).tolist()

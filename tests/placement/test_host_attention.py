@@ -6,6 +6,7 @@ or compute in the same step, and pages from a shuffled pool.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -37,6 +38,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 class LateLink(LocalLink):
     """Copies and writes happen only when something waits for them; :class:`LocalLink` does them at once."""
 
+    is_writing = False
+
     def __init__(self) -> None:
         self.todo: dict[int, list[Callable[[], None]]] = {}
         self.writes: list[Callable[[], None]] = []
@@ -55,6 +58,12 @@ class LateLink(LocalLink):
         waits = [functools.partial(self.wait, point) for point in after]
         return self.later([*waits, lambda: fetch(cache, blocks, target, ())])
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        self.is_writing = True
+        yield
+        self.is_writing = False
+
     def written(self) -> Any:
         writes, self.writes = self.writes, []
         return self.later(writes)
@@ -68,7 +77,7 @@ class LateLink(LocalLink):
 
 @dataclass
 class LateDevice:
-    """The CPU kernels, but writes happen when the link executes them."""
+    """The CPU kernels, but writes beside the computation happen when the link executes them."""
 
     link: LateLink
 
@@ -76,7 +85,10 @@ class LateDevice:
         return cpu.run(problem, **arguments)
 
     def write_kv(self, *arguments: Any) -> None:
-        self.link.writes.append(lambda: cpu.write_kv(*arguments))
+        if self.link.is_writing:
+            self.link.writes.append(lambda: cpu.write_kv(*arguments))
+        else:
+            cpu.write_kv(*arguments)
 
 
 class BesideLink(LateLink):

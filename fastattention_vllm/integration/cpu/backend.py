@@ -122,6 +122,7 @@ class CpuRuntime:
     pin = None
     host_backend = HostLayerBackend
     beside_states = True
+    keeps_copies = True
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config

@@ -29,6 +29,7 @@ class CudaRuntime(AcceleratorRuntime):
 
     pin = CudaPinning()
     beside_states = True
+    keeps_copies = True
 
     def __init__(self, vllm_config: Any, host_backend: type[Any], kernels: Device, named: str) -> None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -32,6 +32,7 @@ class AcceleratorRuntime:
 
     called = "GPU"
     beside_states = False
+    keeps_copies = False
 
     def __init__(
         self, vllm_config: Any, host_backend: type[Any], kernels: Device, named: str, device: torch.device

@@ -47,6 +47,9 @@ class DeviceRuntime(Protocol):
     beside_states: bool
     """Whether host layers were tested in models with linear-attention layers, whose states stay on the device."""
 
+    keeps_copies: bool
+    """Whether the device's kernels can read copies of host layers' blocks (``resident_kv_gib``)."""
+
     @property
     def pin(self) -> Pinning | None:
         """How host memory is pinned for the device. None if the "device" is the host itself."""

@@ -31,7 +31,7 @@ from fastattention_vllm.integration.host_layers.plan import check, host_budget, 
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import Options, decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.integration.support import LINEAR_MODELS
+from fastattention_vllm.integration.support import FP8_CACHES, LINEAR_MODELS
 from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.counters import Counters
@@ -41,6 +41,7 @@ from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
 from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, indices_text
 from fastattention_vllm.placement.prefetch import Visit
+from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
 from fastattention_vllm.placement.stored_rows import TORCH_DTYPES, has_factors
 from fastattention_vllm.placement.stored_rows import page_shape as page_of
@@ -82,6 +83,8 @@ class HostLayers:
     """Bytes of the contexts in one layer. Longer decode steps run in pieces, in which the link helps the CPU."""
     rehearsed: int = 0
     """Tokens of the longest step that vLLM's profiling has measured so far."""
+    copies: torch.Tensor | None = None
+    """uint8, on the device: memory for copies of host layers' blocks (``resident_kv_gib``)."""
 
     def clamp(self, available: int) -> int:
         """Device memory for vLLM's KV cache, limited to the number of blocks that the host pool can hold.
@@ -134,12 +137,47 @@ class HostLayers:
             )
         except MemoryError as error:
             raise Refusal(f"{error}.") from error
+        copies = self._divide_copies(forward_context, shapes, tables)
         for name in self.targets:
-            forward_context[name].impl.open(self.pool.caches[name])
+            forward_context[name].impl.open(self.pool.caches[name], copies.get(name))
         self._divide_reading(forward_context)
         self.plain_read_rate = self.rates.memory if self.rates else calibrate.plain_read_rate(self.pool.memory)
         for line in describe(self, kv_cache_config.num_blocks):
             logger.info("%s", line)
+
+    def _divide_copies(
+        self, forward_context: dict[str, Any], shapes: dict[str, PageShape], tables: Sequence[Sequence[str]]
+    ) -> dict[str, torch.Tensor]:
+        """Divide the memory for copies among the host layers without a window, as caches like theirs.
+
+        Raises:
+            Refusal: it is too small, or these layers get their batches in different ways.
+        """
+        if self.copies is None:
+            return {}
+        names = [name for name in self.targets if forward_context[name].impl.inner.host_window is None]
+        if not names:
+            logger.warning("resident_kv_gib has no effect, because all host layers have a sliding window.")
+            return {}
+        in_tables = sum(any(name in names for name in table) for table in tables)
+        if in_tables > 1 or len({forward_context[name].impl.num_heads for name in names}) > 1:
+            raise Refusal(
+                f"resident_kv_gib is not supported with this model: its {len(names)} host layers without a window have "
+                "several block tables or different numbers of heads; set resident_kv_gib to 0."
+            )
+        shape = shapes[names[0]]
+        block = shape.nbytes // shape.num_blocks
+        rows = self.copies.nbytes // (len(names) * block)
+        if rows == 0:
+            raise Refusal(
+                f"resident_kv_gib {self.copies.nbytes / GIB:.3g} holds no block of {shape.block_size} tokens of all "
+                f"{len(names)} host layers without a window; raise it to {len(names) * block / GIB:.3g} or more, or "
+                "set it to 0."
+            )
+        page = page_of(rows, shape.num_kv_heads, shape.block_size, shape.head_size, shape.dtype)
+        self.group.resident = ResidentBlocks(shape.num_blocks, min(rows, shape.num_blocks))
+        parts = self.copies[: len(names) * rows * block].view(shape.dtype).view(len(names), *page)
+        return dict(zip(names, parts, strict=True))
 
     def _divide_reading(self, forward_context: dict[str, Any]) -> None:
         """Decide which fraction of a decoding request's host KV the device reads itself."""
@@ -229,9 +267,9 @@ class HostLayerImpl(ImplClaims, AttentionImpl[Any]):
         process: Any = self.inner
         process.process_weights_after_loading(act_dtype)
 
-    def open(self, cache: torch.Tensor) -> None:
-        """Store keys and values in ``cache`` from now on."""
-        self.attention = HostAttention(self.host_layers.group, self, cache, self.inner.host_window)
+    def open(self, cache: torch.Tensor, copies: torch.Tensor | None = None) -> None:
+        """Store keys and values in ``cache`` from now on, and some blocks in ``copies``, too."""
+        self.attention = HostAttention(self.host_layers.group, self, cache, self.inner.host_window, copies)
         if self.host_layers.graph_calls:
             self.host_layers.graph_calls.prepare(self.attention)
 
@@ -335,6 +373,10 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     )
     limits = _smallest_of_all_ranks(limits)
     placement = plan_layers(layers, vllm_config, options.host_kv_layers, limits)
+    copies = int(options.resident_kv_gib * GIB) if placement.host else 0
+    if copies and vllm_config.cache_config.kv_cache_memory_bytes is None:
+        limits = without_copies(limits, copies)
+        placement = plan_layers(layers, vllm_config, options.host_kv_layers, limits)
     decide_host_layers(vllm_config, list(placement.host))
     if not placement.host:
         _say_without_effect(options)
@@ -346,6 +388,8 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         why_not = context[name].impl.why_not_on_host()
         if why_not:
             raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
+    if copies:
+        check_copies(vllm_config, runtime, [context[name].impl for name in targets])
     runtime.prepare()
     group = HostLayerGroup(runtime.link(), runtime.kernels())
     # Allocate now, so that vLLM counts it before it uses the rest of the device's memory for its own cache.
@@ -362,7 +406,8 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         vllm_config.model_config.dtype,
         TORCH_DTYPES.get(options.host_kv_dtype),
         length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
-        graph_calls=runtime.graph_calls(group.link),
+        graph_calls=None if copies else runtime.graph_calls(group.link),
+        copies=allocate_copies(group, copies) if copies else None,
     )
     for name, target in targets.items():
         layer = context[name]
@@ -371,7 +416,55 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         layer.impl = HostLayerImpl(layer, layer.impl, host_layers)
 
 
+def without_copies(limits: Limits, copies: int) -> Limits:
+    """What ``copies`` bytes of copies leave.
+
+    Raises:
+        Refusal: nothing.
+    """
+    if copies >= limits.device_bytes:
+        raise Refusal(
+            f"resident_kv_gib {copies / GIB:.3g} takes all of the {limits.device_bytes / GIB:.2f} GiB that the device "
+            "has left for its KV cache; lower it."
+        )
+    return replace(limits, device_bytes=limits.device_bytes - copies)
+
+
+def check_copies(vllm_config: VllmConfig, runtime: DeviceRuntime, impls: Sequence[Any]) -> None:
+    """Refuse copies of host layers' blocks where the device cannot attend to them.
+
+    Raises:
+        Refusal: names what does not go together.
+    """
+    stored = options_of(vllm_config).host_kv_dtype
+    reasons = {
+        "on this device": not runtime.keeps_copies,
+        f"with host_kv_dtype {stored}": stored != "auto",
+        f"with --kv-cache-dtype {vllm_config.cache_config.cache_dtype}": (
+            vllm_config.cache_config.cache_dtype in FP8_CACHES
+        ),
+        "with ALiBi": not all(impl.merges() for impl in impls),
+    }
+    for why, found in reasons.items():
+        if found:
+            raise Refusal(f"resident_kv_gib is not supported {why}; set it to 0.")
+
+
+def allocate_copies(group: HostLayerGroup, size: int) -> torch.Tensor:
+    """Device memory for copies of blocks, taken before vLLM uses the rest for its own cache.
+
+    Raises:
+        Refusal: there is not enough.
+    """
+    try:
+        return group.link.staging(size)
+    except (MemoryError, RuntimeError) as error:
+        raise Refusal(f"the device has no {size / GIB:.3g} GiB for resident_kv_gib; lower it.") from error
+
+
 def _say_without_effect(options: Options) -> None:
+    if options.resident_kv_gib:
+        logger.warning_once("resident_kv_gib has no effect, because no layer keeps its KV cache in host memory.")
     if options.host_kv_dtype != "auto":
         logger.warning_once(
             "host_kv_dtype %s has no effect, because no layer keeps its KV cache in host memory.",
@@ -426,6 +519,14 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     ]
     if host_layers.stored_dtype:
         lines.append(f"  {stored_text(host_layers.stored_dtype)}")
+    copied = [layer for layer in host_layers.group.layers if layer.copies is not None]
+    if copied and host_layers.group.resident and host_layers.copies is not None:
+        tokens = len(host_layers.group.resident.block_of) * copied[0].block_size
+        size = host_layers.copies.nbytes / GIB
+        lines.append(
+            f"  copies on the device: {tokens} tokens of {len(copied)} host layers in {size:.3f} GiB, because "
+            "resident_kv_gib asks for them."
+        )
     pinned = "pinned, " if host_layers.pool.pinned else ""
     tokens = min(longest, host_layers.max_model_len)
     if placement.device_size.state_layers:
