@@ -100,6 +100,35 @@ def run(
     return out, lse if return_lse else None
 
 
+def run_in_graph(problem: AttentionProblem, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` and ``lse`` of sequences of one token each, without waiting for the GPU. Not yet run on hardware.
+
+    Lengths and block table are on the GPU. A sequence of length 0 gets anything. ``max_seq_len``: none is longer.
+    """
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    reason = can_run(problem)
+    if reason is not None:
+        raise ValueError(reason)
+    out, lse = flash_attn_varlen_func(
+        q=problem.query,
+        k=problem.key,
+        v=problem.value,
+        cu_seqlens_q=problem.query_start_loc,
+        max_seqlen_q=1,
+        seqused_k=problem.seq_lens,
+        max_seqlen_k=max_seq_len,
+        block_table=problem.block_table,
+        softmax_scale=problem.scale,
+        causal=problem.causal,
+        window_size=list(problem.window),
+        softcap=problem.softcap,
+        return_softmax_lse=True,
+        fa_version=version(problem.head_size),
+    )
+    return out, lse.transpose(0, 1)
+
+
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -7,11 +7,12 @@ The kernel keeps one multiprocessor awake while it waits, and the GPU has nothin
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
 from fastattention_vllm import cuda_driver
-from fastattention_vllm.cuda_driver import DriverError
+from fastattention_vllm.cuda_driver import DriverError, Kernel
 
 # Everything before in the stream is visible when the number is, because kernels end before the next one begins.
 PTX = b"""
@@ -40,6 +41,37 @@ POLL:
 }
 """
 
+# The same, unless a word on the device says that there is nothing to answer.
+PTX_UNLESS = b"""
+.version 6.4
+.target sm_70
+.address_size 64
+
+.visible .entry fa_ring_unless(.param .align 8 .b8 arguments[32])
+{
+    .reg .pred %answered, %skips;
+    .reg .b32 %call, %none, %found;
+    .reg .b64 %bell, %answer, %unless;
+    ld.param.u64 %bell, [arguments];
+    ld.param.u64 %answer, [arguments+8];
+    ld.param.u32 %call, [arguments+16];
+    ld.param.u64 %unless, [arguments+24];
+    mov.u32 %none, 0;
+    ld.global.u32 %found, [%unless];
+    setp.ne.u32 %skips, %found, 0;
+    @%skips ret;
+    st.relaxed.sys.global.u32 [%answer], %none;
+    fence.acq_rel.sys;
+    st.release.sys.global.u32 [%bell], %call;
+POLL:
+    ld.acquire.sys.global.u32 %found, [%answer];
+    setp.eq.u32 %answered, %found, %call;
+    @%answered ret;
+    nanosleep.u32 200;
+    bra POLL;
+}
+"""
+
 
 class Arguments(ctypes.Structure):
     """The kernel's argument."""
@@ -50,6 +82,12 @@ class Arguments(ctypes.Structure):
         ("call", ctypes.c_uint32),
         ("padding", ctypes.c_uint32),
     )
+
+
+class ArgumentsUnless(ctypes.Structure):
+    """The argument of the kernel that may skip."""
+
+    _fields_ = (*Arguments._fields_, ("unless", ctypes.c_uint64))
 
 
 class CudaBell:
@@ -67,15 +105,30 @@ class CudaBell:
     def settle(self) -> None:
         torch.cuda.synchronize()
 
-    def ring(self, rung: int, answered: int, call: int) -> None:
+    @functools.cached_property
+    def kernel_unless(self) -> Kernel:
+        """Not yet run on hardware."""
+        return cuda_driver.load(PTX_UNLESS + b"\0", "fa_ring_unless", 0)
+
+    def ring(self, rung: int, answered: int, call: int, unless: int = 0) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        self.kernel.launch((1, 1, 1), (1, 1, 1), 0, Arguments(rung, answered, call), stream)
+        if unless:
+            arguments = ArgumentsUnless(rung, answered, call, 0, unless)
+            self.kernel_unless.launch((1, 1, 1), (1, 1, 1), 0, arguments, stream)
+        else:
+            self.kernel.launch((1, 1, 1), (1, 1, 1), 0, Arguments(rung, answered, call), stream)
 
 
-def create() -> CudaBell | str:
-    """A doorbell, or why this GPU cannot have one, in one sentence without a full stop."""
+def create(skips: bool = False) -> CudaBell | str:
+    """A doorbell, or why this GPU cannot have one, in one sentence without a full stop.
+
+    ``skips``: whether it will ring with ``unless``.
+    """
     torch.zeros(1, device="cuda")  # the kernel is loaded into torch's context
     try:
-        return CudaBell()
+        bell = CudaBell()
+        if skips:
+            assert bell.kernel_unless  # loaded now, because it cannot be during a capture
+        return bell
     except DriverError as error:
         return str(error).rstrip(".")

@@ -7,6 +7,9 @@ layers there is neither Python nor a launch.
 
 A graph's addresses and sizes are fixed when it is captured. What changes from step to step is the contents of vLLM's
 own buffers: lengths, block tables and slots. The first host layer of a step copies them down too.
+
+If the device has copies of blocks, it attends to these before it rings, and the CPU to what is left. If nothing is
+left, it does not ring (``graph_copies.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ import torch
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu.graph_calls import DOORBELL_BYTES, GraphThread
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.placement import host_memory
+from fastattention_vllm.placement import host_memory, stored_rows
 from fastattention_vllm.placement.counters import Counters
-from fastattention_vllm.placement.host_attention import HostAttention
+from fastattention_vllm.placement.graph_copies import GraphCopies, GraphDevice, Shares
+from fastattention_vllm.placement.host_attention import HostAttention, merge
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.pinning import Pinning
 
@@ -36,9 +40,12 @@ class Bell(Protocol):
     def settle(self) -> None:
         """Wait until the device has done everything, so that no graph rings any more."""
 
-    def ring(self, rung: int, answered: int, call: int) -> None:
+    def ring(self, rung: int, answered: int, call: int, unless: int = 0) -> None:
         """In stream order: set the word at ``answered`` to 0, write ``call`` to the word at ``rung``, and wait until
-        ``answered`` is ``call``. Both are addresses of 32-bit words in pinned memory."""
+        ``answered`` is ``call``. Both are addresses of 32-bit words in pinned memory.
+
+        ``unless``: 0, or the address of a 32-bit word on the device. If that is not 0, nothing happens.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +65,19 @@ class GraphBatch:
     causal: bool = True
 
 
+@dataclass(frozen=True)
+class GraphStep:
+    """A batch that was copied down."""
+
+    batch: GraphBatch
+    down: GraphBatch
+    """Its copy on the host."""
+    left: GraphBatch
+    """The same without what the device finds in its copies of blocks."""
+    shares: Shares | None
+    """How the layers with copies share it."""
+
+
 CHANGING = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 """The tensors of a :class:`GraphBatch`."""
 
@@ -69,15 +89,22 @@ class GraphCalls:
         link: to the device.
         pinning: pins memory for the device.
         cpu: the CPU for the thread that answers, or -1.
+        device: attends to copies of blocks; None if there are none.
     """
 
-    def __init__(self, link: Link, pinning: Pinning | None, bell: Bell, cpu: int = -1) -> None:
+    copies: GraphCopies | None = None
+    """Which blocks have copies on the device, if any may have."""
+
+    def __init__(
+        self, link: Link, pinning: Pinning | None, bell: Bell, cpu: int = -1, device: GraphDevice | None = None
+    ) -> None:
         self.link = link
+        self.device = device
         self.bell = bell
         self._pinning = pinning
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._batches: dict[str, tuple[GraphBatch, GraphBatch]] = {}
-        """By block table: the last batch that was copied down, and its copy."""
+        self._steps: dict[str, GraphStep] = {}
+        """By block table: the last batch that was copied down."""
         self._layers: dict[HostAttention, AttentionProblem] = {}
         self.thread = GraphThread(cpu, bell.settle)
         if pinning:
@@ -106,10 +133,14 @@ class GraphCalls:
             heads = layer.layer.num_heads
             self._buffer("rows", (tokens, (heads + 2 * kv_heads) * size), dtype)
             self._buffer("out", (tokens, heads, size), dtype)
+            if layer.copies is not None:
+                self._buffer("lse", (tokens, heads), torch.float32)
             self._buffer("sinks", (heads,), torch.float32)
         for name in CHANGING:
             tensor: torch.Tensor = getattr(batch, name)
             self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
+            if self.copies and name in ("seq_lens", "block_table"):
+                self._buffer(f"{batch.table} left {name}", tensor.shape, tensor.dtype)
 
     def bring_down(self, batch: GraphBatch) -> None:
         """Copy a batch's lengths, block tables and slots to the host. Once per step and block table."""
@@ -118,7 +149,16 @@ class GraphCalls:
             tensor: torch.Tensor = getattr(batch, name)
             copies[name], seen = self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
             seen.copy_(tensor)
-        self._batches[batch.table] = batch, replace(batch, **copies)
+        down = left = replace(batch, **copies)
+        shares = None
+        if self.copies and self.copies.table == batch.table:
+            shares = self.copies.share(batch)
+            lengths, seen = self._buffer(f"{batch.table} left seq_lens", shares.left.shape, torch.int32)
+            seen.copy_(shares.left)
+            table, seen = self._buffer(f"{batch.table} left block_table", shares.left_table.shape, torch.int32)
+            seen.copy_(shares.left_table)
+            left = replace(down, seq_lens=lengths, block_table=table)
+        self._steps[batch.table] = GraphStep(batch, down, left, shares)
 
     def attend(
         self,
@@ -134,8 +174,10 @@ class GraphCalls:
         All tensors are on the device: ``[num_tokens, heads, head_size]``. Rows of padding become anything.
         :meth:`bring_down` comes first in the same graph, and :meth:`reserve` before the graph.
         """
-        found, down = self._batches[batch.table]
-        assert found is batch, f"block table {batch.table} was copied down for another batch"
+        step = self._steps[batch.table]
+        assert step.batch is batch, f"block table {batch.table} was copied down for another batch"
+        shares, down = (step.shares, step.left) if layer.copies is not None else (None, step.down)
+        assert layer.copies is None or shares is not None, "the copies would not get this step's keys and values"
         tokens, parts = len(query), (query, key, value)
         widths = [part.shape[1] * part.shape[2] for part in parts]
         rows, rows_seen = self._buffer("rows", (tokens, sum(widths)), query.dtype)
@@ -145,14 +187,14 @@ class GraphCalls:
         )
         out, out_seen = self._buffer("out", query.shape, query.dtype)
         sinks = self._on_device(layer, batch, query, key, value).sinks
-        if sinks is not None:  # a weight, which may be loaded again
+        sinks_there = None
+        if sinks is not None and shares is None:  # a weight, which may be loaded again
             sinks_there, sinks_seen = self._buffer("sinks", sinks.shape, torch.float32)
             sinks_seen.copy_(sinks)
-            sinks = sinks_there
         problem = replace(
             self._layers[layer],
             query=query_there,
-            sinks=sinks,
+            sinks=sinks_there,
             query_start_loc=down.query_start_loc,
             seq_lens=down.seq_lens,
             block_table=down.block_table,
@@ -166,10 +208,50 @@ class GraphCalls:
             down.slot_mapping,
             **layer.stores(),
         )
-        attention, *_ = cpu_kernels.attention_arguments(problem, out, None, False)
-        call = self.thread.add(write, attention, problem, down, rows, out)
-        self.bell.ring(self.thread.rung, self.thread.answered, call)
-        output[:tokens].copy_(out_seen)
+        if shares is None:
+            attention, *_ = cpu_kernels.attention_arguments(problem, out, None, False)
+            call = self.thread.add(write, attention, problem, down, rows, out)
+            self.bell.ring(self.thread.rung, self.thread.answered, call)
+            output[:tokens].copy_(out_seen)
+            return
+        lse, lse_seen = self._buffer("lse", query.shape[:2], torch.float32)
+        attention, *_ = cpu_kernels.attention_arguments(problem, out, lse, False)
+        call = self.thread.add(write, attention, problem, down, rows, out, lse)
+        total, total_lse = self._attend_to_copies(layer, shares, query, key, value)
+        self.bell.ring(self.thread.rung, self.thread.answered, call, shares.nothing_left.data_ptr())
+        # Without a ring, the buffers hold the answer to another call.
+        asks = shares.asks_cpu[:, None]
+        part, part_lse = out_seen.masked_fill(~asks[..., None], 0.0), lse_seen.masked_fill(~asks, -torch.inf)
+        merge(total, total_lse, part, part_lse)
+        if sinks is not None:  # they are one more key, with value zero
+            total.mul_(torch.sigmoid(total_lse - sinks.float())[..., None])
+        output[:tokens].copy_(total)
+
+    def _attend_to_copies(
+        self, layer: HostAttention, shares: Shares, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values in the copies, and on the host if the CPU will not; attend to the copies.
+
+        Returns fp32 ``out`` and ``lse``; 0 and -inf for tokens that see no copy.
+        """
+        assert layer.copies is not None
+        assert self.device is not None
+        pages, on_host, scales = stored_rows.pages_of(layer.copies), layer.device_pages, layer.layer.scales()
+        self.device.write_kv(key, value, pages.key, pages.value, shares.slots, *scales)
+        self.device.write_kv(key, value, on_host.key, on_host.value, shares.host_slots, *scales)
+        problem = layer.layer.problem(
+            query=query,
+            key=pages.key,
+            value=pages.value,
+            query_start_loc=shares.query_start_loc,
+            seq_lens=shares.seq_lens,
+            block_table=shares.rows,
+            causal=True,
+            sinks=None,
+        )
+        out, lse = self.device.run_in_graph(problem, shares.max_seq_len)
+        none = (shares.seq_lens == 0)[:, None]
+        return out.float().masked_fill(none[..., None], 0.0), lse.masked_fill(none, -torch.inf)
 
     def _on_device(self, layer: HostAttention, batch: GraphBatch, *parts: torch.Tensor) -> AttentionProblem:
         """The layer's problem with its weights where they are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastattention_vllm.attention.cpu import kernels as cpu
+from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
+from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.link import LocalLink
+from fastattention_vllm.placement.resident import ResidentBlocks
+from fastattention_vllm.placement.step import Batch
 from tests.attention import oracle
 from tests.placement.scenario import Model
 
@@ -36,7 +42,9 @@ class Doorbell:
     def settle(self) -> None:
         self.settled = True
 
-    def ring(self, rung: int, answered: int, call: int) -> None:
+    def ring(self, rung: int, answered: int, call: int, unless: int = 0) -> None:
+        if unless and ctypes.c_uint32.from_address(unless).value:
+            return
         self.rung.append(call)
         bell, answer = (ctypes.c_uint32.from_address(address) for address in (rung, answered))
         answer.value = 0
@@ -45,20 +53,35 @@ class Doorbell:
             time.sleep(0)
 
 
+class GraphKernels:
+    """The "device" that attends to copies; its answers to sequences without keys are nothing to rely on."""
+
+    write_kv = staticmethod(cpu.write_kv)
+
+    def run_in_graph(self, problem: AttentionProblem, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert int(problem.seq_lens.max()) <= max_seq_len
+        out, lse = cpu.run(problem, return_lse=True)
+        assert lse is not None
+        return out.masked_fill_((problem.seq_lens == 0)[:, None, None], math.nan), lse.nan_to_num_(neginf=math.inf)
+
+
 class Engine:
     """Host layers and the buffers in which vLLM keeps a step."""
 
-    def __init__(self, model: Model, layers: int, requests: int, query_len: int, width: int = 6) -> None:
+    def __init__(
+        self, model: Model, layers: int, requests: int, query_len: int, width: int = 6, copies: int = 0
+    ) -> None:
         self.model = model
         self.random = torch.Generator().manual_seed(1)
         self.bell = Doorbell()
-        self.calls = GraphCalls(LocalLink(), None, self.bell)
+        self.calls = GraphCalls(LocalLink(), None, self.bell, device=GraphKernels())
         group = HostLayerGroup(LocalLink(), None)  # type: ignore[arg-type]
         blocks = 1 + requests * width
         self.layers = []
         for _ in range(layers):
             cache = self.normal(blocks, model.num_kv_heads, PAGE, 2 * model.head_size).to(model.dtype)
-            self.layers.append(HostAttention(group, model, cache, model.window))
+            there = torch.full((copies, *cache.shape[1:]), math.nan, dtype=model.dtype) if copies else None
+            self.layers.append(HostAttention(group, model, cache, model.window, there))
             self.calls.prepare(self.layers[-1])
         self.tokens = requests * query_len
         self.batch = GraphBatch(
@@ -69,6 +92,18 @@ class Engine:
             torch.full((self.tokens,), -1),
         )
         self.query_len = query_len
+        self.resident = ResidentBlocks(blocks, copies)
+        if copies:
+            self.calls.copies = GraphCopies(LocalLink(), self.resident, PAGE)
+            self.calls.copies.table = self.batch.table
+
+    def admit(self) -> tuple[int, ...]:
+        """What the host does before a step is launched: how many first blocks have copies."""
+        parts = (self.batch.query_start_loc, self.batch.seq_lens, self.batch.block_table, self.batch.slot_mapping)
+        found = self.resident.admit(Batch(*parts, self.batch.slot_mapping), PAGE)
+        assert self.calls.copies
+        self.calls.copies.bring_up()
+        return found.counts
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random)
@@ -126,6 +161,29 @@ class Engine:
             torch.testing.assert_close(output[:real].double(), expected[:real], atol=2e-5, rtol=2e-5)
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    data=st.data(),
+    query_len=st.sampled_from([1, 2, 5]),
+    sinks=st.booleans(),
+    copies=st.sampled_from([1, 4, 9, 30]),
+)
+def test_steps_with_copies_equal_attention_over_everything(data: Any, query_len: int, sinks: bool, copies: int) -> None:
+    """Requests grow from their first token; some end, and others begin in their blocks."""
+    engine = Engine(Model(has_sinks=sinks), layers=2, requests=3, query_len=query_len, copies=copies)
+    lengths = [query_len] * data.draw(st.integers(1, 3))
+    for _ in range(data.draw(st.integers(4, 12))):
+        engine.set_lengths(lengths)
+        counts = engine.admit()
+        fits = all(count * PAGE >= length for count, length in zip(counts, lengths, strict=False))
+        rung = len(engine.bell.rung)
+        engine.check(lengths)
+        assert len(engine.bell.rung) - rung == (0 if fits else 2)
+        if data.draw(st.sampled_from([True, False, False])):
+            lengths[data.draw(st.integers(0, len(lengths) - 1))] = 0
+        lengths = [length + query_len if length + query_len <= 6 * PAGE else query_len for length in lengths]
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     data=st.data(), query_len=st.sampled_from([1, 2, 3, 5, 8]), window=st.sampled_from([None, 3]), sinks=st.booleans()
@@ -134,6 +192,15 @@ def test_steps_equal_attention_over_everything(data: Any, query_len: int, window
     engine = Engine(Model(window=window, has_sinks=sinks), layers=2, requests=3, query_len=query_len)
     for _ in range(2):
         engine.check(data.draw(st.lists(st.integers(query_len, 6 * PAGE), min_size=1, max_size=3)))
+
+
+def test_layers_with_copies_need_them_in_every_graph() -> None:
+    engine = Engine(Model(), layers=1, requests=1, query_len=1, copies=4)
+    assert engine.calls.copies
+    engine.calls.copies.table = "another"
+    engine.set_lengths([3])
+    with pytest.raises(AssertionError, match="would not get this step's keys and values"):
+        engine.step()
 
 
 def test_every_layer_and_capture_has_a_call_of_its_own(exact_weights: None) -> None:

@@ -53,7 +53,7 @@ class CudaRuntime(AcceleratorRuntime):
     def graph_calls(self, link: Link) -> GraphCalls | None:
         from fastattention_vllm.integration.cuda import decode_graph
 
-        return decode_graph.graph_calls(self.vllm_config, link, self.pin, self.first_cpu)
+        return decode_graph.graph_calls(self.vllm_config, link, self.pin, self.first_cpu, self.kernels())
 
     def link(self) -> Link:
         return CudaLink(self.device)

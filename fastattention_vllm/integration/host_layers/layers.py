@@ -36,6 +36,7 @@ from fastattention_vllm.placement import calibrate, host_pool
 from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.graph_calls import GraphCalls
+from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
@@ -176,6 +177,8 @@ class HostLayers:
             )
         page = page_of(rows, shape.num_kv_heads, shape.block_size, shape.head_size, shape.dtype)
         self.group.resident = ResidentBlocks(shape.num_blocks, min(rows, shape.num_blocks))
+        if self.graph_calls:
+            self.graph_calls.copies = GraphCopies(self.group.link, self.group.resident, shape.block_size)
         parts = self.copies[: len(names) * rows * block].view(shape.dtype).view(len(names), *page)
         return dict(zip(names, parts, strict=True))
 
@@ -212,6 +215,19 @@ class HostLayers:
         """Whether no earlier host layer of this forward pass has the same metadata."""
         every: Any = get_forward_context().attn_metadata
         return attention is next(layer for layer in self.group.layers if every.get(layer_name(layer)) is metadata)
+
+    def place_copies(self, metadata: HostMetadata) -> None:
+        """Before a step that may be one graph: give room to blocks that it begins, and let the graph know.
+
+        This waits for the step's slots. Pieces do the same by themselves.
+        """
+        resident, calls = self.group.resident, self.graph_calls
+        if resident is None or calls is None or calls.copies is None:
+            return
+        block_size = calls.copies.block_size
+        if not metadata.stores_nothing(block_size):
+            resident.admit(metadata.whole(), block_size)
+            calls.copies.bring_up()
 
     def allows_whole_step(self, contexts: int) -> bool:
         """Whether a decode step with ``contexts`` tokens in the cache, all requests together, is best one graph."""
@@ -406,7 +422,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         vllm_config.model_config.dtype,
         TORCH_DTYPES.get(options.host_kv_dtype),
         length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
-        graph_calls=None if copies else runtime.graph_calls(group.link),
+        graph_calls=runtime.graph_calls(group.link),
         copies=allocate_copies(group, copies) if copies else None,
     )
     for name, target in targets.items():
@@ -522,9 +538,9 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
     copied = [layer for layer in host_layers.group.layers if layer.copies is not None]
     if copied and host_layers.group.resident and host_layers.copies is not None:
         tokens = len(host_layers.group.resident.block_of) * copied[0].block_size
-        size = host_layers.copies.nbytes / GIB
+        gib = host_layers.copies.nbytes / GIB
         lines.append(
-            f"  copies on the device: {tokens} tokens of {len(copied)} host layers in {size:.3f} GiB, because "
+            f"  copies on the device: {tokens} tokens of {len(copied)} host layers in {gib:.3f} GiB, because "
             "resident_kv_gib asks for them."
         )
     pinned = "pinned, " if host_layers.pool.pinned else ""

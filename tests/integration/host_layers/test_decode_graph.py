@@ -21,11 +21,14 @@ from fastattention_vllm.integration.cuda import decode_graph
 from fastattention_vllm.integration.cuda.decode_graph import GraphMetadataBuilder, graph_calls
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl, HostLayers
-from fastattention_vllm.integration.host_layers.metadata import HostMetadata
+from fastattention_vllm.integration.host_layers.metadata import HostMetadata, HostMetadataBuilder
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.placement import cuda_bell
 from fastattention_vllm.placement.counters import Counters
+from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.link import LocalLink
+from fastattention_vllm.placement.resident import ResidentBlocks
+from fastattention_vllm.placement.step import Batch
 from fastattention_vllm.placement.stream_split import StreamSplit
 
 
@@ -125,9 +128,13 @@ def test_vllm_is_told_whether_graphs_may_hold_host_layers(
     assert GraphMetadataBuilder.get_cudagraph_support(None, None) is support
 
 
-def config_of(mode: CUDAGraphMode | None, drafted: int | None = None) -> Any:
+def config_of(mode: CUDAGraphMode | None, drafted: int | None = None, copies: float = 0) -> Any:
     speculative = None if drafted is None else SimpleNamespace(num_speculative_tokens=drafted)
-    return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode), speculative_config=speculative)
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        speculative_config=speculative,
+        additional_config={"fastattention": {"resident_kv_gib": copies}},
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +157,7 @@ def test_graphs_hold_host_layers_where_everything_allows_it(
     why_not: str | None,
     works: bool,
 ) -> None:
-    monkeypatch.setattr(cuda_bell, "create", lambda: why_not or SimpleNamespace())
+    monkeypatch.setattr(cuda_bell, "create", lambda skips: why_not or SimpleNamespace())
     monkeypatch.setattr(decode_graph, "GraphCalls", lambda *arguments: SimpleNamespace(arguments=arguments))
     monkeypatch.setattr(decode_graph.logger, "propagate", True)
     found: Any = graph_calls(config_of(mode, drafted), LocalLink(), None, 3)  # type: ignore[arg-type]
@@ -239,6 +246,79 @@ def test_two_ranks_have_graphs_or_none(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(decode_graph.logger, "propagate", True)
     assert graph_calls(config_of(CUDAGraphMode.FULL_DECODE_ONLY), LocalLink(), None, 3) is None  # type: ignore[arg-type]
     assert "it is impossible on another rank" in caplog.text
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_graphs_hold_copies_where_the_kernels_can_read_them(
+    able: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(cuda_bell, "create", lambda skips: asked.append(skips) or SimpleNamespace())
+    monkeypatch.setattr(decode_graph, "GraphCalls", lambda *arguments: arguments)
+    monkeypatch.setattr(decode_graph.logger, "propagate", True)
+    kernels = SimpleNamespace(run_in_graph=None) if able else SimpleNamespace()
+    found: Any = graph_calls(config_of(CUDAGraphMode.FULL_DECODE_ONLY, copies=1), LocalLink(), None, 3, kernels)  # type: ignore[arg-type]
+    assert (found is not None) == able
+    if able:
+        assert found[-1] is kernels
+        assert asked == [True]
+    else:
+        assert "cannot attend to the copies of resident_kv_gib in a graph" in caplog.text
+
+
+def builder_of(found: HostLayers, names: list[str], monkeypatch: pytest.MonkeyPatch, batch: Batch) -> Any:
+    """A builder whose batches are all ``batch``."""
+    monkeypatch.setattr(host_layers, "find", lambda config: found)
+    monkeypatch.setattr(decode_graph.compat, "may_be_whole_step", lambda: True)
+    monkeypatch.setattr(HostMetadataBuilder, "build", lambda *arguments: HostMetadata(batch))
+    return GraphMetadataBuilder(None, names, config_of(CUDAGraphMode.FULL_DECODE_ONLY), torch.device("cpu"))
+
+
+def common_of(batch: Batch) -> Any:
+    return SimpleNamespace(
+        max_query_len=1,
+        num_reqs=len(batch.seq_lens),
+        num_actual_tokens=len(batch.slot_mapping),
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        block_table_tensor=batch.block_table,
+        slot_mapping=batch.slot_mapping,
+        causal=True,
+    )
+
+
+def test_blocks_get_copies_before_a_graph_that_begins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of the block table whose layers have copies, and none for a capture."""
+    reserved: list[Any] = []
+    thread = SimpleNamespace(wake=lambda: None)
+    calls: Any = SimpleNamespace(copies=None, thread=thread, reserve=lambda batch, dtype: reserved.append(batch))
+    found = host_layers_of(calls)
+    for name, copies in (("a", torch.zeros(1)), ("b", None)):
+        attention: Any = layer_of(found, name).attention
+        attention.copies = copies
+    found.group.resident = ResidentBlocks(9, 4)
+    calls.copies = GraphCopies(LocalLink(), found.group.resident, 16)
+    slots = torch.tensor([3 * 16])
+    batch = Batch(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([[3, 0]], dtype=torch.int32),
+        slots,
+        slots,
+    )
+    other, own = (builder_of(found, [name], monkeypatch, batch) for name in "ba")
+    other.build_for_cudagraph_capture(common_of(batch))
+    assert calls.copies.table is None
+    own.build_for_cudagraph_capture(common_of(batch))
+    assert calls.copies.table == reserved[-1].table
+    other.build(0, common_of(batch))
+    assert set(found.group.resident.row_of.tolist()) == {-1}
+    own.build(0, common_of(batch))
+    assert found.group.resident.row_of[3] == calls.copies.row_of[3] == 0
+    found.group.resident.row_of.fill_(-1)
+    monkeypatch.setattr(decode_graph.compat, "may_be_whole_step", lambda: False)
+    own.build(0, common_of(batch))
+    assert found.group.resident.row_of[3] == -1, "pieces do it by themselves"
 
 
 def test_a_runner_that_captures_without_saying_so_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
