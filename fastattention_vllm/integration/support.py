@@ -330,6 +330,11 @@ SUPPORTED: tuple[Supported, ...] = (
         "tests/integration/host_layers/test_host_kv_dtype.py::test_answers_equal_those_over_rounded_keys_and_values",
     ),
     Supported(
+        "copies of host layers' first blocks on the device",
+        "`resident_kv_gib`; the device attends to them, and the CPU to the rest",
+        "tests/integration/host_layers/test_resident.py::test_answers_equal_hugging_face",
+    ),
+    Supported(
         "preemption",
         "by recomputation",
         "tests/integration/test_engine.py::test_preemption_recomputes_to_the_same_answers",

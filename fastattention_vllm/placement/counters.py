@@ -18,7 +18,8 @@ class Counters:
     prefill_streamed_bytes: int = 0
     """Bytes of keys and values that were copied to the device for prompts."""
     resident_bytes: int = 0
-    """Bytes of keys and values of host layers that the device read from its own copies (``resident.py``)."""
+    """Bytes of keys and values of host layers that the device read from its own copies (``resident.py``), outside of
+    graphs."""
     device_wait_seconds: float = 0.0
     """Time between the arrival of a layer's queries on the host and the return of its outputs. The device has nothing
     else to do meanwhile than the part of the attention that it computes itself."""

@@ -90,6 +90,8 @@ class GraphCopies:
         places = torch.arange(table.shape[1], device=table.device)
         rows = self.row_of[table]
         there = ((rows != NONE) & (places * block_size < lengths[:, None])).cumprod(1)
+        if not batch.causal:  # a token also sees keys after it, and the CPU attends to everything
+            there = torch.zeros_like(there)
         counts = there.sum(1)
         on_device = torch.minimum(counts * block_size, lengths).int()
         left = lengths - on_device

@@ -641,7 +641,8 @@ def _on_device(step: Step, blocks: ResidentBlocks, block_size: int, link: Link) 
     if requests is None:
         none = torch.zeros(0, dtype=torch.int32)
         return ResidentStep(slots, device_rows, (), none, _int32(0), none, whole=False)
-    counts = tuple(found.counts[number] for number in requests.numbers)
+    # Without a causal mask, a token also sees keys after it. The CPU then attends to everything.
+    counts = tuple(found.counts[number] * requests.causal for number in requests.numbers)
     new = requests.query_start_loc.diff().long()
     of_token = torch.arange(len(new)).repeat_interleave(new)
     left = requests.query_start_loc[1:].long()[of_token] - torch.arange(len(of_token))  # tokens from here to the end

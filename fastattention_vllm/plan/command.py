@@ -44,6 +44,7 @@ def plan(
     host_kv_dtype: Annotated[
         str, typer.Option(help="Same as the option host_kv_dtype: auto, fp8_e4m3, fp8_e5m2 or int8.")
     ] = "auto",
+    resident_kv_gib: Annotated[float, typer.Option(min=0, help="Same as the option resident_kv_gib, per device.")] = 0,
     batched_tokens: Annotated[int, typer.Option(min=1, help="Same as vLLM's --max-num-batched-tokens.")] = 8192,
     utilization: Annotated[float, typer.Option(min=0.01, max=1, help="Same as vLLM's --gpu-memory-utilization.")] = 0.9,
     weights_gib: Annotated[
@@ -77,6 +78,7 @@ def plan(
     try:
         check_finite(
             weights_gib=weights_gib,
+            resident_kv_gib=resident_kv_gib,
             kv_cache_gib=kv_cache_gib,
             host_gib=host_gib,
             host_gb_per_s=host_gb_per_s,
@@ -99,6 +101,7 @@ def plan(
             requests=requests,
             kv_dtype=kv_dtype,
             host_kv_dtype=host_kv_dtype,
+            resident_kv_gib=resident_kv_gib,
             batched_tokens=batched_tokens,
             utilization=utilization,
             weights_gib=weights_gib,

@@ -79,6 +79,8 @@ class Kernels(Entry):
     """Whether the engine accepts host layers in such a model."""
     host_layers_of_8_bits: bool
     """Whether host layers may store 8 bits where device layers store 16 (``host_kv_dtype``)."""
+    copies_of_host_layers: bool
+    """Whether blocks of host layers may have copies on the device (``resident_kv_gib``)."""
 
     def attention_fraction(self, head_size: int) -> float:
         for largest, fraction in self.attention_fractions:

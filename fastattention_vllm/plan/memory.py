@@ -47,6 +47,8 @@ class Request:
     kv_dtype: str = "auto"
     host_kv_dtype: str = "auto"
     """The dtype of host layers; "auto": that of all others."""
+    resident_kv_gib: float = 0
+    """Memory of each device for copies of host layers' blocks, if there are host layers."""
     batched_tokens: int = 8192
     """--max-num-batched-tokens."""
     utilization: float = 0.9
@@ -77,6 +79,8 @@ class DeviceMemory:
     """Memory that --gpu-memory-utilization leaves to other programs."""
     kv: int
     """Memory that is left for the KV cache."""
+    copies: int = 0
+    """Copies of host layers' blocks."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,10 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         host_bytes_per_block=host_block_bytes(shape, machine, request, block),
     )
     placement, budget, asked = _place(layers, size, device.kv, machine, request)
+    kv_without_host_layers = device.kv
+    if placement.host and request.resident_kv_gib:
+        device = _with_copies(device, machine, request, kv_dtype)
+        placement, budget, asked = _place(layers, size, device.kv, machine, request)
     if placement.host and ELEMENT_BYTES[kv_dtype] == 1:
         raise PlanError(
             f"--kv-dtype {kv_dtype} is not supported with host layers, which {request.requests} request(s) of "
@@ -263,10 +271,27 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         host_kv_gib=asked,
         paper=paper_placement(shape, machine.ranks, request, device, per_token),
         longest_context=longest_request(layers, size, bound),
-        longest_on_device=min(shape.max_positions, size.longest_request(device.kv)),
+        longest_on_device=min(shape.max_positions, size.longest_request(kv_without_host_layers)),
         largest_batch=_largest_batch(layers, size, replace(bound, tokens=request.context), request.max_num_seqs),
-        largest_batch_on_device=min(request.max_num_seqs, _batch_on_device(size, device.kv, request.context)),
+        largest_batch_on_device=min(
+            request.max_num_seqs, _batch_on_device(size, kv_without_host_layers, request.context)
+        ),
     )
+
+
+def _with_copies(device: DeviceMemory, machine: Machine, request: Request, kv_dtype: str) -> DeviceMemory:
+    """The device's memory with copies of host layers' blocks, which ``--kv-cache-gib`` does not include."""
+    asked, copies = f"--resident-kv-gib {request.resident_kv_gib:g}", int(request.resident_kv_gib * GIB)
+    if not machine.kernels.copies_of_host_layers:
+        raise PlanError(f"{asked} is not supported with {machine.kernels.name}; leave it out.")
+    if request.host_kv_dtype != "auto" or ELEMENT_BYTES[kv_dtype] == 1:
+        raise PlanError(f"{asked} is not supported with host layers of 8 bits; remove one of the two.")
+    room = device.kv - 1 if request.kv_cache_gib is None else device.unused
+    if copies > room:
+        raise PlanError(f"{asked} is more than the {max(0, room) / GIB:.2f} GiB that each device has for it; lower it.")
+    if request.kv_cache_gib is None:
+        return replace(device, kv=device.kv - copies, copies=copies)
+    return replace(device, unused=device.unused - copies, copies=copies)
 
 
 def host_block_bytes(shape: ModelShape, machine: Machine, request: Request, block: int) -> int | None:

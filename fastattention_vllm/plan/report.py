@@ -75,6 +75,7 @@ class DeviceBytes(Part):
     activations: int
     workspace: int
     staging: int
+    copies: int
     kv: int
     kv_needed: int
     free: int
@@ -196,6 +197,7 @@ def device_bytes(plan: MemoryPlan, memory: DeviceMemory) -> DeviceBytes:
         activations=memory.activations,
         workspace=memory.workspace,
         staging=memory.staging,
+        copies=memory.copies,
         kv=kv,
         kv_needed=plan.device_kv_needed,
         free=memory.unused + memory.kv - kv,
@@ -229,6 +231,8 @@ def serve_words(plan: MemoryPlan, folder: str) -> list[str]:
     options: dict[str, float | str] = {}
     if request.host_kv_dtype != "auto":
         options["host_kv_dtype"] = request.host_kv_dtype
+    if plan.device.copies:
+        options["resident_kv_gib"] = request.resident_kv_gib
     if request.requests > 1:
         options["host_kv_requests"] = request.requests
     if plan.host_kv_gib is not None and plan.placement.host:
@@ -255,6 +259,11 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
             f"Host layers store {plan.request.host_kv_dtype}: {plan.host_bytes_per_token} bytes per token, layer and "
             f"device instead of {plan.kv_bytes_per_token}. The speed counts the bytes, and is not yet measured on such "
             "a machine."
+        )
+    if plan.device.copies:
+        found.append(
+            f"{plan.device.copies / GIB:.2f} GiB of each device hold copies of host layers' first blocks. The speed of "
+            "decoding does not count them: shorter requests will be faster."
         )
     if plan.host_kv_gib is not None and plan.request.host_kv_gib is None:
         found.append(

@@ -285,6 +285,19 @@ def test_the_link_shares_what_the_device_does_not_have(monkeypatch: pytest.Monke
     assert counters.cpu_bytes - before.cpu_bytes == 21 * token
 
 
+def test_without_a_causal_mask_the_cpu_attends_to_everything(cpu_calls: list[int]) -> None:
+    """Copies are written nevertheless, for steps that have a mask."""
+    scenario = scenario_of(Model(), 1, 100, 0.0, 0, "beside", resident_rows=20)
+    request = scenario.request(30)
+    batch = dataclasses.replace(scenario.batch([scenario.work(request, 5)]), causal=False)
+    step = steps.divide(batch, scenario.model.page_size)
+    assert scenario.group.resident_step(step, scenario.model.page_size).cpu_blocks == (0,)
+    assert not scenario.group.resident_step(step, scenario.model.page_size).whole
+    request.done = 0
+    scenario.attend([scenario.work(request, 5)])
+    assert cpu_calls == [], "the next step does not ask the CPU"
+
+
 def test_rows_of_ended_requests_are_taken_before_any_other() -> None:
     scenario = scenario_of(Model(), 1, 100, 0.0, 0, resident_rows=20)
     ended, running = prompts(scenario, 30, 30)  # 8 blocks each

@@ -279,3 +279,31 @@ def test_host_layers_of_8_bits(dtype: str, row: int) -> None:
     assert decode(found).seconds < decode(before).seconds
     words = serve_words(found, "model")
     assert json.loads(words[-1])["fastattention"]["host_kv_dtype"] == dtype
+
+
+def test_copies_of_host_layers_take_memory_from_the_kv_cache() -> None:
+    """Only where there are host layers; a limit of the KV cache does not include them."""
+    model, computer = shape("qwen3-32b"), machine("a100-80g", 1)
+    longest = Request(model.max_positions, requests=4)
+    before = plan_memory(model, computer, longest)
+    found = plan_memory(model, computer, dataclasses.replace(longest, resident_kv_gib=1))
+    assert found.device.copies == GIB
+    assert found.device.kv == before.device.kv - GIB
+    assert len(found.placement.host) >= len(before.placement.host) > 0
+    assert found.longest_on_device == before.longest_on_device
+    assert json.loads(serve_words(found, "model")[-1])["fastattention"]["resident_kv_gib"] == 1
+    limited = dataclasses.replace(longest, kv_cache_gib=2)
+    without = plan_memory(model, computer, limited)
+    beside = plan_memory(model, computer, dataclasses.replace(limited, resident_kv_gib=1))
+    assert beside.device.kv == without.device.kv == 2 * GIB
+    assert beside.device.unused == without.device.unused - GIB
+    short = plan_memory(model, computer, Request(1024, resident_kv_gib=1))
+    assert not short.placement.host
+    assert short.device.copies == 0
+    for changes, said in (
+        ({"resident_kv_gib": 60}, "--resident-kv-gib 60 is more than the"),
+        ({"resident_kv_gib": 1, "host_kv_dtype": "int8"}, "--resident-kv-gib 1 is not supported with host layers of 8"),
+    ):
+        with pytest.raises(PlanError) as error:
+            plan_memory(model, computer, dataclasses.replace(longest, **changes))  # type: ignore[arg-type]
+        assert str(error.value).startswith(said)

@@ -392,7 +392,10 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     copies = int(options.resident_kv_gib * GIB) if placement.host else 0
     if copies and vllm_config.cache_config.kv_cache_memory_bytes is None:
         limits = without_copies(limits, copies)
-        placement = plan_layers(layers, vllm_config, options.host_kv_layers, limits)
+        try:
+            placement = plan_layers(layers, vllm_config, options.host_kv_layers, limits)
+        except Refusal as error:
+            raise Refusal(f"with resident_kv_gib {options.resident_kv_gib:g}, {error}") from error
     decide_host_layers(vllm_config, list(placement.host))
     if not placement.host:
         _say_without_effect(options)

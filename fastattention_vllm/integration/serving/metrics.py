@@ -76,6 +76,7 @@ def of_host_layers(workers: Iterable[WorkerStats]) -> Iterable[Metric]:
     for name, text in (
         ("cpu_attention_seconds", "Time that the CPU spent on attention of host layers."),
         ("cpu_attention_bytes", "Bytes of keys and values that the CPU has read for attention."),
+        ("resident_bytes", "Bytes of keys and values of host layers that the device read from its own copies."),
         ("saturated_numbers", "Numbers of keys and values beyond the largest fp8 number, stored as that number."),
         ("device_wait_seconds", "Upper limit of the time that the device waited for the CPU in host layers."),
     ):

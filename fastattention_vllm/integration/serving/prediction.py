@@ -148,6 +148,7 @@ def plan_of(vllm_config: Any, machine: Machine) -> MemoryPlan:
         requests=options.host_kv_requests,
         kv_dtype="auto" if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         host_kv_dtype=options.host_kv_dtype,
+        resident_kv_gib=options.resident_kv_gib,
         batched_tokens=max(256, vllm_config.scheduler_config.max_num_batched_tokens),
         utilization=cache.gpu_memory_utilization,
         kv_cache_gib=limit / GIB if limit else None,

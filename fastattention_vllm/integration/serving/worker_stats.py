@@ -75,6 +75,8 @@ class HostLayerStats(BaseModel):
     device_wait_seconds: float
     saturated_numbers: int
     """Numbers that an fp8 pool has stored as the largest fp8 number."""
+    resident_bytes: int
+    """Bytes of keys and values that the device read from its copies, outside of graphs."""
     plain_read_rate: float | None
     """Bytes per second of plain reads of the pool, measured at start: the limit of attention on the CPU."""
     rates: HostRates | None
@@ -179,6 +181,7 @@ def of_host_layers(host_layers: Any) -> HostLayerStats:
         prefill_streamed_bytes=counters["prefill_streamed_bytes"],
         device_wait_seconds=counters["device_wait_seconds"],
         saturated_numbers=counters["saturated_numbers"],
+        resident_bytes=counters["resident_bytes"],
         plain_read_rate=host_layers.plain_read_rate,
         rates=HostRates(**dataclasses.asdict(host_layers.rates)) if host_layers.rates else None,
     )

@@ -33,6 +33,7 @@ HOST = HostLayerStats(
     prefill_streamed_bytes=30,
     device_wait_seconds=2.5,
     saturated_numbers=17,
+    resident_bytes=40,
     plain_read_rate=12e9,
     rates=None,
 )

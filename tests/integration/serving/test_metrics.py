@@ -61,6 +61,7 @@ def test_a_scrape_shows_every_worker(registry: CollectorRegistry) -> None:
     assert found["fastattention:cpu_attention_bytes_total", "rank=0"] == 10
     assert found["fastattention:device_wait_seconds_total", "rank=0"] == 2.5
     assert found["fastattention:saturated_numbers_total", "rank=0"] == 17
+    assert found["fastattention:resident_bytes_total", "rank=0"] == 40
     assert found["fastattention:plain_read_bytes_per_second", "rank=0"] == 12e9
     assert found["fastattention:streamed_bytes_total", "phase=decode", "rank=0"] == 20
     assert found["fastattention:streamed_bytes_total", "phase=prefill", "rank=0"] == 30
