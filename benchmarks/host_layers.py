@@ -41,6 +41,8 @@ def main() -> int:
     parser.add_argument("--device-gib", type=float, default=4)
     parser.add_argument("--host-layers", type=int, help="instead of as many as the longest request needs")
     parser.add_argument("--host-gib", type=float, help="bound of the host pool")
+    parser.add_argument("--resident-gib", type=float, default=0, help="GPU memory for copies, beside --device-gib")
+    parser.add_argument("--max-model-len", type=int, default=0, help="of host layers' engine, if longer than --tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=[262144], help="length of one prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="for each of --tokens, or one for all")
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")

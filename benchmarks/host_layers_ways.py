@@ -89,9 +89,12 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
         options.batch
     )
+    length = max(length, options.max_model_len)
     section = {"host_kv_layers": options.host_layers or "auto"} | (
         {"host_kv_gib": options.host_gib} if options.host_gib else {}
     )
+    if options.resident_gib:
+        section |= {"resident_kv_gib": options.resident_gib}
     llm = engine(
         path,
         options,
@@ -125,6 +128,8 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
             case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
+            if options.resident_gib:
+                case += f", {options.resident_gib:g} GiB of copies, max_model_len {length}"
             case += f", drafts of {options.speculate}" if options.speculate else ""
             rows.append(
                 row(case, "cooperative needles", f"of {batch * len(NEEDLES)}", found, limit=batch * len(NEEDLES))
@@ -158,7 +163,8 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                         "cooperative decode",
                         "tokens/s",
                         batch / step,
-                        limit=limit * tokens_per_read,
+                        # The copies are read on the GPU, and have no part in that limit.
+                        limit=None if options.resident_gib else limit * tokens_per_read,
                         first_way=(next(iter(ways)), batch / streamed),
                         share=round(split.of(per_layer * tokens * batch), 3),
                         step_ms=[round(1000 * value, 2) for value in times[way]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +33,12 @@ MODELS = st.builds(
 )
 
 
-def scenario_of(model: Model, share: float, seed: int, kernels: str = "flash") -> Scenario:
+def scenario_of(model: Model, share: float, seed: int, kernels: str = "flash", resident_rows: int = 0) -> Scenario:
     module = {"volta": "volta.kernels"}.get(kernels, kernels)
     device = importlib.import_module(f"fastattention_vllm.attention.{module}")
     group = HostLayerGroup(link.CudaLink(torch.device("cuda:0")), device, stream_split=StreamSplit(share))
-    return Scenario(model, 3, 400, group, seed, device="cuda:0", unwritten=UNWRITTEN, new_cache=pinned)
+    more: dict[str, Any] = {"unwritten": UNWRITTEN, "new_cache": pinned, "resident_rows": resident_rows}
+    return Scenario(model, 3, 400, group, seed, device="cuda:0", **more)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -66,6 +68,25 @@ def test_steps_equal_attention_over_the_whole_history(
         some_steps(
             scenario_of(model, share, seed, kernels), random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400)
         )
+
+
+@settings(max_examples=40)
+@given(
+    kernels=st.sampled_from(["flash", "volta"]),
+    model=MODELS.filter(lambda model: model.num_heads % model.num_kv_heads == 0 and model.window is None),
+    share=st.sampled_from([0.0, 0.4]),
+    rows=st.sampled_from([1, 9, 40, 400]),
+    seed=st.integers(0, 1000),
+)
+def test_steps_with_copies_equal_attention_over_the_whole_history(
+    kernels: str, model: Model, share: float, rows: int, seed: int
+) -> None:
+    """Some blocks of host layers lie on the GPU, too."""
+    assume(kernels == "flash" or model.dtype == torch.float16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_attention, "MIN_STREAMED_BYTES", 1)
+        scenario = scenario_of(model, share, seed, kernels, rows)
+        some_steps(scenario, random.Random(seed), rounds=5, chunk=100, firsts=(3, 60, 400))
 
 
 def test_sinks() -> None:

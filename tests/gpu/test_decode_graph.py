@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from fastattention_vllm.attention import flash
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.placement import cuda_bell, host_memory
 from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
+from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.link import CudaLink
 from fastattention_vllm.placement.pinning import CudaPinning
+from fastattention_vllm.placement.resident import ResidentBlocks
+from fastattention_vllm.placement.step import Batch
 from tests import reference_models as reference
 from tests.gpu.apart import apart
 from tests.gpu.test_engine import GPU, LAYERS, LENGTHS, Steps, check, model  # noqa: F401
@@ -101,6 +105,59 @@ def test_a_graph_rings_and_waits() -> None:
         graph.replay()
         torch.testing.assert_close(output, torch.full_like(output, (step + 1) / 2))
     assert calls.thread.counters().calls == 19
+
+
+def test_a_graph_does_not_ring_if_the_copies_hold_everything() -> None:
+    """And the host pool gets what the copies get. A step that needs the CPU rings again."""
+    bell = cuda_bell.create(skips=True)
+    assert not isinstance(bell, str), bell
+    shape, dtype = (9, 2, 16, 128), torch.float16
+    calls = GraphCalls(CudaLink(torch.device("cuda")), CudaPinning(), bell, device=flash)
+    group = HostLayerGroup(calls.link, flash)
+    cache = host_memory.commit(torch.Size(shape).numel() * 2, pin=CudaPinning())[0].view(dtype).view(shape)
+    blocks = ResidentBlocks(9, 2)
+    layer = HostAttention(
+        group, Model(head_size=64, dtype=dtype), cache, None, torch.zeros(2, *shape[1:]).to("cuda", dtype)
+    )
+    calls.prepare(layer)
+    calls.copies = GraphCopies(calls.link, blocks, 16)
+    calls.copies.table = "0"
+    there = torch.tensor([[5, 3, 7, 1]], dtype=torch.int32)
+    batch = GraphBatch(
+        "0",
+        torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
+        torch.ones(1, dtype=torch.int32, device="cuda"),
+        there.cuda(),
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+    )
+    query, key, value, output = (torch.zeros(1, heads, 64, dtype=dtype, device="cuda") for heads in (4, 2, 2, 4))
+    calls.reserve(batch, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls.bring_down(batch)
+        calls.attend(layer, batch, query, key, value, output)
+    for length in range(1, 61):
+        slot = torch.tensor([int(there[0, (length - 1) // 16]) * 16 + (length - 1) % 16])
+        lengths = torch.tensor([length], dtype=torch.int32)
+        blocks.admit(Batch(torch.tensor([0, 1], dtype=torch.int32), lengths, there, slot, slot), 16)
+        calls.copies.bring_up()
+        value.fill_(length)
+        batch.seq_lens.copy_(lengths)
+        batch.slot_mapping.copy_(slot)
+        graph.replay()
+        torch.testing.assert_close(output, torch.full_like(output, (length + 1) / 2), rtol=2e-3, atol=0.0)
+        assert calls.thread.counters().calls == max(0, length - 32)
+        assert float(cache[int(slot) // 16, 0, int(slot) % 16, -1]) == length
+
+
+@pytest.mark.parametrize("gib", [0.0005, 0.1])
+def test_copies_change_no_answer(gib: float, model: Path) -> None:  # noqa: F811
+    """With room for a few blocks, and for everything: then nothing is asked of the CPU."""
+    expected = of_flash_attn(model, True)
+    config = {"fastattention": {"host_kv_layers": 2, "resident_kv_gib": gib}}
+    found, calls = apart(answer, model, random_prompts(LENGTHS), additional_config=config)
+    check(found, expected)
+    assert bool(calls) == (gib < 0.1)
 
 
 @pytest.mark.parametrize("section", [{}, {"volta_kernels": "ptx"}], ids=["flash", "volta"])
