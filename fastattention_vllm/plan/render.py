@@ -87,7 +87,6 @@ def device_parts(report: PlanReport) -> list[tuple[str, int]]:
         ("weights", device.weights),
         ("activations", device.activations),
         ("driver, workspaces, staging", device.driver + device.workspace + device.staging),
-        *([("copies of host layers", device.copies)] if device.copies else []),
     ]
 
 

@@ -75,7 +75,7 @@ class DeviceBytes(Part):
     activations: int
     workspace: int
     staging: int
-    copies: int
+    """Staging buffers and copies of host layers."""
     kv: int
     kv_needed: int
     free: int
@@ -196,8 +196,7 @@ def device_bytes(plan: MemoryPlan, memory: DeviceMemory) -> DeviceBytes:
         driver=memory.driver,
         activations=memory.activations,
         workspace=memory.workspace,
-        staging=memory.staging,
-        copies=memory.copies,
+        staging=memory.staging + memory.copies,
         kv=kv,
         kv_needed=plan.device_kv_needed,
         free=memory.unused + memory.kv - kv,
