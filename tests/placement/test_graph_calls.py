@@ -161,7 +161,7 @@ class Engine:
             torch.testing.assert_close(output[:real].double(), expected[:real], atol=2e-5, rtol=2e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     data=st.data(),
     query_len=st.sampled_from([1, 2, 5]),
