@@ -194,6 +194,20 @@ def test_steps_equal_attention_over_everything(data: Any, query_len: int, window
         engine.check(data.draw(st.lists(st.integers(query_len, 6 * PAGE), min_size=1, max_size=3)))
 
 
+def test_a_graph_rings_only_for_what_the_copies_do_not_hold() -> None:
+    """Two requests outgrow 5 copies of 4 tokens. Without the copies, the host pool has everything."""
+    engine = Engine(Model(has_sinks=True), layers=2, requests=2, query_len=1, copies=5)
+    for length in range(1, 13):
+        engine.set_lengths([length, length])
+        engine.admit()
+        engine.check([length, length])
+    assert len(engine.bell.rung) == 2 * (12 - 8), "the first has 3 copies from the ninth token on, the other 2"
+    assert engine.calls.counters().cpu_bytes == 2 * (1 + 2 + 3 + 4) * 2 * 2 * 32 * 4
+    for layer in engine.layers:
+        layer.copies = None
+    engine.check([12, 12])
+
+
 def test_layers_with_copies_need_them_in_every_graph() -> None:
     engine = Engine(Model(), layers=1, requests=1, query_len=1, copies=4)
     assert engine.calls.copies
