@@ -442,6 +442,11 @@ def fits_length_beside_null_block() -> bool:
     return "null block" in inspect.getsource(kv_cache_utils.get_kv_cache_configs)
 
 
+def waiting_requests(scheduler_stats: Any) -> int:
+    """Requests that wait for a step. vLLM 0.23 and newer count those apart that the scheduler has skipped."""
+    return int(scheduler_stats.num_waiting_reqs + getattr(scheduler_stats, "num_skipped_waiting_reqs", 0))
+
+
 def check_ray(vllm_config: VllmConfig) -> None:
     """Refuse Ray if vLLM's Ray executor does not run on CPUs. <= 0.19 has only the executor built on compiled graphs.
 

@@ -76,11 +76,12 @@ def test_the_page_finds_its_files_and_numbers(server: Any, prefix: str, monkeypa
             # A trailing slash is redirected.
             opened = await client.get(f"{prefix}{page.PAGE}/", follow_redirects=True)
             assert str(opened.url) == f"{CLIENT}{prefix}{page.PAGE}"
-            addresses = {urljoin(str(opened.url), found) for found in re.findall(r'(?:href|src)="([^"]+)"', opened.text)}
+            here = str(opened.url)
+            addresses = {urljoin(here, found) for found in re.findall(r'(?:href|src)="([^"]+)"', opened.text)}
             (script,) = [one for one in addresses if one.endswith(".js")]
             text = (await client.get(script)).text
             addresses |= {urljoin(script, found) for found in re.findall(r'from "([^"]+)"', text)}
-            addresses |= {urljoin(str(opened.url), found) for found in re.findall(r'const STATUS = "([^"]+)"', text)}
+            addresses |= {urljoin(here, found) for found in re.findall(r'const STATUS = "([^"]+)"', text)}
             for address in addresses:
                 answer = await client.get(address, headers={"Authorization": "Bearer key"})
                 assert answer.status_code == 200, address

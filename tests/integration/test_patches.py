@@ -72,7 +72,7 @@ NOT_VLLMS = {
     "serving/server_end:tell_requests:shutdown._fastattention": "a mark on our own function",
     "serving/server_end:limit_waiting:shutdown._fastattention": "a mark on our own function",
     "serving/server_start:attach_at_start:startup._fastattention": "a mark on our own function",
-    "serving/server_start:attach_at_start.startup:self.config.loaded_app": "an attribute of uvicorn's",
+    "serving/server_start:add_routes:config.loaded_app": "an attribute of uvicorn's",
     "serving/server_end:limit_waiting.shutdown:self.config.timeout_graceful_shutdown": "an option of uvicorn's",
 }
 """Statements of the same form that replace nothing, and what they set."""
