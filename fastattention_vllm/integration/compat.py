@@ -574,8 +574,8 @@ def has_own_gptq_kernels() -> bool:
     return importlib.util.find_spec("vllm.model_executor.layers.quantization.gptq") is not None
 
 
-def has_gptq_experts_without_marlin() -> bool:
-    """0.23 yes, 0.32 no: whether the method of GPTQ experts always uses kernels of its own."""
+def has_integer_experts_without_marlin() -> bool:
+    """0.23 yes, 0.32 no: whether the method of GPTQ and AWQ experts always uses kernels of its own."""
     from vllm.model_executor.layers.quantization import moe_wna16
 
     return not hasattr(moe_wna16, "select_wna16_moe_backend")
