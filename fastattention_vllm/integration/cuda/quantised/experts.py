@@ -42,7 +42,7 @@ def experts_method(
 
 
 def unread(checkpoint: dict[str, Any], group_size: int, zero_points: bool) -> str | None:
-    """What vLLM leaves out without a word, which would make answers wrong, or fails at without a sentence."""
+    """What vLLM drops or misreads without a word, so that answers would be wrong, or fails at without a sentence."""
     if checkpoint.get("desc_act"):
         return "activation order (desc_act)"
     if zero_points and checkpoint.get("checkpoint_format") == "gptq_v2":
