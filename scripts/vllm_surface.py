@@ -1,4 +1,4 @@
-"""The names of a vLLM version's options and of its questions to a backend, read from its sources.
+"""The names of a vLLM version's options, of its questions to a backend and of its statistics, read from its sources.
 
     python -m scripts.vllm_surface SDIST_OR_FOLDER ...
 
@@ -30,8 +30,10 @@ FIELDS = {
     "sampling": (("vllm/sampling_params.py", "SamplingParams"),),
     "pooling": (("vllm/pooling_params.py", "PoolingParams"),),
     "attention_config": (("vllm/config/attention.py", "AttentionConfig"),),
+    "scheduler_stats": (("vllm/v1/metrics/stats.py", "SchedulerStats"),),
+    "finished_request_stats": (("vllm/v1/metrics/stats.py", "FinishedRequestStats"),),
 }
-"""Dataclasses and structs, whose fields are options."""
+"""Dataclasses and structs, whose fields are options, or statistics that the status page shows."""
 ENVIRONMENT = "vllm/envs.py"
 BASES = "vllm/v1/attention/backend.py"
 FLASH = "vllm/v1/attention/backends/flash_attn.py"

@@ -14,20 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+from forwarding import SERVER, forward
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 START_S = 1800
 END_S = 30
-HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
 
 
 class Arguments(BaseModel):
@@ -79,12 +78,12 @@ class Replica:
         # vLLM itself queues requests. It closes idle connections, so none is kept for a later request.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=None)
+        self.client = httpx.AsyncClient(transport=transport, base_url=SERVER, timeout=None)
         self.wait_until_ready(socket)  # Ray Serve sends requests as soon as this returns
 
     def wait_until_ready(self, socket: Path) -> None:
         """Raises ``RuntimeError`` if the server has ended, or has not started in time."""
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://server") as client:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url=SERVER) as client:
             for _ in range(START_S):
                 self.check_health()
                 with contextlib.suppress(httpx.TransportError):
@@ -99,12 +98,7 @@ class Replica:
             raise RuntimeError(f"vllm serve ended with status {self.server.returncode}; its log has the reason.")
 
     async def __call__(self, request: Request) -> Response:
-        url = httpx.URL(path=request.url.path, query=request.url.query.encode())
-        headers = [(name, text) for name, text in request.headers.items() if name not in HOP_BY_HOP]
-        sent = self.client.build_request(request.method, url, headers=headers, content=await request.body())
-        answer = await self.client.send(sent, stream=True)
-        kept: dict[str, Any] = {name: text for name, text in answer.headers.items() if name not in HOP_BY_HOP}
-        return StreamingResponse(parts(answer), answer.status_code, kept)
+        return await forward(request, self.client)
 
     def __del__(self) -> None:
         self.server.send_signal(signal.SIGINT)
@@ -113,15 +107,6 @@ class Replica:
         except subprocess.TimeoutExpired:
             self.server.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-async def parts(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """The body as it arrives. A client that disconnects closes the connection to vLLM, which ends its request."""
-    try:
-        async for part in answer.aiter_raw():
-            yield part
-    finally:
-        await answer.aclose()
 
 
 def end_with_parent() -> None:

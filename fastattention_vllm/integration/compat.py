@@ -442,6 +442,11 @@ def fits_length_beside_null_block() -> bool:
     return "null block" in inspect.getsource(kv_cache_utils.get_kv_cache_configs)
 
 
+def waiting_requests(scheduler_stats: Any) -> int:
+    """Requests that wait for a step. vLLM 0.23 and newer count those apart that the scheduler has skipped."""
+    return int(scheduler_stats.num_waiting_reqs + getattr(scheduler_stats, "num_skipped_waiting_reqs", 0))
+
+
 def check_ray(vllm_config: VllmConfig) -> None:
     """Refuse Ray if vLLM's Ray executor does not run on CPUs. <= 0.19 has only the executor built on compiled graphs.
 
@@ -569,8 +574,8 @@ def has_own_gptq_kernels() -> bool:
     return importlib.util.find_spec("vllm.model_executor.layers.quantization.gptq") is not None
 
 
-def has_gptq_experts_without_marlin() -> bool:
-    """0.23 yes, 0.32 no: whether the method of GPTQ experts always uses kernels of its own."""
+def has_integer_experts_without_marlin() -> bool:
+    """0.23 yes, 0.32 no: whether the method of GPTQ and AWQ experts always uses kernels of its own."""
     from vllm.model_executor.layers.quantization import moe_wna16
 
     return not hasattr(moe_wna16, "select_wna16_moe_backend")

@@ -27,6 +27,7 @@ from tests.server.conftest import ROOT, free_port
 PROGRAMS = Path(sys.executable).parent
 APPLICATION = ROOT / "deploy" / "ray"
 START_S, SCALE_S, END_S = 400, 300, 120
+PREFIX = "/demo"
 CLIENTS = 6
 FAST = {"requests_per_replica": 1, "upscale_delay_s": 2, "cpus_per_replica": 0.5}
 
@@ -108,10 +109,11 @@ def test_a_second_replica_starts_under_load_and_no_server_is_left(tmp_path: Path
     install_what_ray_serve_needs(tmp_path / "packages")
     config = yaml.safe_load((APPLICATION / "serve.yaml").read_text())
     port = config["http_options"]["port"] = free_port()
+    config["applications"][0]["route_prefix"] = PREFIX
     arguments = config["applications"][0]["args"]
     arguments |= FAST | {"model": str(build_demo_model(tmp_path / "demo"))}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
-    log, url = tmp_path / "log", f"http://127.0.0.1:{port}"
+    log, url = tmp_path / "log", f"http://127.0.0.1:{port}{PREFIX}"
     environment = USER_ENVIRONMENT | {
         "HOME": str(tmp_path),  # for a token of its own
         "RAY_AUTH_MODE": "token",
@@ -135,6 +137,8 @@ def test_a_second_replica_starts_under_load_and_no_server_is_left(tmp_path: Path
             wait("healthy", START_S)
             assert ask(url, 1234) == "1234"
             assert len(servers(where)) == 1
+            status = httpx.get(f"{url}/fastattention/status", timeout=60).raise_for_status().json()
+            assert [seen["path"] for seen in status["requests"]["recent"]] == ["/v1/completions"]
             stop = time.monotonic() + SCALE_S
             scaled = False
             with concurrent.futures.ThreadPoolExecutor(CLIENTS) as clients:

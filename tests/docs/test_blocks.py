@@ -108,7 +108,7 @@ def test_options_are_valid(block: Block) -> None:
 def test_flags_are_vllms(block: Block) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    fields = set(AsyncEngineArgs.__dataclass_fields__) | {"config", "host", "port"}
+    fields = set(AsyncEngineArgs.__dataclass_fields__) | {"config", "host", "port", "root_path"}
     flags = {word for word in words(block) if word.startswith("--")}
     asked = {flag[2:].replace("-", "_") for flag in flags if f"{flag} " in block.text.split("vllm serve", 1)[1] + " "}
     assert asked <= fields, asked - fields

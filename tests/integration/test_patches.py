@@ -42,6 +42,7 @@ NOT_VLLMS = {
     "cuda/device:CudaRuntime.settle_block_size:cache.block_size": "an option of vLLM's",
     "cuda/flash:BlockedMetadataBuilder.build:metadata.row_blocks": "an attribute of our own on a step's metadata",
     "cuda/flash:BlockedMetadataBuilder.build_for_cudagraph_capture:metadata.row_blocks": "the same",
+    "cuda/quantised/experts:experts_method:config.linear_quant_method": "an option of the configuration of one layer",
     "cuda/quantised/awq:AwqConfig.from_config:made.checkpoint": "an attribute of our own class",
     "cuda/quantised/compressed_tensors:CompressedTensorsCheckpointConfig.from_config:made.checkpoint": "the same",
     "cuda/quantised/fp8:Fp8CheckpointConfig.from_config:made.checkpoint": "the same",
@@ -75,7 +76,7 @@ NOT_VLLMS = {
     "serving/server_end:tell_requests:shutdown._fastattention": "a mark on our own function",
     "serving/server_end:limit_waiting:shutdown._fastattention": "a mark on our own function",
     "serving/server_start:attach_at_start:startup._fastattention": "a mark on our own function",
-    "serving/server_start:attach_at_start.startup:self.config.loaded_app": "an attribute of uvicorn's",
+    "serving/server_start:add_routes:config.loaded_app": "an attribute of uvicorn's",
     "serving/server_end:limit_waiting.shutdown:self.config.timeout_graceful_shutdown": "an option of uvicorn's",
 }
 """Statements of the same form that replace nothing, and what they set."""

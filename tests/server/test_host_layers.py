@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,14 @@ def question(number: int, tokens: int) -> str:
 
 
 @contextlib.contextmanager
-def serving(model: Path, log: Path, host_kv_gib: float, *more: str) -> Iterator[Server]:
-    """`vllm serve`, ready for requests. All of its processes are ended afterwards."""
+def serving(
+    model: Path, log: Path, host_kv_gib: float, *more: str, enter: Callable[[], None] | None = None
+) -> Iterator[Server]:
+    """`vllm serve`, ready for requests. All of its processes are ended afterwards.
+
+    Args:
+        enter: called in the server's process before the command runs.
+    """
     port = free_port()
     arguments = {
         "served-model-name": "demo",
@@ -96,6 +102,7 @@ def serving(model: Path, log: Path, host_kv_gib: float, *more: str) -> Iterator[
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=enter,
         )
     server = Server(process, port, log)
     try:

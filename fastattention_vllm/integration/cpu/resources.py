@@ -40,13 +40,20 @@ def kv_bytes_per_rank(
         ranks: number of processes that share this machine's memory.
 
     Raises:
-        Refusal: one request of ``max_model_len`` does not fit; names the largest length that does.
+        Refusal: one request of ``max_model_len`` does not fit; names the largest length that does. Or the user's value
+            is more than the free memory: Linux would end the process while it fills the cache.
     """
     one_request = 0 if max_model_len is None else size.of_request(max_model_len)
     available = max(0, available_bytes() - weight_bytes) // ranks
     space = os.environ.get(KV_SPACE)  # in vLLM, this variable has priority over the option
     option = KV_SPACE if space else "--kv-cache-memory-bytes"
     if requested is not None:
+        if requested > available and size.of_request(1):
+            raise Refusal(
+                f"{option} {space or requested} is {_size(requested)} of KV cache per rank, but only "
+                f"{_size(available)} per rank remain free after the weights; lower {option}, or give this server more "
+                "memory."
+            )
         budget, source = requested, f"{option} {space or requested} is"
     else:
         budget = max(min(DEFAULT_KV_BYTES // ranks, available // 4), min(one_request, available // 2))

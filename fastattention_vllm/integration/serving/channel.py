@@ -28,6 +28,8 @@ class Channel:
         self._received: float | None = None
         self.workers: Sequence[WorkerStats] = ()
         """The last numbers received. Empty before the first ones."""
+        self.error: str | None = None
+        """Why the last request failed; None if it has not."""
 
     def age(self) -> float | None:
         """Seconds since the numbers were received; None before the first ones."""
@@ -47,5 +49,7 @@ class Channel:
             answers = await self._engine_client.collective_rpc(METHOD)
             self.workers = [WorkerStats.model_validate(answer) for answer in answers]
             self._received = time.monotonic()
+            self.error = None
         except Exception as error:  # a dead engine is reported by vLLM itself; metrics must not end the server
+            self.error = f"{type(error).__name__}: {error}"
             logger.warning_once("The workers did not report their numbers for /metrics: %s", str(error))

@@ -6,9 +6,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.serving.usage_history import UsageHistory
+
+logger = init_logger("vllm.fastattention")
 
 KEPT = 500
 """Finished requests. There are more than there are recent ones, because an HTTP request may have many prompts."""
@@ -27,20 +31,30 @@ class Finished:
 
 
 class EngineStats(StatLoggerBase):
-    """The last statistics. Without vLLM's (``--disable-log-stats``), :attr:`enabled` is False and nothing arrives."""
+    """The last statistics. Without vLLM's, :attr:`enabled` is False and nothing arrives."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
-        self.enabled = False
+        self.why_not: str | None = "this backend does not receive them yet"
+        """The reason why there are none, as the end of a sentence."""
         self.history = UsageHistory()
         self.finished: deque[Finished] = deque(maxlen=KEPT)
         self._steps: dict[int, Any] = {}
 
     def listen(self, engine_client: Any) -> None:
         """Receive the statistics from now on."""
-        loggers = getattr(getattr(engine_client, "logger_manager", None), "stat_loggers", None)
-        if loggers is not None:
+        manager = getattr(engine_client, "logger_manager", None)
+        loggers = getattr(manager, "stat_loggers", None)
+        if manager is None and hasattr(engine_client, "logger_manager"):
+            self.why_not = "they are off (--disable-log-stats)"
+        elif loggers is None:
+            self.why_not = "this vLLM has no AsyncLLM.logger_manager.stat_loggers"
+        else:
             loggers.append(self)
-            self.enabled = True
+            self.why_not = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.why_not is None
 
     @property
     def running(self) -> int:
@@ -48,11 +62,20 @@ class EngineStats(StatLoggerBase):
 
     @property
     def waiting(self) -> int:
-        return sum(step.num_waiting_reqs for step in self._steps.values())
+        return sum(compat.waiting_requests(step) for step in self._steps.values())
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **more: Any
     ) -> None:
+        """vLLM calls this in the loop that reads from the engine, which an exception would end."""
+        try:
+            self._record(scheduler_stats, iteration_stats, engine_idx)
+        except (AttributeError, TypeError) as error:
+            self._steps.clear()
+            self.why_not = f"this vLLM lacks a name that is read: {error}"
+            logger.warning_once("The status page shows no statistics of vLLM's: %s.", self.why_not)
+
+    def _record(self, scheduler_stats: Any, iteration_stats: Any, engine_idx: int) -> None:
         if scheduler_stats is not None:
             self._steps |= {engine_idx: scheduler_stats}
             self.history.add(max(step.kv_cache_usage for step in self._steps.values()))

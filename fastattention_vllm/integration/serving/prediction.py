@@ -101,6 +101,8 @@ def predictor(vllm_config: Any, workers: Sequence[WorkerStats]) -> Predictor:
         placed = plan(planned.layers, planned.size, on_host, planned.limits)
     except (PlanError, PlacementError) as error:
         return Predictor(None, Prediction.none(reason(error)))
+    except AttributeError as error:
+        return Predictor(None, Prediction.none(f"this vLLM lacks a name that the planner reads: {error}"))
     memory = replace(planned, placement=placed)
     longest = of_length(memory, planned.request.context)
     decode, prefill = speed.decode(longest), speed.prefill(longest)

@@ -60,11 +60,19 @@ class Seen:
         self._edges = b""
 
 
+def path_of(scope: Any, prefix: str) -> str:
+    """The path of an ASGI request as the routes have it: a proxy may have left ``--root-path`` in it, or not."""
+    path: str = scope["path"]
+    below = path.removeprefix(prefix)
+    return below if below.startswith("/") else path
+
+
 class RecentRequests:
     """ASGI middleware that watches responses and passes them on unchanged."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, prefix: str = "") -> None:
         self.app = app
+        self._prefix = prefix
         self._kept: deque[Seen] = deque(maxlen=KEPT)
 
     def __iter__(self) -> Iterator[Seen]:
@@ -72,10 +80,11 @@ class RecentRequests:
         return reversed(self._kept)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(API):
+        path = path_of(scope, self._prefix) if scope["type"] == "http" else ""
+        if not path.startswith(API) or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        seen = Seen(scope["path"])
+        seen = Seen(path)
         self._kept.append(seen)
 
         async def watched(message: Any) -> None:

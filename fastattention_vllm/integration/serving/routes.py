@@ -12,7 +12,7 @@ from fastattention_vllm.integration.serving import page
 from fastattention_vllm.integration.serving.channel import Channel
 from fastattention_vllm.integration.serving.engine_stats import EngineStats
 from fastattention_vllm.integration.serving.metrics import WorkerMetrics
-from fastattention_vllm.integration.serving.recent_requests import RecentRequests
+from fastattention_vllm.integration.serving.recent_requests import RecentRequests, path_of
 from fastattention_vllm.integration.serving.status import Status, StatusSource
 
 METRICS = "/metrics"
@@ -22,12 +22,13 @@ STATUS = "/fastattention/status"
 class FreshMetrics:
     """ASGI middleware that asks the workers for new numbers before ``/metrics`` is read."""
 
-    def __init__(self, app: Any, channel: Channel) -> None:
+    def __init__(self, app: Any, channel: Channel, prefix: str = "") -> None:
         self.app = app
         self.channel = channel
+        self.prefix = prefix
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"].rstrip("/") == METRICS:
+        if scope["type"] == "http" and path_of(scope, self.prefix).rstrip("/") == METRICS:
             await self.channel.refresh()
         await self.app(scope, receive, send)
 
@@ -42,13 +43,14 @@ def attach(app: FastAPI, served: Any) -> FreshMetrics:
         The application to serve instead.
     """
     engine_client = app.state.engine_client
-    channel, engine, requests = Channel(engine_client), EngineStats(), RecentRequests(served)
+    prefix = (getattr(app, "root_path", None) or "").rstrip("/")
+    channel, engine, requests = Channel(engine_client), EngineStats(), RecentRequests(served, prefix)
     engine.listen(engine_client)
     REGISTRY.register(WorkerMetrics(channel))
     source = StatusSource(channel, engine, requests, engine_client.vllm_config)
     app.include_router(router(channel, source, api_keys(app)))
     app.include_router(page.router())
-    return FreshMetrics(requests, channel)
+    return FreshMetrics(requests, channel, prefix)
 
 
 def api_keys(app: FastAPI) -> list[str]:

@@ -34,17 +34,26 @@ def attach_at_start(module: Any) -> None:
     @functools.wraps(original)
     async def startup(self: Any, *args: Any, **kwargs: Any) -> None:
         if computes_attention(self.config.app):
-            from fastattention_vllm.integration.serving.page import PAGE
-            from fastattention_vllm.integration.serving.routes import STATUS, attach
-
             engine_end.take()  # an earlier process with this id may have left the reason of its end
-            # The application has built its middleware by now, so it is wrapped from outside.
-            self.config.loaded_app = attach(self.config.app, self.config.loaded_app)
-            logger.info("Status of this backend: %s (page), %s (JSON), /metrics (fastattention:...).", PAGE, STATUS)
+            add_routes(self.config)
         await original(self, *args, **kwargs)
 
     startup._fastattention = True  # type: ignore[attr-defined]
     module.Server.startup = startup
+
+
+def add_routes(config: Any) -> None:
+    """Serve the status too. A vLLM that lacks a name of this needs no status to answer requests."""
+    try:
+        from fastattention_vllm.integration.serving.page import PAGE
+        from fastattention_vllm.integration.serving.routes import STATUS, attach
+
+        # The application has built its middleware by now, so it is wrapped from outside.
+        config.loaded_app = attach(config.app, config.loaded_app)
+    except (ImportError, AttributeError) as error:
+        logger.warning("This vLLM lacks a name that the status page and the metrics need: %s. There are none.", error)
+        return
+    logger.info("Status of this backend: %s (page), %s (JSON), /metrics (fastattention:...).", PAGE, STATUS)
 
 
 def computes_attention(app: Any) -> bool:

@@ -54,7 +54,9 @@ class RecentRequest(Part):
 
 class Requests(Part):
     statistics: bool
-    """Whether vLLM collects statistics. Without them, tokens come from the responses alone, and times are not known."""
+    """Whether vLLM's statistics arrive. Without them, tokens come from the responses alone, and times are not known."""
+    why_no_statistics: str | None
+    """The reason, as the end of a sentence; None if they arrive."""
     running: int
     waiting: int
     recent: list[RecentRequest]
@@ -71,6 +73,8 @@ class Status(Part):
     age_seconds: float | None
     """Seconds since the workers reported; None if they have not yet."""
     workers: list[WorkerStats]
+    workers_error: str | None
+    """Why the workers did not report when they were last asked; None if they did, or are still busy."""
     kv_cache: KvCache
     requests: Requests
     prediction: Prediction
@@ -98,9 +102,11 @@ class StatusSource:
             uptime_seconds=round(time.monotonic() - self._began, 1),
             age_seconds=self._channel.age(),
             workers=list(self._channel.workers),
+            workers_error=self._channel.error,
             kv_cache=KvCache(used_fraction=self._engine.history.last, history=self._engine.history.points()),
             requests=Requests(
                 statistics=self._engine.enabled,
+                why_no_statistics=self._engine.why_not,
                 running=self._engine.running,
                 waiting=self._engine.waiting,
                 recent=list(self._recent(self._requests)),

@@ -113,8 +113,9 @@ class WorkerStats(BaseModel):
 
 
 def add_method(module: Any) -> None:
-    """Give vLLM's base class of all workers the method that ``collective_rpc`` calls."""
-    setattr(module.WorkerBase, METHOD, lambda worker: of_worker(worker).model_dump())
+    """Give vLLM's base class of all workers the method that ``collective_rpc`` calls. Without it, the page says why."""
+    if hasattr(module, "WorkerBase"):
+        setattr(module.WorkerBase, METHOD, lambda worker: of_worker(worker).model_dump())
 
 
 def of_worker(worker: Any) -> WorkerStats:

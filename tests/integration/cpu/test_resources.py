@@ -60,6 +60,16 @@ class TestKvBytes:
     def test_an_explicit_size_is_honoured(self) -> None:
         assert kv_bytes_per_rank(10 * GIB, self.SIZE, 1024, 0, 1) == 10 * GIB
 
+    @pytest.mark.parametrize(("weights", "ranks"), [(7 * GIB, 1), (0, 2)])
+    def test_an_explicit_size_beyond_the_free_memory_is_refused(self, weights: int, ranks: int) -> None:
+        """Linux would end a worker while it fills the cache, and the server's log would name no reason."""
+        with pytest.raises(Refusal, match=r"^--kv-cache-memory-bytes \d+ is 10\.00 GiB .* remain free .*; lower --kv"):
+            kv_bytes_per_rank(10 * GIB, self.SIZE, 1024, weights, ranks)
+
+    def test_a_model_without_a_kv_cache_takes_any_size(self) -> None:
+        none = KvSize(block_size=16, bytes_per_block=0, full_layers=0)
+        assert kv_bytes_per_rank(100 * GIB, none, 1024, 0, 1) == 100 * GIB
+
     @pytest.mark.parametrize(("requested", "tokens"), [(None, 16 * 9000), (64 << 20, 1024)])
     def test_a_length_that_does_not_fit_is_refused_with_one_that_does(self, requested: int | None, tokens: int) -> None:
         with pytest.raises(Refusal, match="--max-model-len") as caught:

@@ -11,6 +11,7 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, Schedule
 
 from fastattention_vllm.integration.serving.engine_stats import EngineStats
 from fastattention_vllm.integration.serving.usage_history import INTERVAL_S, KEPT_S, UsageHistory
+from scripts import vllm_surface
 
 
 class Clock:
@@ -92,6 +93,40 @@ def test_without_statistics_nothing_arrives(client: Any) -> None:
     engine = EngineStats()
     engine.listen(client)
     assert not engine.enabled
+    assert engine.why_not
+    assert ("--disable-log-stats" in engine.why_not) == hasattr(client, "logger_manager")
+
+
+@pytest.mark.parametrize("lacking", [SimpleNamespace(num_running_reqs=1), SimpleNamespace(kv_cache_usage=None)])
+def test_a_vllm_with_other_statistics_goes_on_without_them(lacking: Any) -> None:
+    """An exception here would end vLLM's loop that reads from the engine, and with it all requests."""
+    engine = EngineStats()
+    client = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=[]))
+    engine.listen(client)
+    engine.record(*step(num_running_reqs=2, kv_cache_usage=0.5))
+    engine.record(lacking, None)
+    assert engine.why_not is not None
+    assert "this vLLM lacks a name" in engine.why_not
+    assert (engine.running, engine.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("version", vllm_surface.versions())
+def test_the_statistics_of_supported_vllms_have_the_fields(version: str) -> None:
+    recorded = vllm_surface.recorded(version)
+    assert recorded is not None
+    # vLLM 0.19.1 neither names the request nor has a queue of skipped ones.
+    missing = {"request_id"} if version == "0.19.1" else set()
+    assert set(vars(finished("a", 1))) - set(recorded["finished_request_stats"]) == missing
+    assert {"num_running_reqs", "num_waiting_reqs", "kv_cache_usage"} <= set(recorded["scheduler_stats"])
+    assert ("num_skipped_waiting_reqs" in recorded["scheduler_stats"]) == (version != "0.19.1")
+
+
+def test_requests_that_the_scheduler_has_skipped_wait_too() -> None:
+    engine = EngineStats()
+    engine.record(*step(num_waiting_reqs=3, num_skipped_waiting_reqs=2))
+    assert engine.waiting == 5
+    engine.record(SimpleNamespace(num_running_reqs=0, num_waiting_reqs=3, kv_cache_usage=0.0), None)
+    assert engine.waiting == 3, "vLLM 0.19.1 has one queue"
 
 
 def test_finished_requests_are_found_by_the_id_of_the_response() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import uvicorn.server
 from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
+from vllm import envs
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from vllm.v1.worker import worker_base
@@ -156,6 +158,61 @@ def test_an_engine_that_fails_ends_no_scrape(registry: CollectorRegistry) -> Non
     answer = asyncio.run(scrape())
     assert answer.status_code == 200
     assert "fastattention:" not in answer.text
+
+
+def test_the_status_says_why_the_workers_do_not_report(registry: CollectorRegistry) -> None:
+    class Older(Engine):
+        broken = True
+
+        async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+            if self.broken:
+                raise AttributeError("a worker has no static_forward_context")
+            return await super().collective_rpc(method)
+
+    async def ask() -> list[Any]:
+        engine = Older(worker(0))
+        app = application(engine, registry)
+        served = routes.attach(app, app)
+        answers = [await get(served, routes.STATUS)]
+        engine.broken = False
+        return [*answers, await get(served, routes.STATUS)]
+
+    broken, whole = (answer.raise_for_status().json() for answer in asyncio.run(ask()))
+    assert broken["workers_error"] == "AttributeError: a worker has no static_forward_context"
+    assert broken["workers"] == []
+    assert whole["workers_error"] is None
+    assert whole["workers"]
+
+
+@pytest.mark.parametrize("gone", ["cache_config", "scheduler_config", "parallel_config"])
+def test_a_configuration_without_a_name_leaves_the_rest_of_the_status(registry: CollectorRegistry, gone: str) -> None:
+    async def ask() -> Any:
+        engine = Engine()
+        engine.vllm_config = gpu_config()
+        engine.answers = (gpu_worker(host=8).model_dump(),)
+        delattr(engine.vllm_config, gone)
+        app = application(engine, registry)
+        return await get(routes.attach(app, app), routes.STATUS)
+
+    status = asyncio.run(ask()).raise_for_status().json()
+    assert gone in status["prediction"]["why_not"]
+    assert status["workers"][0]["device"] == "NVIDIA H200"
+
+
+def test_a_vllm_without_a_name_of_the_status_serves_requests(
+    monkeypatch: pytest.MonkeyPatch, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_start.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.delitem(envs.environment_variables, "VLLM_API_KEY")
+    app = application(Engine(worker(0)), registry)
+    config = SimpleNamespace(app=app, loaded_app=app)
+    server_start.add_routes(config)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "This vLLM lacks a name" in said
+    assert "VLLM_API_KEY" in said
+    assert config.loaded_app is app
+    assert asyncio.run(get(app, routes.STATUS)).status_code == 404
 
 
 def test_only_servers_of_this_backend_are_extended(

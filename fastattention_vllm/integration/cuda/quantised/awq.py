@@ -12,6 +12,7 @@ from vllm.model_executor.parameter import PackedvLLMParameter
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig
+from fastattention_vllm.integration.cuda.quantised.experts import experts_method
 from fastattention_vllm.integration.cuda.quantised.integers import awq_numbers, awq_zeros
 from fastattention_vllm.integration.cuda.quantised.linear_method import IntegerMethod
 from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD
@@ -43,6 +44,11 @@ class AwqConfig(QuantisedConfig, _Base):
 
     def linear_method(self, layer: torch.nn.Module, prefix: str) -> AwqMethod:
         return AwqMethod(prefix, BITS, self.group_size, zero_points=True)
+
+    def experts_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        return experts_method(
+            layer, prefix, "awq", self.checkpoint, bits=BITS, group_size=self.group_size, zero_points=True
+        )
 
 
 @register_weight_loader_v2_supported_method

@@ -58,7 +58,7 @@ class QuantisedConfig:
         """
         raise Refusal(
             f"{prefix}: quantised experts of this format do not run below compute capability 7.5; serve a "
-            "GPTQ checkpoint of the model, whose experts run on vLLM's own kernels, or a dense model."
+            "GPTQ or AWQ checkpoint of the model, whose experts run on vLLM's own kernels, or a dense model."
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

@@ -14,6 +14,7 @@ from vllm.model_executor.parameter import PackedvLLMParameter, RowvLLMParameter
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.activation_order import order_of
 from fastattention_vllm.integration.cuda.quantised.config import QuantisedConfig
+from fastattention_vllm.integration.cuda.quantised.experts import experts_method
 from fastattention_vllm.integration.cuda.quantised.integers import reordered, unpacked
 from fastattention_vllm.integration.cuda.quantised.linear_method import ORDER, IntegerMethod, keep
 from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, INTEGER_BITS
@@ -70,20 +71,15 @@ class GptqConfig(QuantisedConfig, _Base):
         )
 
     def experts_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """vLLM's own kernels, as without this package. They contain code for compute capability 7.0.
-
-        Raises:
-            Refusal: a vLLM that may choose other kernels.
-        """
-        from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
-
-        if not compat.has_gptq_experts_without_marlin():
-            raise Refusal(
-                f"{prefix}: this vLLM may run quantised experts with Marlin, which needs compute capability 7.5; "
-                "install vLLM 0.19.1, or serve a dense model."
-            )
-
-        return MoeWNA16Config.from_config({"sym": True} | self.checkpoint).get_quant_method(layer, prefix)
+        return experts_method(
+            layer,
+            prefix,
+            "gptq",
+            self.checkpoint,
+            bits=self.checkpoint["bits"],
+            group_size=self.checkpoint["group_size"],
+            zero_points=not self.checkpoint.get("sym", True),
+        )
 
 
 @register_weight_loader_v2_supported_method

@@ -56,7 +56,8 @@ function show(status) {
     sections.rates(status, before?.status, before ? taken - before.taken : 0);
     before = { status, taken };
   }
-  if (age === null) say("waiting", "Workers have not reported yet");
+  if (status.workers_error) say("lost", `The workers did not report: ${status.workers_error}`);
+  else if (age === null) say("waiting", "Workers have not reported yet");
   else if (age > 10) say("waiting", `Workers are busy; the numbers are ${seconds(age)} old`);
   else say("live", "Live");
 }

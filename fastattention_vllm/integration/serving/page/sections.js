@@ -60,7 +60,7 @@ function legend({ layers, host_layers, device, device_bytes }) {
 
 export function pool({ kv_cache, requests, workers, uptime_seconds }) {
   if (!requests.statistics)
-    return show("pool", note("vLLM’s statistics are off (--disable-log-stats), so the use of the KV cache is not known."));
+    return show("pool", note(`There are no statistics of vLLM’s: ${requests.why_no_statistics}. So the use of the KV cache is not known.`));
   const used = kv_cache.used_fraction ?? 0;
   const size = workers.reduce((sum, { host_layers }) => sum + (host_layers ? host_layers.pool_bytes : 0), 0);
   const span = SPANS.find((seconds) => uptime_seconds <= seconds) ?? SPANS[SPANS.length - 1];
@@ -146,7 +146,7 @@ export function tiling({ workers }) {
       "Calibration") : null);
 }
 
-export function requests({ requests: { recent, statistics } }) {
+export function requests({ requests: { recent, statistics, why_no_statistics } }) {
   if (!recent.length) return show("requests", note("No request since the server started."));
   const number = (value) => (value === null ? "–" : count(value));
   const time = (value) => (value === null ? "–" : seconds(value));
@@ -158,7 +158,7 @@ export function requests({ requests: { recent, statistics } }) {
         `${lasted(one.seconds_ago)} ago`, cached(one), number(one.new_tokens), time(one.prefill_seconds),
         time(one.decode_seconds_per_token), time(one.seconds), status(one),
       ]), "Recent requests", "requests"),
-    statistics ? null : note("vLLM’s statistics are off (--disable-log-stats), so times within a request are not known."));
+    statistics ? null : note(`There are no statistics of vLLM’s: ${why_no_statistics}. So times within a request are not known.`));
 }
 
 function status({ status: code, complete, seconds: ended }) {

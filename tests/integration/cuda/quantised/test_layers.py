@@ -406,23 +406,86 @@ def experts() -> Any:
     return layer
 
 
-def test_gptq_experts_stay_on_vllms_own_kernels() -> None:
+INTEGER_EXPERTS = {
+    "awq": awq(),
+    "awq-32": awq(32),
+    "gptq": gptq(),
+    "gptq-zero-points": gptq(symmetric=False),
+    "gptq-8-bits": gptq(bits=8),
+}
+without_marlin = pytest.mark.skipif(
+    not compat.has_integer_experts_without_marlin(), reason="vLLM 0.32 and newer may choose Marlin, and are refused"
+)
+
+
+@pytest.mark.parametrize("name", INTEGER_EXPERTS)
+@pytest.mark.skipif(compat.has_integer_experts_without_marlin(), reason="this vLLM has no other kernels for them")
+def test_a_vllm_that_may_choose_marlin_for_experts_is_refused(name: str) -> None:
+    with pytest.raises(Refusal, match=r"^l.mlp.experts: this vLLM may run quantised experts with Marlin.* 0.19.1, or"):
+        config_of(INTEGER_EXPERTS[name]).get_quant_method(experts(), "l.mlp.experts")
+
+
+@without_marlin
+@pytest.mark.parametrize("name", INTEGER_EXPERTS)
+def test_integer_experts_are_loaded_for_vllms_own_kernels(name: str) -> None:
+    """A layer as models build and load it. Its bytes are then read as those kernels read them: two numbers of 4 bits in
+    a byte, the first in the low bits."""
+    from vllm.model_executor.layers.fused_moe import FusedMoE
     from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Method
 
-    if not compat.has_gptq_experts_without_marlin():
-        with pytest.raises(
-            Refusal, match=r"^l.mlp.experts: this vLLM may run quantised experts with Marlin.* 0.19.1, or"
-        ):
-            config_of(gptq()).get_quant_method(experts(), "l.mlp.experts")
-        return
-    method = config_of(gptq()).get_quant_method(experts(), "l.mlp.experts")
+    count, form = 3, INTEGER_EXPERTS[name]
+    built = FusedMoE(count, 2, K, N, torch.float16, quant_config=config_of(form), prefix=f"{name}.mlp.experts")
+    (layer,) = (one for one in built.modules() if "w13_qweight" in dict(one.named_parameters(recurse=False)))
+    method = layer.quant_method
     assert isinstance(method, MoeWNA16Method)
-    assert (method.quant_config.weight_bits, method.quant_config.has_zp) == (4, False)
+    meant = {}
+    for expert in range(count):
+        for shard, (n, k) in {"w1": (N, K), "w3": (N, K), "w2": (K, N)}.items():
+            stored = form.store(drawn(n, k, seed=10 * expert + int(shard[1])))
+            meant[expert, shard] = stored.weight
+            for kind, tensor in stored.tensors.items():
+                held_name = f"{'w2' if shard == 'w2' else 'w13'}_{kind}"
+                held = getattr(layer, held_name)
+                held.weight_loader(held, tensor.contiguous(), f"l.mlp.experts.{held_name}", shard, expert)
+    bits, zero_points = method.quant_config.weight_bits, method.quant_config.has_zp
+    for part in ("w13", "w2"):
+        numbers = of_bytes(getattr(layer, f"{part}_qweight"), bits, axis=2)
+        scales = getattr(layer, f"{part}_scales").float()
+        zeros = of_bytes(getattr(layer, f"{part}_qzeros"), bits, axis=1) if zero_points else 1 << bits - 1
+        groups = numbers.shape[2] // scales.shape[2]
+        weight = (numbers - (zeros.repeat_interleave(groups, 2) if zero_points else zeros)).float()
+        found = (weight * scales.repeat_interleave(groups, 2)).half()
+        for expert in range(count):
+            expected = [meant[expert, shard] for shard in (("w1", "w3") if part == "w13" else ("w2",))]
+            assert torch.equal(found[expert], torch.cat(expected))
 
 
-@pytest.mark.parametrize("name", ["awq", "packed", "floats-channel", "fp8-block"])
+def of_bytes(held: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
+    """int32 numbers from bytes."""
+    if bits == 8:
+        return held.to(torch.int32)
+    return torch.stack([held & 15, held >> 4], dim=axis + 1).flatten(axis, axis + 1).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (gptq(ordered=True), "activation order"),
+        (gptq(symmetric=False, second=True), "zero points of the format gptq_v2"),
+        (gptq(group=-1), "scales per channel"),
+        (awq(-1), "scales per channel"),
+    ],
+)
+def test_experts_that_vllm_would_read_wrongly_are_refused(form: Format, said: str) -> None:
+    with pytest.raises(Refusal, match=rf"^l.mlp.experts: .* do not read {said}.*; serve another checkpoint"):
+        config_of(form).get_quant_method(experts(), "l.mlp.experts")
+
+
+@pytest.mark.parametrize("name", ["packed", "floats-channel", "fp8-block"])
 def test_other_quantised_experts_are_refused_by_name(name: str) -> None:
-    with pytest.raises(Refusal, match=r"^model.layers.0.mlp.experts: quantised experts .* serve a GPTQ checkpoint"):
+    with pytest.raises(
+        Refusal, match=r"^model.layers.0.mlp.experts: quantised experts .* serve a GPTQ or AWQ checkpoint"
+    ):
         config_of(FORMATS[name]).get_quant_method(experts(), "model.layers.0.mlp.experts")
 
 
