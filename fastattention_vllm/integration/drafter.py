@@ -19,6 +19,8 @@ logger = init_logger("vllm.fastattention")
 WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods whose drafter has attention layers, and computes one token per pass."""
 SPECULATION = ("ngram", *WITH_LAYERS)
+READING_TEXT = ("draft_model", "eagle")
+"""Methods whose drafter does not take the embeddings of an image, and fails at the first request."""
 MTP_MODELS = ("qwen3_next_mtp", "qwen3_5_mtp")
 """Model types of MTP layers that were tested on CPUs."""
 WITH_STATES = ("ngram", "mtp")

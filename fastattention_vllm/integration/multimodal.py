@@ -26,7 +26,11 @@ def untested_model(config: VllmConfig) -> object:
     if not model.is_multimodal_model or model.hf_config.model_type in IMAGE_MODELS:
         return False
     kind = model.hf_config.model_type
-    return kind if kind not in TEXT_OF_IMAGE_MODELS or _limit(config, "image") else False
+    return kind if kind not in TEXT_OF_IMAGE_MODELS or takes_images(config) else False
+
+
+def takes_images(config: VllmConfig) -> bool:
+    return config.model_config.is_multimodal_model and _limit(config, "image") > 0
 
 
 def other_inputs(config: VllmConfig) -> object:
@@ -66,7 +70,7 @@ def allow_images_only(config: VllmConfig) -> None:
     limits: Any = config.model_config.multimodal_config.limit_per_prompt
     if "video" not in limits:
         limits["video"] = VideoDummyOptions(count=0)
-    if _limit(config, "image"):
+    if takes_images(config):
         init_logger("vllm.fastattention").info_once(
             "Images: vLLM's encoder computes them with torch's attention. Videos are off, because they are untested."
         )

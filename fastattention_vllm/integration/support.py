@@ -197,6 +197,12 @@ def _speculation_beside_states(config: VllmConfig) -> object:
     return _linear_attention(config) and config.speculative_config.method
 
 
+def _drafter_beside_images(config: VllmConfig) -> object:
+    speculative: Any = config.speculative_config
+    reads_text = speculative is not None and speculative.method in drafter.READING_TEXT
+    return reads_text and multimodal.takes_images(config) and speculative.method
+
+
 def _draft_model(config: VllmConfig) -> object:
     """The feature for which a draft model would be refused as a model, with its value."""
     alone = drafter.seen_alone(config)
@@ -490,6 +496,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "fastattention can replace the Triton kernels of these drafters only from vLLM 0.32 on",
         "install vLLM 0.32, use ngram, or remove --speculative-config",
         lambda c: drafter.model_of(c) is not None and not prepares_drafts() and c.speculative_config.method,
+    ),
+    Unsupported(
+        "this drafter beside images",
+        "vLLM passes it embeddings of images, which it does not take",
+        f"use mtp, eagle3 or ngram, pass {multimodal.TEXT_ONLY}, or remove --speculative-config",
+        _drafter_beside_images,
     ),
     Unsupported(
         "this way of drafting",

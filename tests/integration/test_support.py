@@ -70,12 +70,16 @@ def engine_config(config: PretrainedConfig, path: Path, **arguments: Any) -> Any
         "enforce_eager": True,
         "max_num_batched_tokens": 256,
     }
-    if (asked := arguments.get("speculative_config", {})).get("model") == ITSELF:
+    asked = arguments.get("speculative_config", {})
+    if asked.get("model") == READS_TEXT:
+        plain().save_pretrained(path / "draft")
+        arguments["speculative_config"] = asked | {"model": str(path / "draft")}
+    if asked.get("model") == ITSELF:
         arguments["speculative_config"] = asked | {"model": str(path)}
     return EngineArgs(**(settings | arguments)).create_engine_config()
 
 
-ITSELF = "the model itself"
+ITSELF, READS_TEXT = "the model itself", "a model of text"
 DRAFT = {"method": "draft_model", "model": ITSELF, "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
@@ -135,6 +139,10 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "speculative decoding with this vLLM version": (plain(), {"speculative_config": NGRAM}),
     "n-gram speculative decoding without numba": (plain(), {"speculative_config": NGRAM}),
     "a drafter with layers and this vLLM version": (plain(), {"speculative_config": DRAFT}),
+    "this drafter beside images": (
+        QWEN25_VL,
+        {"speculative_config": DRAFT | {"model": READS_TEXT}},
+    ),
     "this way of drafting": (plain(), {"speculative_config": DRAFT | {"draft_sample_method": "probabilistic"}}),
     "this drafter": (
         model("MistralConfig", "MistralForCausalLM", head_dim=64, sliding_window=32),
@@ -250,6 +258,11 @@ def test_the_sentence_names_feature_reason_and_remedy(
     assert row.why in message
     assert row.instead in message
     assert "\n" not in message
+
+
+@pytest.mark.skipif(not support.prepares_drafts(), reason="this vLLM's kernels are not replaced")
+def test_a_drafter_that_reads_text_runs_without_images(tmp_path: Path) -> None:
+    engine_config(QWEN25_VL, tmp_path, speculative_config=DRAFT | {"model": READS_TEXT}, **TEXT_ONLY)
 
 
 @pytest.mark.parametrize(("config", "kind"), [(GEMMA3, "gemma3"), (PALIGEMMA, "paligemma")])

@@ -55,6 +55,12 @@ def check(vllm_config: VllmConfig) -> None:
             "the division into host and device layers is tested for engines whose ranks hold all layers",
             "use --tensor-parallel-size instead",
         ),
+        "--prefix-match-unit below the block size, beside linear-attention layers,": (
+            vllm_config.model_config.is_hybrid
+            and 0 < (getattr(cache, "prefix_match_unit", None) or 0) < cache.block_size,
+            "a request that shares a part of a block gets a copy of it, which vLLM makes in its own cache only",
+            "remove it",
+        ),
         "another backend in --attention-config.backend_per_kind": (
             any(one.name != BACKEND_NAME for one in getattr(attention, "backend_per_kind", {}).values()),
             "a host layer needs this package's backend",

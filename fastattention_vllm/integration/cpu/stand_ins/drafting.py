@@ -70,17 +70,19 @@ def advance(
     """Move each request to its next position, in place: position, slot and length.
 
     A request that has reached the maximum length gets position 0, no slot and length 1. vLLM ignores its drafts.
+
+    An image has fewer positions than tokens, so slots are counted in tokens. The reference counts them in positions,
+    and stores the rows of drafts after an image over earlier ones.
     """
-    wanted = positions[:num_requests] + 1
-    beyond = wanted >= max_model_len
-    reached = wanted.masked_fill(beyond, 0)
-    columns = (reached // block_size).clamp(max=num_blocks - 1)
-    blocks = block_table[:num_requests].gather(1, columns[:, None].long())[:, 0].long()
-    new_positions[:num_requests] = reached
-    slots[:num_requests] = torch.where(beyond, PAD_ID, blocks * block_size + reached % block_size)
+    wanted, token = positions[:num_requests] + 1, seq_lens[:num_requests].long()
+    beyond = (wanted >= max_model_len) | (token >= max_model_len)
+    columns = (token // block_size).clamp(max=num_blocks - 1)
+    blocks = block_table[:num_requests].gather(1, columns[:, None])[:, 0].long()
+    new_positions[:num_requests] = wanted.masked_fill(beyond, 0)
+    slots[:num_requests] = torch.where(beyond, PAD_ID, blocks * block_size + token % block_size)
     slots[num_requests:] = PAD_ID
-    lengths = seq_lens[:num_requests] + 1
-    seq_lens[:num_requests] = lengths.masked_fill(beyond, 1).clamp(max=max_model_len)
+    seq_lens[:num_requests] += 1
+    seq_lens[:num_requests].masked_fill_(beyond, 1)
 
 
 def inputs_of_draft_model(
@@ -109,6 +111,8 @@ def inputs_of_draft_model(
     """
     assert new_per_request == 1, "parallel drafting is refused at start"
     assert not shifted, "parallel drafting is refused at start"
+    if positions.dim() > 1:  # the model's, if it reads images; those of text are the same in all dimensions
+        positions = positions[0]
     starts = query_start_loc.tolist()
     is_masked[: starts[-1] + len(last_rows)] = False
     for request, last in enumerate(last_rows.tolist()):

@@ -87,11 +87,22 @@ def test_each_request_advances_by_one(positions: list[int], block_size: int, pad
     assert (slots[count:] == PAD).all()
 
 
-@given(steps())
-def test_a_draft_model_gets_one_row_more_per_request(step: list[tuple[int, int, bool]]) -> None:
+def test_slots_count_the_tokens_of_an_image_and_not_its_positions() -> None:
+    """25 tokens before, of which an image's have few positions; blocks of 8."""
+    positions, lengths, slots = torch.tensor([9]), torch.tensor([25]).int(), torch.empty(1, dtype=torch.long)
+    table = torch.tensor([[50, 51, 52, 53, 54]]).int()
+    drafting.advance(positions, table, 5, lengths, positions, slots, 8, 40, 5, PAD_ID=PAD, num_requests=1)
+    assert (positions.item(), slots.item(), lengths.item()) == (10, 53 * 8 + 1, 26)
+
+
+@given(steps(), st.booleans())
+def test_a_draft_model_gets_one_row_more_per_request(step: list[tuple[int, int, bool]], of_images: bool) -> None:
+    """``of_images``: the model has positions in three dimensions."""
     begin = starts(step)
     total, requests = int(begin[-1]), len(step)
     tokens, positions = torch.arange(total).int() + 100, torch.arange(total) + 7
+    if of_images:
+        positions = torch.stack([positions] * 3)
     following = torch.arange(requests).int() + 1000
     rejected = torch.tensor([count for _, count, _ in step]).int()
     ids, places = torch.full((total + requests,), UNTOUCHED).int(), torch.full((total + requests,), UNTOUCHED)
