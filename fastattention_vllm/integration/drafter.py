@@ -23,7 +23,7 @@ READING_TEXT = ("draft_model", "eagle")
 """Methods whose drafter does not take the embeddings of an image, and fails at the first request."""
 MTP_MODELS = ("qwen3_next_mtp", "qwen3_5_mtp")
 """Model types of MTP layers that were tested on CPUs."""
-WITH_STATES = ("ngram", "mtp")
+WITH_STATES = ("ngram", "mtp", "draft_model", "eagle3")
 """Methods that were tested with models that have linear-attention layers."""
 UNTESTED_WAYS = {
     "parallel_drafting": False,
@@ -88,8 +88,9 @@ def untested_layers(vllm_config: VllmConfig) -> object:
         return draft.hf_text_config.model_type
     if draft.get_sliding_window() and not getattr(draft.hf_text_config, "interleaved_sliding_window", None):
         return f"sliding windows in {draft.model}"
-    windows = vllm_config.model_config.get_sliding_window()
-    return bool(windows) and not has_equal_layers(vllm_config) and "KV heads of another size beside sliding windows"
+    model: Any = vllm_config.model_config
+    kind = "linear attention" if model.is_hybrid else model.get_sliding_window() and "sliding windows"
+    return bool(kind) and not has_equal_layers(vllm_config) and f"KV heads of another size beside {kind}"
 
 
 def has_equal_layers(vllm_config: VllmConfig) -> bool:
