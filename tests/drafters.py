@@ -53,13 +53,14 @@ def _save_head(target: Path, path: Path, architecture: str, prefix: str, inputs:
 
 
 def add_mtp(target: Path, path: Path) -> Path:
-    """A copy of a hybrid model with an MTP layer, which is a copy of its last layer."""
+    """A copy of a hybrid model, with or without images, with an MTP layer, which is a copy of its last layer."""
     shutil.copytree(target, path)
     config, weights = json.loads((path / "config.json").read_text()), load_file(path / WEIGHTS)
-    config |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    text = config.get("text_config", config)
+    text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
     for name in ("mrope_section", "mrope_interleaved"):  # vLLM drops them from the model of text only, not from MTP
         config.get("rope_parameters", {}).pop(name, None)
-    last, size = f".layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    last, size = f".layers.{text['num_hidden_layers'] - 1}.", text["hidden_size"]
     head = {f"mtp.layers.0.{n.split(last)[1]}": w.clone() for n, w in weights.items() if last in n}
     head["mtp.fc.weight"] = torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(5)) * 0.1
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):

@@ -23,7 +23,7 @@ READING_TEXT = ("draft_model", "eagle")
 """Methods whose drafter does not take the embeddings of an image, and fails at the first request."""
 MTP_MODELS = ("qwen3_next_mtp", "qwen3_5_mtp")
 """Model types of MTP layers that were tested on CPUs."""
-WITH_STATES = ("ngram", "mtp", "draft_model", "eagle3")
+WITH_STATES = ("ngram", "mtp")
 """Methods that were tested with models that have linear-attention layers."""
 UNTESTED_WAYS = {
     "parallel_drafting": False,

@@ -87,6 +87,18 @@ def test_prefix_caching_restores_states(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+def test_a_hit_inside_a_block(tmp_path: Path) -> None:
+    """The request gets a copy of a block of 32 tokens. Two layers of each block table have different memory."""
+    model, prompts = save_random(reference.qwen3_5(layers=8), tmp_path), random_prompts((60,))
+    expected = hybrid_answers(model, prompts, MAX_TOKENS)
+    with engine(model, enable_prefix_caching=True, block_size=16, prefix_match_unit=16) as llm:
+        check(generate(llm, prompts), expected)
+        again = generate(llm, prompts)
+    check(again, expected)
+    assert again[0].num_cached_tokens == 48
+
+
+@pytest.mark.more
 def test_preemption_recomputes_states(tmp_path: Path) -> None:
     model, prompts = save_random(reference.qwen3_5(), tmp_path), random_prompts([60, 61, 62, 63], seed=9)
     expected = hybrid_answers(model, prompts, 80)

@@ -12,8 +12,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention.cpu import memory as cpu_memory
 from fastattention_vllm.integration import binding
+from fastattention_vllm.integration.cpu.stand_ins import block_copies, linear_attention
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
-from fastattention_vllm.integration.cpu.stand_ins import linear_attention
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.placement import cpus as topology
@@ -43,6 +43,7 @@ class FastAttentionCpuWorker(CPUWorker):
         row_parallel.install(self.vllm_config)
         if self.vllm_config.model_config.is_hybrid:
             linear_attention.replace_operator()
+            block_copies.copy_whole_blocks()
         super().load_model(*args, **kwargs)
         row_parallel.enable_tiling(self.vllm_config, self.model_runner.model)
         weights = [*self.model_runner.model.parameters(), *cpu_linear.packed_weights()]

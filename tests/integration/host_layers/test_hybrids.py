@@ -95,6 +95,19 @@ def test_tokens_and_logprobs_equal_hugging_face(cached: bool, tmp_path: Path, mo
 
 
 @needs_replacement
+@pytest.mark.skipif(
+    "prefix_match_unit" not in {field.name for field in dataclasses.fields(EngineArgs)}, reason="vLLM 0.32 and newer"
+)
+def test_hits_inside_a_block_are_refused(tmp_path: Path) -> None:
+    """vLLM then copies blocks of its own cache, and not those of the pool."""
+    host: dict[str, Any] = {"additional_config": {"fastattention": {"host_kv_layers": 1}}}
+    with pytest.raises(ValueError, match=r"--prefix-match-unit below the block size, .*; remove it, or set host_kv_la"):
+        config_of_27b(tmp_path, prefix_match_unit=128, **host)
+    config_of_27b(tmp_path, prefix_match_unit=128)
+    config_of_27b(tmp_path, prefix_match_unit=config_of_27b(tmp_path).cache_config.block_size, **host)
+
+
+@needs_replacement
 def test_blocks_are_as_large_on_a_gpu_before_and_after_vllms_own_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

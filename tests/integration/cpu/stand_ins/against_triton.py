@@ -162,9 +162,7 @@ def compare_preparations(kernels: ModuleType, seed: int, draw: Draw) -> None:
     padded, columns = requests + draw(3), -(-longest // block_size)
     positions = torch.tensor([draw(longest) for _ in range(requests)])
     table = torch.randperm(requests * columns, generator=generator).int().view(requests, columns)
-    ours, theirs = (
-        [(positions + 1).int(), torch.zeros(requests).long(), torch.zeros(padded).long()] for _ in range(2)
-    )
+    ours, theirs = ([(positions + 1).int(), torch.zeros(requests).long(), torch.zeros(padded).long()] for _ in range(2))
     sizes = (block_size, longest, columns, PAD, requests)
     kernels.eagle_step_slot_mapping_metadata_kernel[(padded,)](positions, table, columns, *theirs, *sizes)
     drafting.advance(positions, table, columns, *ours, *sizes)
