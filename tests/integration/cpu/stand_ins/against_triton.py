@@ -90,6 +90,7 @@ class States:
 
 
 def compare_copies(kernels: ModuleType, seed: int, draw: Draw) -> None:
+    stand_ins: Any = state_copies  # arguments are passed in bulk
     channels_first, requests, columns, block_size = bool(seed % 2), 4 + draw(3), 8, 1 + draw(6)
     ours, theirs = (States(seed, channels_first, requests, columns) for _ in range(2))
     grid = (requests, len(ours.tensors), 2)
@@ -102,7 +103,7 @@ def compare_copies(kernels: ModuleType, seed: int, draw: Draw) -> None:
     kernels.precopy_mamba_align_fused_kernel[grid](
         *first, *theirs.arguments, None, requests, HAS_IDX_MAPPING=False, TEMPORAL_TILES=2, **constants
     )
-    state_copies.move_on(*first, *ours.arguments, None, requests, HAS_IDX_MAPPING=False, TEMPORAL_TILES=2, **constants)
+    stand_ins.move_on(*first, *ours.arguments, None, requests, HAS_IDX_MAPPING=False, TEMPORAL_TILES=2, **constants)
     same("move_on", ours.tensors, theirs.tensors, seed)
 
     steps = list[tuple[int, ...]]()
@@ -121,7 +122,7 @@ def compare_copies(kernels: ModuleType, seed: int, draw: Draw) -> None:
     kernels.postprocess_mamba_fused_kernel[grid](
         *numbers, *theirs.arguments, after[1], None, requests, block_size=block_size, TEMPORAL_TILES=2, **constants
     )
-    state_copies.keep_at_borders(
+    stand_ins.keep_at_borders(
         *numbers, *ours.arguments, after[0], None, requests, block_size=block_size, TEMPORAL_TILES=2, **constants
     )
     same("keep_at_borders", [*ours.tensors, after[0]], [*theirs.tensors, after[1]], seed)
@@ -133,6 +134,7 @@ def int32(*numbers: int) -> torch.Tensor:
 
 def compare_preparations(kernels: ModuleType, seed: int, draw: Draw) -> None:
     """A step of several requests: some verify drafts, and others compute parts of their prompts."""
+    stand_ins: Any = drafting  # arguments are passed in bulk
     requests, drafts, vocabulary, longest, block_size = 1 + draw(4), 3, 50, 40, 1 + draw(9)
     generator = torch.Generator().manual_seed(seed)
 
@@ -142,11 +144,11 @@ def compare_preparations(kernels: ModuleType, seed: int, draw: Draw) -> None:
         sampled[row, :valid] = torch.randint(vocabulary, (valid,), generator=generator).int()
     discarded, instead = torch.tensor([draw(3) == 0 for _ in range(requests)]), torch.arange(100, 100 + requests).int()
     ours, theirs = ([torch.zeros(requests).int() for _ in range(2)] for _ in range(2))
-    sizes = (vocabulary, drafts + 1, requests, drafts + 1)
+    sizes: tuple[int, ...] = (vocabulary, drafts + 1, requests, drafts + 1)
     kernels.eagle_prepare_next_token_padded_kernel[(requests,)](
         sampled, discarded, instead, *theirs, *sizes, BLOCK_SIZE_TOKENS=4
     )
-    drafting.next_tokens(sampled, discarded, instead, *ours, *sizes, BLOCK_SIZE_TOKENS=4)
+    stand_ins.next_tokens(sampled, discarded, instead, *ours, *sizes, BLOCK_SIZE_TOKENS=4)
     same("next_tokens", ours, theirs, seed)
 
     drafted = [draw(drafts + 1) for _ in range(requests)]
@@ -156,7 +158,7 @@ def compare_preparations(kernels: ModuleType, seed: int, draw: Draw) -> None:
     cumulative = int32(*drafted).cumsum(0).int()
     rows, theirs = ([torch.zeros(requests).int() for _ in range(2)] for _ in range(2))
     kernels.eagle_prepare_inputs_padded_kernel[(requests,)](cumulative, valid, starts, *theirs, requests)
-    drafting.rows_to_sample(cumulative, valid, starts, *rows, requests)
+    stand_ins.rows_to_sample(cumulative, valid, starts, *rows, requests)
     same("rows_to_sample", rows, theirs, seed)
 
     padded, columns = requests + draw(3), -(-longest // block_size)
@@ -165,7 +167,7 @@ def compare_preparations(kernels: ModuleType, seed: int, draw: Draw) -> None:
     ours, theirs = ([(positions + 1).int(), torch.zeros(requests).long(), torch.zeros(padded).long()] for _ in range(2))
     sizes = (block_size, longest, columns, PAD, requests)
     kernels.eagle_step_slot_mapping_metadata_kernel[(padded,)](positions, table, columns, *theirs, *sizes)
-    drafting.advance(positions, table, columns, *ours, *sizes)
+    stand_ins.advance(positions, table, columns, *ours, *sizes)
     same("advance", ours, theirs, seed)
 
     total = int(starts[-1])
@@ -179,7 +181,7 @@ def compare_preparations(kernels: ModuleType, seed: int, draw: Draw) -> None:
     kernels.copy_and_expand_eagle_inputs_kernel[(requests, 4)](
         tokens, places, following, *theirs, new_rows[1], unused, starts, ends, *sizes, BLOCK_SIZE_TOKENS=4
     )
-    drafting.inputs_of_draft_model(
+    stand_ins.inputs_of_draft_model(
         tokens, places, following, *ours, new_rows[0], unused, starts, ends, *sizes, BLOCK_SIZE_TOKENS=4
     )
     same("inputs_of_draft_model", [*ours, new_rows[0]], [*theirs, new_rows[1]], seed)
