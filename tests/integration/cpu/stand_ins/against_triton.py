@@ -152,13 +152,13 @@ def compare_preparations(kernels: ModuleType, seed: int, draw: Draw) -> None:
     same("next_tokens", ours, theirs, seed)
 
     drafted = [draw(drafts + 1) for _ in range(requests)]
-    valid = int32(*(1 + draw(one + 1) for one in drafted))
+    verified = int32(*(1 + draw(one + 1) for one in drafted))
     lengths = [one + 1 if one else 1 + draw(9) for one in drafted]
     starts = int32(0, *lengths).cumsum(0).int()
     cumulative = int32(*drafted).cumsum(0).int()
     rows, theirs = ([torch.zeros(requests).int() for _ in range(2)] for _ in range(2))
-    kernels.eagle_prepare_inputs_padded_kernel[(requests,)](cumulative, valid, starts, *theirs, requests)
-    stand_ins.rows_to_sample(cumulative, valid, starts, *rows, requests)
+    kernels.eagle_prepare_inputs_padded_kernel[(requests,)](cumulative, verified, starts, *theirs, requests)
+    stand_ins.rows_to_sample(cumulative, verified, starts, *rows, requests)
     same("rows_to_sample", rows, theirs, seed)
 
     padded, columns = requests + draw(3), -(-longest // block_size)
