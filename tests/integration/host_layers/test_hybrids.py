@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -45,7 +46,8 @@ def config_of_27b(path: Path, **arguments: Any) -> VllmConfig:
     (path / "config.json").write_text(json.dumps(text | {"architectures": ["Qwen3_5ForCausalLM"]}))
     settings: dict[str, Any] = {"attention_backend": "fastattention", "dtype": "bfloat16", "enforce_eager": True}
     settings |= {"kv_cache_memory_bytes": 24 * GIB, "skip_tokenizer_init": True, "max_num_batched_tokens": 8192}
-    return EngineArgs(model=str(path), **settings, **arguments).create_engine_config()
+    with mock.patch("fastattention_vllm.integration.cpu.resources.available_bytes", return_value=64 * GIB):
+        return EngineArgs(model=str(path), **settings, **arguments).create_engine_config()
 
 
 @pytest.mark.more

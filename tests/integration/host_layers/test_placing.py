@@ -197,7 +197,7 @@ def refused_with_host_layers(**changes: Any) -> Any:
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
         },
-        "model_config": {"enable_sleep_mode": False},
+        "model_config": {"enable_sleep_mode": False, "is_hybrid": False},
         "attention_config": {"backend_per_kind": {"sliding_window": Backend.FASTATTENTION}},
         "speculative_config": {"method": "ngram"},
     }

@@ -208,7 +208,7 @@ def test_a_vllm_without_a_name_of_the_status_serves_requests(
     app = application(Engine(worker(0)), registry)
     config = SimpleNamespace(app=app, loaded_app=app)
     server_start.add_routes(config)
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = {record.getMessage() for record in caplog.records if record.name == server_start.logger.name}
     assert "This vLLM lacks a name" in said
     assert "VLLM_API_KEY" in said
     assert config.loaded_app is app
