@@ -25,7 +25,7 @@ test-more: setup-dev ## the longer tests: at most 45 minutes on 2 quiet cores
 # Host layers on an NPU use the same kernels, so those of .venv need not be built again.
 	@FASTATTENTION_CPU_LIBRARY=$$($(VENV)/python -c '$(CPU_LIBRARY)') $(PYTHON) scripts/ascend.py
 
-test-full: setup-dev volta-images ## the tests that install packages: the wheel on Python 3.10 to 3.13 and with vLLM for the V100, the source distribution for aarch64, the workflows, the Kubernetes manifests, Ray over two machines, Ray Serve, two servers on one machine, schemathesis, a container, servers with little memory, the status page in a browser, further models with images and drafts; estimated at 90 minutes on 2 cores, and 10 more if `make volta` has not run; downloads 10 GB
+test-full: setup-dev volta-images ## the tests that install packages: the wheel on Python 3.10 to 3.13 and with vLLM for the V100, the source distribution for aarch64, the workflows, the Kubernetes manifests, Ray over two machines, Ray Serve, two servers on one machine, schemathesis, a container, servers with little memory, the status page in a browser, further models with images and drafts, the CPU kernels without each feature; estimated at 105 minutes on 2 cores, and 10 more if `make volta` has not run; downloads 10 GB
 	$(VENV)/python -m pytest -m full --durations 0
 
 soak: setup-dev   ## the demo server under mixed load (SECONDS=..., ARGUMENTS='--server-arguments ... --json FILE', see `python -m scripts.soak --help`)

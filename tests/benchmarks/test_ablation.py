@@ -102,8 +102,8 @@ def test_stored_results_can_be_read() -> None:
         assert (BENCHMARKS / "results" / row.source).is_file()
 
 
-@pytest.mark.more
-@pytest.mark.timeout(900)
+@pytest.mark.full  # it builds the kernels once per feature, which takes a quarter of an hour
+@pytest.mark.timeout(3600)
 def test_cpu_kernels_without_each_feature_build_and_compute_the_same(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARKS / "ablation.py"), "--where", "cpu", "--cpu-tokens", "1024"]

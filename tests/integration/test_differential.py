@@ -31,7 +31,7 @@ from tests.integration.drawn_problems import Asked, Problem, draw_problem
 from tests.integration.engine import LOGPROB_TOLERANCE, counter, engine
 from tests.reference_models import Rounding
 
-DRAWS = int(os.environ.get("FASTATTENTION_DRAWS", "25"))
+DRAWS = int(os.environ.get("FASTATTENTION_DRAWS", "15"))
 CACHES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 NOISE = 3e-6
 """Differences of keys and values between two programs in fp32, relative to the root mean square of a head's vector."""
