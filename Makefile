@@ -16,11 +16,11 @@ help:             ## show this list
 serve: setup      ## serve the demo model on 127.0.0.1:8000 (PORT=... for another)
 	@exec $(VENV)/python scripts/serve.py
 
-test: setup-dev   ## lint, types and tests: at most 20 minutes on 2 quiet cores
+test: setup-dev   ## lint, types and tests: about 25 minutes on 2 cores
 	$(VENV)/python scripts/lint.py
 	$(VENV)/python -m pytest -m "not more and not full" $(TWO_AT_A_TIME)
 
-test-more: setup-dev ## the longer tests: at most 45 minutes on 2 quiet cores
+test-more: setup-dev ## the longer tests: estimated at 50 minutes on 2 cores
 	$(VENV)/python -m pytest -m "more and not full" $(TWO_AT_A_TIME)
 # Host layers on an NPU use the same kernels, so those of .venv need not be built again.
 	@FASTATTENTION_CPU_LIBRARY=$$($(VENV)/python -c '$(CPU_LIBRARY)') $(PYTHON) scripts/ascend.py
