@@ -45,9 +45,12 @@ class MemoryOperations:
     def settle(self) -> None:
         torch.cuda.synchronize()
 
-    def ring(self, rung: int, answered: int, call: int) -> None:
-        steps = cuda_driver.operations([(WRITE, answered, 0), (WRITE, rung, call), (WAIT, answered, call)])
+    def ring(self, rung: int, answered: int, call: int, unless: int = 0) -> None:
+        steps = cuda_driver.operations([(WRITE, answered, 0), (WRITE, rung, call)])
         cuda_driver.run(steps, torch.cuda.current_stream().cuda_stream)
+
+    def wait(self, answered: int, call: int, unless: int = 0) -> None:
+        cuda_driver.run(cuda_driver.operations([(WAIT, answered, call)]), torch.cuda.current_stream().cuda_stream)
 
 
 class Layer:

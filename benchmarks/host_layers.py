@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--host-layers", type=int, help="instead of as many as the longest request needs")
     parser.add_argument("--host-gib", type=float, help="bound of the host pool")
     parser.add_argument("--resident-gib", type=float, default=0, help="GPU memory for copies, beside --device-gib")
+    parser.add_argument("--host-kv-dtype", default="auto", help="of the host pool")
     parser.add_argument("--max-model-len", type=int, default=0, help="of host layers' engine, if longer than --tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=[262144], help="length of one prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="for each of --tokens, or one for all")
@@ -49,7 +50,9 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=8, help="tokens timed per variant")
     parser.add_argument("--speculate", type=int, default=0, help="n-gram drafts of so many tokens; use a long --decode")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", default=["stream all", "CPU alone", "pieces", "graph", "auto"])
+    parser.add_argument(
+        "--ways", nargs="+", default=["stream all", "CPU alone", "pieces", "graph", "shared graph", "auto"]
+    )
     parser.add_argument("--engines", nargs="+", choices=["stock", "device", "host"], default=["stock", "host"])
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -9,7 +9,8 @@ Used by: host_layers.py.
               CPU alone    in pieces, and the CPU attends to all of it
               pieces       in pieces, and the GPU reads the share that the start-up measurement chose
               graph        each step is one CUDA graph, in which the CPU attends to everything
-              auto         the last two, by length, as the start-up measurement chose
+              shared graph the same, and the GPU reads in place the share that the start-up measurement chose
+              auto         pieces or the shared graph, by length, as the start-up measurement chose
 
 The limit of a decoding rate is a plain read of the host pool, by the same threads in the same rounds. With --speculate
 one read serves a token and the accepted drafts, which are counted.
@@ -95,6 +96,8 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
     )
     if options.resident_gib:
         section |= {"resident_kv_gib": options.resident_gib}
+    if options.host_kv_dtype != "auto":
+        section |= {"host_kv_dtype": options.host_kv_dtype}
     llm = engine(
         path,
         options,
@@ -114,14 +117,17 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
             "CPU alone": (StreamSplit(0.0), 0.0),
             "pieces": (chosen, 0.0),
             "graph": (StreamSplit(0.0), math.inf),
+            "shared graph": (chosen, math.inf),
             "auto": (chosen, until),
         }
         if layers.graph_calls is None:
-            del all_ways["graph"], all_ways["auto"]
+            del all_ways["graph"], all_ways["shared graph"], all_ways["auto"]
+        elif layers.graph_calls.over_link is None:
+            del all_ways["shared graph"]
         ways = {name: way for name, way in all_ways.items() if name in options.ways}
         print(f"one graph for contexts of up to {until / GIB:.3f} GiB a layer", flush=True)
         placement = layers.placement
-        per_layer = placement.bytes_per_block // placement.device_size.block_size
+        per_layer = placement.host_bytes_per_block // placement.device_size.block_size
         per_token = per_layer * len(placement.host)
         assert layers.pool is not None
         plain = plain_read(layers.pool.memory)
@@ -130,6 +136,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
             case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
             if options.resident_gib:
                 case += f", {options.resident_gib:g} GiB of copies, max_model_len {length}"
+            case += f", {options.host_kv_dtype} on the host" if options.host_kv_dtype != "auto" else ""
             case += f", drafts of {options.speculate}" if options.speculate else ""
             rows.append(
                 row(case, "cooperative needles", f"of {batch * len(NEEDLES)}", found, limit=batch * len(NEEDLES))

@@ -1,6 +1,6 @@
 """Runs the tests of the Ascend path with genuine torch_npu and vllm-ascend, on a machine without an NPU.
 
-Run by: contributors as `make test-ascend`, and by `make test-more`.
+Run by: contributors as `make test-ascend`, by `make test-full`, and in part by `make test-more`.
 Needs: Python, gcc and binutils, and a package index. It installs about 5 GB under build/ascend/ and keeps them.
 
 The exit status is 1 if a test failed. docs/ascend.md says what is tested how.
@@ -23,8 +23,9 @@ from scripts.ascend_env import TORCH, TRITON, VLLM, AscendEnvironment  # noqa: E
 from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
 TESTS = ["tests/ascend", "tests/benchmarks/test_ascend_910b.py"]
+COMPILED = "Triton kernels, compiled for four chips and timed by a model"
 TRITON_TESTS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "Triton kernels, compiled for four chips and timed by a model": (
+    COMPILED: (
         [
             "tests/scripts/test_ascend_compile.py",
             "tests/scripts/test_ascend_predict.py",
@@ -44,6 +45,8 @@ TRITON_TESTS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
 }
 """Tests of the Triton kernels, and the environment variables of each run."""
+TWO_AT_A_TIME = ["--numprocesses", "2", "--dist", "worksteal"]
+"""Each test keeps one core busy."""
 MUTATIONS = ROOT / "tests" / "mutations" / "genuine"
 TIMEOUT_S = 3600
 
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-npu", nargs="+", choices=tuple(TORCH), default=list(TORCH), help="default: all")
     parser.add_argument("--set-up-only", action="store_true", help="install the environments, but run no test")
+    parser.add_argument("--interpret-only", action="store_true", help="do not compile the Triton kernels")
     parser.add_argument("--mutate", action="store_true", help="run scripts/mutate.py there instead of the tests")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest; write them after --")
     options = parser.parse_args(arguments)
@@ -66,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 statuses[described(version)] = run(environment, command)
             if version in VLLM and not (options.set_up_only or options.mutate or options.pytest):
                 for name, (tests, variables) in TRITON_TESTS.items():
-                    statuses[name] = run(environment, pytest(tests), variables, name)
+                    if name != COMPILED or not options.interpret_only:
+                        statuses[name] = run(environment, pytest(tests), variables, name)
     except (SetupError, subprocess.SubprocessError) as error:
         print(f"fastattention test-ascend: {error}", file=sys.stderr)
         return 1
@@ -85,7 +90,7 @@ def described(version: str) -> str:
 
 def pytest(arguments: Sequence[str]) -> list[str]:
     """Run pytest. Exits with 5 if there was no test."""
-    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(arguments or TESTS)]
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *TWO_AT_A_TIME, *(arguments or TESTS)]
 
 
 def mutate() -> list[str]:

@@ -100,10 +100,11 @@ def run(
     return out, lse if return_lse else None
 
 
-def run_in_graph(problem: AttentionProblem, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out`` and ``lse`` of sequences of one token each, without waiting for the GPU. Not yet run on hardware.
+def run_in_graph(problem: AttentionProblem, max_seq_len: int, max_query_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` and ``lse`` without waiting for the GPU, where lengths and block table are.
 
-    Lengths and block table are on the GPU. A sequence of length 0 gets anything. ``max_seq_len``: none is longer.
+    A sequence of length 0 gets anything, and so do rows after the last sequence. ``max_seq_len``: none is longer.
+    ``max_query_len``: none has more queries. Not yet run on hardware.
     """
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
@@ -115,7 +116,7 @@ def run_in_graph(problem: AttentionProblem, max_seq_len: int) -> tuple[torch.Ten
         k=problem.key,
         v=problem.value,
         cu_seqlens_q=problem.query_start_loc,
-        max_seqlen_q=1,
+        max_seqlen_q=max_query_len,
         seqused_k=problem.seq_lens,
         max_seqlen_k=max_seq_len,
         block_table=problem.block_table,

@@ -21,6 +21,7 @@ from fastattention_vllm.placement.stream_split import Rates
 
 SAMPLE_BYTES = 2 << 30
 """Size of the sample of the pool. It is larger than any CPU cache, and small enough to be read quickly."""
+IN_PLACE_BYTES = 256 << 20
 PAGE_BYTES = 1 << 20
 ROUNDS = 3
 
@@ -55,7 +56,36 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
         link,
         up,
     )
-    return Rates(plain_read_rate(sample), cpu, up, cpu_beside, up_beside)
+    return Rates(plain_read_rate(sample), cpu, up, cpu_beside, up_beside, in_place_rate(layer, num_heads, dtype))
+
+
+def in_place_rate(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> float:
+    """Bytes per second that the device's kernels read in ``layer``'s pages on the host; 0 if a graph cannot do that."""
+    device: Any = layer.group.device
+    link, pages = layer.group.link, layer.device_pages
+    if not hasattr(device, "run_in_graph") or layer.rounds or not layer.layer.merges():
+        return 0.0
+    blocks = min(layer.cache.shape[0], max(1, IN_PLACE_BYTES // layer.cache[:1].nbytes))
+    tokens, where = blocks * layer.block_size, pages.key.device
+    problem = layer.layer.problem(
+        query=torch.zeros(1, num_heads, pages.key.shape[-1], dtype=dtype, device=where),
+        key=pages.key,
+        value=pages.value,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32, device=where),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32, device=where),
+        block_table=torch.arange(blocks, dtype=torch.int32, device=where)[None],
+        causal=True,
+        window=(-1, -1),
+        sinks=None,
+    )
+    if device.can_run(problem) is not None:
+        return 0.0
+
+    def read() -> None:
+        device.run_in_graph(problem, tokens, 1)
+        link.wait_on_host(link.mark())
+
+    return _rate(read, blocks * layer.cache[:1].nbytes)
 
 
 def plain_read_rate(sample: torch.Tensor) -> float:

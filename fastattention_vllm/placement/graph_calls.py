@@ -8,8 +8,8 @@ layers there is neither Python nor a launch.
 A graph's addresses and sizes are fixed when it is captured. What changes from step to step is the contents of vLLM's
 own buffers: lengths, block tables and slots. The first host layer of a step copies them down too.
 
-If the device has copies of blocks, it attends to these before it rings, and the CPU to what is left. If nothing is
-left, it does not ring (``graph_copies.py``).
+Between ringing and waiting, the device may attend to a share of its own (``graph_shares.py``). If it has copies of all
+that a step needs, it does not ring.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from fastattention_vllm.attention.cpu.graph_calls import DOORBELL_BYTES, GraphTh
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import host_memory, stored_rows
 from fastattention_vllm.placement.counters import Counters
-from fastattention_vllm.placement.graph_copies import GraphCopies, GraphDevice, Shares
+from fastattention_vllm.placement.graph_copies import GraphCopies
+from fastattention_vllm.placement.graph_link import GraphLink
+from fastattention_vllm.placement.graph_shares import GraphDevice, Shares
 from fastattention_vllm.placement.host_attention import HostAttention, merge
 from fastattention_vllm.placement.link import Link
 from fastattention_vllm.placement.pinning import Pinning
@@ -41,11 +43,14 @@ class Bell(Protocol):
         """Wait until the device has done everything, so that no graph rings any more."""
 
     def ring(self, rung: int, answered: int, call: int, unless: int = 0) -> None:
-        """In stream order: set the word at ``answered`` to 0, write ``call`` to the word at ``rung``, and wait until
-        ``answered`` is ``call``. Both are addresses of 32-bit words in pinned memory.
+        """In stream order: set the word at ``answered`` to 0, and write ``call`` to the word at ``rung``. Both are
+        addresses of 32-bit words in pinned memory.
 
         ``unless``: 0, or the address of a 32-bit word on the device. If that is not 0, nothing happens.
         """
+
+    def wait(self, answered: int, call: int, unless: int = 0) -> None:
+        """In stream order: wait until the word at ``answered`` is ``call``, with the same ``unless``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +78,9 @@ class GraphStep:
     down: GraphBatch
     """Its copy on the host."""
     left: GraphBatch
-    """The same without what the device finds in its copies of blocks."""
+    """The same without the device's share."""
     shares: Shares | None
-    """How the layers with copies share it."""
+    """How the layers that share do so."""
 
 
 CHANGING = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
@@ -89,11 +94,13 @@ class GraphCalls:
         link: to the device.
         pinning: pins memory for the device.
         cpu: the CPU for the thread that answers, or -1.
-        device: attends to copies of blocks; None if there are none.
+        device: attends to the device's share; None if it has no kernels for graphs.
     """
 
     copies: GraphCopies | None = None
     """Which blocks have copies on the device, if any may have."""
+    over_link: GraphLink | None = None
+    """What the device reads over the link, in graphs that are captured from now on. Not beside :attr:`copies`."""
 
     def __init__(
         self, link: Link, pinning: Pinning | None, bell: Bell, cpu: int = -1, device: GraphDevice | None = None
@@ -106,6 +113,8 @@ class GraphCalls:
         self._steps: dict[str, GraphStep] = {}
         """By block table: the last batch that was copied down."""
         self._layers: dict[HostAttention, AttentionProblem] = {}
+        self._sharing: set[HostAttention] = set()
+        """The layers that read over the link, if any do."""
         self.thread = GraphThread(cpu, bell.settle)
         if pinning:
             pinning.register(self.thread.rung, DOORBELL_BYTES)
@@ -121,6 +130,30 @@ class GraphCalls:
             block_table=none,
             causal=True,
         )
+        if self.can_share(layer):
+            self._sharing.add(layer)
+
+    def share_over_link(self, fraction: float) -> bool:
+        """Let graphs that are captured from now on read this fraction of contexts over the link, where they can.
+
+        Returns whether any layer will. Not beside copies.
+        """
+        if fraction == 0 or self.copies or not self._sharing:
+            return False
+        self.over_link = GraphLink(self.link)
+        self.over_link.set_fraction(fraction)
+        return True
+
+    def can_share(self, layer: HostAttention) -> bool:
+        """Whether the device's kernels can read this layer's pages over the link, in a graph."""
+        pages = layer.device_pages
+        if self.device is None or layer.window is not None or layer.rounds or not layer.layer.merges():
+            return False
+        query = pages.key.new_empty(0, layer.layer.num_heads, pages.key.shape[-1])
+        lengths = torch.empty(0, dtype=torch.int32)
+        parts = {"query_start_loc": lengths, "seq_lens": lengths, "block_table": lengths, "sinks": None}
+        problem = layer.layer.problem(query=query, key=pages.key, value=pages.value, causal=True, **parts)
+        return self.device.can_run(problem) is None
 
     def reserve(self, batch: GraphBatch, dtype: torch.dtype) -> None:
         """Allocate what graphs of this batch need, because memory cannot be pinned during a capture.
@@ -133,14 +166,16 @@ class GraphCalls:
             heads = layer.layer.num_heads
             self._buffer("rows", (tokens, (heads + 2 * kv_heads) * size), dtype)
             self._buffer("out", (tokens, heads, size), dtype)
-            if layer.copies is not None:
+            if layer.copies is not None or self.over_link:
                 self._buffer("lse", (tokens, heads), torch.float32)
             self._buffer("sinks", (heads,), torch.float32)
         for name in CHANGING:
             tensor: torch.Tensor = getattr(batch, name)
             self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
-            if self.copies and name in ("seq_lens", "block_table"):
+            if (self.copies or self.over_link) and name in ("seq_lens", "block_table"):
                 self._buffer(f"{batch.table} left {name}", tensor.shape, tensor.dtype)
+        if self.over_link:
+            self.over_link.reserve(batch.table)
 
     def bring_down(self, batch: GraphBatch) -> None:
         """Copy a batch's lengths, block tables and slots to the host. Once per step and block table."""
@@ -150,15 +185,21 @@ class GraphCalls:
             copies[name], seen = self._buffer(f"{batch.table} {name}", tensor.shape, tensor.dtype)
             seen.copy_(tensor)
         down = left = replace(batch, **copies)
-        shares = None
-        if self.copies and self.copies.table == batch.table:
-            shares = self.copies.share(batch)
+        shares = self._share(batch)
+        if shares is not None:
             lengths, seen = self._buffer(f"{batch.table} left seq_lens", shares.left.shape, torch.int32)
             seen.copy_(shares.left)
             table, seen = self._buffer(f"{batch.table} left block_table", shares.left_table.shape, torch.int32)
             seen.copy_(shares.left_table)
             left = replace(down, seq_lens=lengths, block_table=table)
         self._steps[batch.table] = GraphStep(batch, down, left, shares)
+
+    def _share(self, batch: GraphBatch) -> Shares | None:
+        if self.copies:
+            return self.copies.share(batch) if self.copies.table == batch.table else None
+        if self.over_link and self._sharing:
+            return self.over_link.share(batch, next(iter(self._sharing)).block_size)
+        return None
 
     def attend(
         self,
@@ -176,7 +217,8 @@ class GraphCalls:
         """
         step = self._steps[batch.table]
         assert step.batch is batch, f"block table {batch.table} was copied down for another batch"
-        shares, down = (step.shares, step.left) if layer.copies is not None else (None, step.down)
+        sharing = layer.copies is not None or (self.over_link is not None and layer in self._sharing)
+        shares, down = (step.shares, step.left) if sharing else (None, step.down)
         assert layer.copies is None or shares is not None, "the copies would not get this step's keys and values"
         tokens, parts = len(query), (query, key, value)
         widths = [part.shape[1] * part.shape[2] for part in parts]
@@ -212,33 +254,49 @@ class GraphCalls:
             attention, *_ = cpu_kernels.attention_arguments(problem, out, None, False)
             call = self.thread.add(write, attention, problem, down, rows, out)
             self.bell.ring(self.thread.rung, self.thread.answered, call)
+            self.bell.wait(self.thread.answered, call)
             output[:tokens].copy_(out_seen)
             return
         lse, lse_seen = self._buffer("lse", query.shape[:2], torch.float32)
         attention, *_ = cpu_kernels.attention_arguments(problem, out, lse, False)
         call = self.thread.add(write, attention, problem, down, rows, out, lse)
-        total, total_lse = self._attend_to_copies(layer, shares, query, key, value)
-        self.bell.ring(self.thread.rung, self.thread.answered, call, shares.nothing_left.data_ptr())
-        # Without a ring, the buffers hold the answer to another call.
-        asks = shares.asks_cpu[:, None]
-        part, part_lse = out_seen.masked_fill(~asks[..., None], 0.0), lse_seen.masked_fill(~asks, -torch.inf)
+        unless = 0 if shares.nothing_left is None else shares.nothing_left.data_ptr()
+        self.bell.ring(self.thread.rung, self.thread.answered, call, unless)
+        total, total_lse = self._attend_to_share(layer, batch, shares, query, key, value)
+        self.bell.wait(self.thread.answered, call, unless)
+        part, part_lse = out_seen, lse_seen
+        if shares.asks_cpu is not None:  # without a ring, the buffers hold the answer to another call
+            asks = shares.asks_cpu[:, None]
+            part, part_lse = part.masked_fill(~asks[..., None], 0.0), part_lse.masked_fill(~asks, -torch.inf)
         merge(total, total_lse, part, part_lse)
         if sinks is not None:  # they are one more key, with value zero
             total.mul_(torch.sigmoid(total_lse - sinks.float())[..., None])
         output[:tokens].copy_(total)
 
-    def _attend_to_copies(
-        self, layer: HostAttention, shares: Shares, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    def _attend_to_share(
+        self,
+        layer: HostAttention,
+        batch: GraphBatch,
+        shares: Shares,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values in the copies, and on the host if the CPU will not; attend to the copies.
+        """Attend to the device's share, and first store in it what belongs there.
 
-        Returns fp32 ``out`` and ``lse``; 0 and -inf for tokens that see no copy.
+        Returns fp32 ``out`` and ``lse``; 0 and -inf for tokens that see nothing of it.
         """
-        assert layer.copies is not None
         assert self.device is not None
-        pages, on_host, scales = stored_rows.pages_of(layer.copies), layer.device_pages, layer.layer.scales()
-        self.device.write_kv(key, value, pages.key, pages.value, shares.slots, *scales)
-        self.device.write_kv(key, value, on_host.key, on_host.value, shares.host_slots, *scales)
+        pages = layer.device_pages
+        if shares.written is not None:
+            assert layer.copies is not None
+            scales = layer.layer.scales()
+            self.device.write_kv(key, value, pages.key, pages.value, shares.written.host_slots, *scales)
+            pages = stored_rows.pages_of(layer.copies)
+            self.device.write_kv(key, value, pages.key, pages.value, shares.written.slots, *scales)
+        else:
+            assert self.over_link is not None
+            self.over_link.add(batch.table, layer)
         problem = layer.layer.problem(
             query=query,
             key=pages.key,
@@ -246,11 +304,11 @@ class GraphCalls:
             query_start_loc=shares.query_start_loc,
             seq_lens=shares.seq_lens,
             block_table=shares.rows,
-            causal=True,
+            causal=False,  # each sequence's keys are all before its queries, or it has one query
             sinks=None,
         )
-        out, lse = self.device.run_in_graph(problem, shares.max_seq_len)
-        none = (shares.seq_lens == 0)[:, None]
+        out, lse = self.device.run_in_graph(problem, shares.max_seq_len, shares.max_query_len)
+        none = shares.sees_nothing[:, None]
         return out.float().masked_fill(none[..., None], 0.0), lse.masked_fill(none, -torch.inf)
 
     def _on_device(self, layer: HostAttention, batch: GraphBatch, *parts: torch.Tensor) -> AttentionProblem:
@@ -265,7 +323,13 @@ class GraphCalls:
         """What the CPU has done for graphs."""
         found = self.thread.counters()
         seconds = found.nanoseconds * 1e-9
-        return Counters(cpu_seconds=seconds, cpu_bytes=found.kv_bytes, device_wait_seconds=seconds)
+        streamed = self.over_link.bytes_read() if self.over_link else 0
+        return Counters(
+            cpu_seconds=seconds,
+            cpu_bytes=found.kv_bytes,
+            decode_streamed_bytes=streamed,
+            device_wait_seconds=seconds,
+        )
 
     def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Pinned memory, and the same memory as the device sees it.

@@ -28,6 +28,12 @@ class Rates:
     """Copies from host to device."""
     cpu_beside_link: float
     link_beside_cpu: float
+    in_place: float = 0.0
+    """K and V read over the link by the device's attention kernels, without copies. 0 if they cannot in a graph."""
+
+    def in_graph(self) -> float:
+        """What the link delivers in a graph while the CPU reads, too."""
+        return self.link_beside_cpu * self.in_place / self.link
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,18 @@ class StreamSplit:
     """The device's fraction of the bytes after its head start, 0 to 1."""
     head_start: int = 0
     """Bytes per layer that are copied while the CPU waits for its next query."""
+    fraction_in_graph: float | None = None
+    """The device's fraction in a graph, where it reads in place and has no head start. None: :attr:`fraction`."""
 
     def of(self, size: int) -> float:
         """The device's fraction of ``size`` bytes, the contexts of one layer."""
         if size < MIN_SPLIT_BYTES and self.head_start:
             return 0.0
         return min(1.0, self.fraction + (1.0 - self.fraction) * self.head_start / max(size, 1))
+
+    def in_graph(self) -> float:
+        """The device's fraction in a graph whose kernels can read over the link."""
+        return self.fraction if self.fraction_in_graph is None else self.fraction_in_graph
 
 
 def stream_split(rates: Rates) -> StreamSplit:
@@ -54,24 +66,28 @@ def stream_split(rates: Rates) -> StreamSplit:
     """
     if rates.cpu >= ENOUGH * rates.memory:
         return StreamSplit(0.0)
-    fraction = rates.link_beside_cpu / (rates.cpu_beside_link + rates.link_beside_cpu)
-    return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS))
+    fraction, in_graph = (rate / (rates.cpu_beside_link + rate) for rate in (rates.link_beside_cpu, rates.in_graph()))
+    return StreamSplit(fraction, int(rates.link * HAND_OVER_SECONDS), in_graph)
 
 
-def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 1.0) -> float:
+def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 1.0, in_graph: bool = False) -> float:
     """Bytes of the contexts in one layer from which on decoding in pieces is faster than in one graph.
 
-    In a graph, the CPU attends to everything: B bytes take B / C. In pieces, it shares them with the link:
-    (B - H) / (C' + P') (:func:`stream_split`), and launching takes longer. ``rates``: None if they were not measured,
-    because the user chose the split, which then decides. ``sharing``: the fraction of host layers that share with the
-    link. The others, with windows, gain nothing in pieces.
+    B bytes take B / C in a graph in which the CPU reads all of them, and B / (C' + P') in one that shares them with the
+    link. In pieces, they take (B - H) / (C' + P') (:func:`stream_split`), and launching takes longer.
+
+    Args:
+        rates: None if they were not measured, because the user chose the split, which then decides.
+        sharing: the fraction of host layers that share with the link. The others, with windows, gain nothing in pieces.
+        in_graph: whether the graph shares with the link.
     """
     if (split.fraction == 0 and split.head_start == 0) or sharing == 0:
         return math.inf
     if rates is None:
-        return 0.0
+        return math.inf if in_graph else 0.0
     together = rates.cpu_beside_link + rates.link_beside_cpu
-    gain = 1 / rates.cpu - 1 / together  # seconds per byte
+    whole = rates.cpu_beside_link + rates.in_graph() if in_graph else rates.cpu
+    gain = 1 / whole - 1 / together  # seconds per byte
     loss = LAUNCH_SECONDS / sharing - split.head_start / together
     if gain <= 0:
         return math.inf

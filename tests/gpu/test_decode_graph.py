@@ -109,7 +109,7 @@ def test_a_graph_rings_and_waits() -> None:
 
 def test_a_graph_does_not_ring_if_the_copies_hold_everything() -> None:
     """And the host pool gets what the copies get. A step that needs the CPU rings again."""
-    bell = cuda_bell.create(skips=True)
+    bell = cuda_bell.create()
     assert not isinstance(bell, str), bell
     shape, dtype = (9, 2, 16, 128), torch.float16
     calls = GraphCalls(CudaLink(torch.device("cuda")), CudaPinning(), bell, device=flash)
@@ -148,6 +148,59 @@ def test_a_graph_does_not_ring_if_the_copies_hold_everything() -> None:
         torch.testing.assert_close(output, torch.full_like(output, (length + 1) / 2), rtol=2e-3, atol=0.0)
         assert calls.thread.counters().calls == max(0, length - 32)
         assert float(cache[int(slot) // 16, 0, int(slot) % 16, -1]) == length
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_graph_reads_over_the_link_beside_the_cpu(fraction: float) -> None:
+    """What the CPU has stored in earlier steps, too."""
+    bell = cuda_bell.create()
+    assert not isinstance(bell, str), bell
+    shape, dtype = (9, 2, 16, 128), torch.float16
+    calls = GraphCalls(CudaLink(torch.device("cuda")), CudaPinning(), bell, device=flash)
+    cache = host_memory.commit(torch.Size(shape).numel() * 2, pin=CudaPinning())[0].view(dtype).view(shape)
+    layer = HostAttention(HostLayerGroup(calls.link, flash), Model(head_size=64, dtype=dtype), cache)
+    calls.prepare(layer)
+    assert calls.share_over_link(fraction)
+    there = torch.tensor([[5, 3, 7, 1]], dtype=torch.int32)
+    batch = GraphBatch(
+        "0",
+        torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
+        torch.ones(1, dtype=torch.int32, device="cuda"),
+        there.cuda(),
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+    )
+    query, key, value, output = (torch.zeros(1, heads, 64, dtype=dtype, device="cuda") for heads in (4, 2, 2, 4))
+    calls.reserve(batch, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls.bring_down(batch)
+        calls.attend(layer, batch, query, key, value, output)
+    tokens = 0
+    for length in range(1, 61):
+        value.fill_(length)
+        batch.seq_lens.fill_(length)
+        batch.slot_mapping.fill_(int(there[0, (length - 1) // 16]) * 16 + (length - 1) % 16)
+        graph.replay()
+        torch.testing.assert_close(output, torch.full_like(output, (length + 1) / 2), rtol=2e-3, atol=0.0)
+        tokens += int(torch.tensor(fraction, dtype=torch.float32) * ((length - 1) // 16)) * 16
+    assert tokens
+    assert calls.counters().decode_streamed_bytes == tokens * 2 * 128 * 2
+
+
+@pytest.mark.parametrize("second_runner", ["0", "1"], ids=["v1", "v2"])
+@pytest.mark.parametrize("way", ["compiled", "few blocks"])
+def test_a_share_over_the_link_changes_no_answer(
+    way: str,
+    second_runner: str,
+    model: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = of_flash_attn(model, True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
+    config = {"fastattention": {"host_kv_layers": LAYERS - 1, "stream_fraction": 0.6}}
+    found, calls = apart(answer, model, random_prompts(LENGTHS), additional_config=config, **WAYS[way])
+    check(found, expected)
+    assert calls >= 8 * (LAYERS - 1), "most decode steps are graphs"
 
 
 @pytest.mark.parametrize("gib", [0.0005, 0.1])

@@ -49,27 +49,48 @@ class Doorbell:
         bell, answer = (ctypes.c_uint32.from_address(address) for address in (rung, answered))
         answer.value = 0
         bell.value = call
+
+    def wait(self, answered: int, call: int, unless: int = 0) -> None:
+        if unless and ctypes.c_uint32.from_address(unless).value:
+            return
+        answer = ctypes.c_uint32.from_address(answered)
         while answer.value != call:
             time.sleep(0)
 
 
 class GraphKernels:
-    """The "device" that attends to copies; its answers to sequences without keys are nothing to rely on."""
+    """The device's kernels; their answers to sequences without keys are nothing to rely on."""
 
     write_kv = staticmethod(cpu.write_kv)
 
-    def run_in_graph(self, problem: AttentionProblem, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def can_run(self, problem: AttentionProblem) -> str | None:
+        return None
+
+    def run_in_graph(
+        self, problem: AttentionProblem, max_seq_len: int, max_query_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        new = problem.query_start_loc.diff()
         assert int(problem.seq_lens.max()) <= max_seq_len
+        assert int(new.max()) <= max_query_len
         out, lse = cpu.run(problem, return_lse=True)
         assert lse is not None
-        return out.masked_fill_((problem.seq_lens == 0)[:, None, None], math.nan), lse.nan_to_num_(neginf=math.inf)
+        padding = torch.full((len(out) - int(new.sum()),), 0)
+        nothing = torch.cat([problem.seq_lens.repeat_interleave(new), padding]) == 0
+        return out.masked_fill_(nothing[:, None, None], math.nan), lse.nan_to_num_(neginf=math.inf)
 
 
 class Engine:
     """Host layers and the buffers in which vLLM keeps a step."""
 
     def __init__(
-        self, model: Model, layers: int, requests: int, query_len: int, width: int = 6, copies: int = 0
+        self,
+        model: Model,
+        layers: int,
+        requests: int,
+        query_len: int,
+        width: int = 6,
+        copies: int = 0,
+        over_link: float = 0.0,
     ) -> None:
         self.model = model
         self.random = torch.Generator().manual_seed(1)
@@ -96,6 +117,7 @@ class Engine:
         if copies:
             self.calls.copies = GraphCopies(LocalLink(), self.resident, PAGE)
             self.calls.copies.table = self.batch.table
+        assert self.calls.share_over_link(over_link) == (over_link > 0 and model.window is None and not copies)
 
     def admit(self) -> tuple[int, ...]:
         """What the host does before a step is launched: how many first blocks have copies."""
@@ -182,6 +204,41 @@ def test_steps_with_copies_equal_attention_over_everything(data: Any, query_len:
         if data.draw(st.sampled_from([True, False, False])):
             lengths[data.draw(st.integers(0, len(lengths) - 1))] = 0
         lengths = [length + query_len if length + query_len <= 6 * PAGE else query_len for length in lengths]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    data=st.data(),
+    query_len=st.sampled_from([1, 2, 5]),
+    sinks=st.booleans(),
+    first=st.sampled_from([0.3, 1.0]),
+)
+def test_steps_shared_with_the_link_equal_attention_over_everything(
+    data: Any, query_len: int, sinks: bool, first: float
+) -> None:
+    """The fraction changes between steps; the CPU keeps at least the tokens that it stores."""
+    engine = Engine(Model(has_sinks=sinks), layers=2, requests=3, query_len=query_len, over_link=first)
+    link, token = engine.calls.over_link, 2 * 2 * 32 * 4
+    assert link
+    for fraction in (first, data.draw(st.floats(0, 1)), 0.0):
+        link.set_fraction(fraction)
+        before = engine.calls.counters()
+        lengths = data.draw(st.lists(st.integers(query_len, 6 * PAGE), min_size=1, max_size=3))
+        engine.check(lengths)
+        counters = engine.calls.counters()
+        # The device multiplies in fp32.
+        shared = sum(
+            int(torch.tensor(fraction, dtype=torch.float32) * ((length - query_len) // PAGE)) * PAGE
+            for length in lengths
+        )
+        assert counters.decode_streamed_bytes - before.decode_streamed_bytes == 2 * shared * token
+        assert counters.cpu_bytes - before.cpu_bytes == 2 * (sum(lengths) - shared) * token
+
+
+def test_windows_and_copies_leave_the_link_alone() -> None:
+    for model, copies in ((Model(window=3), 0), (Model(), 4)):
+        engine = Engine(model, layers=1, requests=1, query_len=1, over_link=0.5, copies=copies)
+        assert engine.calls.over_link is None
 
 
 @settings(max_examples=8, deadline=None)

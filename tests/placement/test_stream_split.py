@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -74,3 +75,26 @@ def test_layers_with_windows_pay_for_pieces_and_gain_nothing() -> None:
     split = stream_split(rates)
     assert whole_steps_until(split, rates, 0.5) > whole_steps_until(split, rates)
     assert whole_steps_until(split, rates, 0.0) == math.inf
+
+
+def test_a_graph_that_reads_in_place_is_left_only_where_copies_are_faster() -> None:
+    rates = Rates(150e9, 100e9, link=50e9, cpu_beside_link=90e9, link_beside_cpu=45e9, in_place=50e9)
+    split = stream_split(rates)
+    assert split.in_graph() == pytest.approx(45 / 135)
+    assert whole_steps_until(split, rates, in_graph=True) == math.inf
+    slow = replace(rates, in_place=10e9)
+    assert stream_split(slow).in_graph() == pytest.approx(9 / 99)
+    alone, shared = (whole_steps_until(stream_split(slow), slow, in_graph=share) for share in (False, True))
+    assert alone < shared < math.inf or shared == alone == MIN_SPLIT_BYTES
+
+
+@given(RATE, RATE, RATE, RATE)
+def test_link_and_cpu_finish_at_the_same_time_in_a_graph(cpu: float, up: float, link: float, in_place: float) -> None:
+    rates = Rates(memory=1e13, cpu=1e6, link=link, cpu_beside_link=cpu, link_beside_cpu=up, in_place=in_place)
+    fraction = stream_split(rates).in_graph()
+    assert fraction / (up * in_place / link) == pytest.approx((1 - fraction) / cpu, abs=1e-9 / cpu, rel=1e-6)
+
+
+def test_a_users_fraction_is_the_same_in_a_graph() -> None:
+    assert StreamSplit(0.3).in_graph() == 0.3
+    assert whole_steps_until(StreamSplit(0.3), None, in_graph=True) == math.inf

@@ -44,14 +44,14 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int, device
     elif copies and not hasattr(device, "run_in_graph"):
         bell = "these kernels cannot attend to the copies of resident_kv_gib in a graph"
     else:
-        bell = cuda_bell.create(skips=copies)
+        bell = cuda_bell.create()
         if host_layers.smallest(float(not isinstance(bell, str)))[0] == 0 and not isinstance(bell, str):
             bell = "it is impossible on another rank"
     if isinstance(bell, str):
         logger.warning("Host layers: decode steps run in pieces instead of one CUDA graph, because %s.", bell)
         return None
     try:
-        return GraphCalls(link, pinning, bell, cpu, device)
+        return GraphCalls(link, pinning, bell, cpu, device if hasattr(device, "run_in_graph") else None)
     except (MemoryError, ValueError) as error:
         raise Refusal(f"decode graphs with host layers: {str(error).rstrip('.')}.") from error
 

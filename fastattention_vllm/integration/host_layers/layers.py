@@ -185,7 +185,7 @@ class HostLayers:
     def _divide_reading(self, forward_context: dict[str, Any]) -> None:
         """Decide which fraction of a decoding request's host KV the device reads itself."""
         if self.stream_fraction != "auto":
-            self.set_stream_split(StreamSplit(float(self.stream_fraction)))
+            split = StreamSplit(float(self.stream_fraction))
         elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
             self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
@@ -194,22 +194,35 @@ class HostLayers:
                 "Host memory: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
                 "copies at the same time: %.1f and %.1f GB/s). When decoding, the device reads %.0f %% of the host KV "
                 "and the first %d MiB of each layer.",
-                *(rate / 1e9 for rate in dataclasses.astuple(rates)),
+                *(rate / 1e9 for rate in dataclasses.astuple(rates)[:5]),
                 100 * split.fraction,
                 split.head_start >> 20,
             )
-            self.set_stream_split(split)
+        else:
+            return
+        calls = self.graph_calls
+        if calls and calls.share_over_link(split.in_graph()):
+            logger.info(
+                "One graph for a decode step: the device reads %.0f %% of the host KV in place%s.",
+                100 * split.in_graph(),
+                f", {self.rates.in_place / 1e9:.1f} GB/s if alone" if self.rates else "",
+            )
+        self.set_stream_split(split)
 
     def set_stream_split(self, split: StreamSplit) -> None:
         """Set how much of the decoding requests' host KV the device reads over the link.
 
-        Where it reads anything, decode steps run in pieces, if these are faster than a graph in which the CPU reads
-        all. All ranks decide alike, because vLLM's own sums depend on it.
+        Where it reads anything, decode steps run in pieces, if these are faster than one graph. All ranks decide alike,
+        because vLLM's own sums depend on it.
         """
         self.group.stream_split = split
         if self.graph_calls:
+            over_link = self.graph_calls.over_link
+            if over_link:
+                over_link.set_fraction(split.in_graph())
             sharing = sum(layer.window is None for layer in self.group.layers) / len(self.group.layers)
-            self.whole_steps_until = smallest(whole_steps_until(split, self.rates, sharing))[0]
+            until = whole_steps_until(split, self.rates, sharing, in_graph=over_link is not None)
+            self.whole_steps_until = smallest(until)[0]
 
     def is_first(self, attention: HostAttention, metadata: HostMetadata) -> bool:
         """Whether no earlier host layer of this forward pass has the same metadata."""

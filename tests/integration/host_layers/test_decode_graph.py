@@ -40,6 +40,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class Calls:
     """Notes what a capture asks for."""
 
+    over_link: Any = None
+
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.bell = SimpleNamespace(capturing=lambda: True)
@@ -157,7 +159,7 @@ def test_graphs_hold_host_layers_where_everything_allows_it(
     why_not: str | None,
     works: bool,
 ) -> None:
-    monkeypatch.setattr(cuda_bell, "create", lambda skips: why_not or SimpleNamespace())
+    monkeypatch.setattr(cuda_bell, "create", lambda: why_not or SimpleNamespace())
     monkeypatch.setattr(decode_graph, "GraphCalls", lambda *arguments: SimpleNamespace(arguments=arguments))
     monkeypatch.setattr(decode_graph.logger, "propagate", True)
     found: Any = graph_calls(config_of(mode, drafted), LocalLink(), None, 3)  # type: ignore[arg-type]
@@ -235,6 +237,29 @@ def test_the_users_split_decides_over_pieces() -> None:
     assert found.allows_whole_step(1 << 40)
 
 
+def test_a_graph_that_reads_over_the_link_does_it_at_every_length() -> None:
+    calls, fractions = Calls(), []
+    calls.over_link = SimpleNamespace(set_fraction=fractions.append)
+    found = host_layers_of(calls)
+    found.group.layers = [SimpleNamespace(window=None)]  # type: ignore[list-item]
+    found.set_stream_split(StreamSplit(0.3))
+    assert found.whole_steps_until == math.inf
+    found.set_stream_split(StreamSplit(0.4, 1 << 20, fraction_in_graph=0.2))
+    assert fractions == [0.3, 0.2]
+
+
+@pytest.mark.parametrize("asked", [0.0, 0.25])
+def test_the_users_fraction_is_read_in_graphs_too(asked: float) -> None:
+    calls: Any = Calls()
+    shared: list[float] = []
+    calls.share_over_link = lambda fraction: shared.append(fraction) or False
+    found = host_layers_of(calls, stream_fraction=asked)
+    found.group.layers = [SimpleNamespace(window=None)]  # type: ignore[list-item]
+    found._divide_reading({})
+    assert shared == [asked]
+    assert found.group.stream_split == StreamSplit(asked)
+
+
 def test_counters_are_of_both_ways() -> None:
     assert host_layers_of(Calls()).counters() == Counters(cpu_seconds=1.0, cpu_bytes=7)
     assert host_layers_of(None).counters() == Counters(cpu_seconds=1.0, cpu_bytes=2)
@@ -252,8 +277,7 @@ def test_two_ranks_have_graphs_or_none(monkeypatch: pytest.MonkeyPatch, caplog: 
 def test_graphs_hold_copies_where_the_kernels_can_read_them(
     able: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(cuda_bell, "create", lambda skips: asked.append(skips) or SimpleNamespace())
+    monkeypatch.setattr(cuda_bell, "create", SimpleNamespace)
     monkeypatch.setattr(decode_graph, "GraphCalls", lambda *arguments: arguments)
     monkeypatch.setattr(decode_graph.logger, "propagate", True)
     kernels = SimpleNamespace(run_in_graph=None) if able else SimpleNamespace()
@@ -261,7 +285,6 @@ def test_graphs_hold_copies_where_the_kernels_can_read_them(
     assert (found is not None) == able
     if able:
         assert found[-1] is kernels
-        assert asked == [True]
     else:
         assert "cannot attend to the copies of resident_kv_gib in a graph" in caplog.text
 
