@@ -11,8 +11,12 @@ of size 256. Its hidden size and MLPs are small, and its weights are random (hyb
 
 For each number of host layers, an engine reads a prompt and decodes, with the prompt in the cache. Without host layers
 it has all of the GPU's memory, and its answers are the reference. With host layers, --device-gib limits the memory of
-the GPU's KV cache. Answers are compared up to the token where rounding decides between two equally good ones. As a
-control, the same prompt is asked again after the host pool was zeroed, and the answer must differ.
+the GPU's KV cache.
+
+Answers are compared up to the token where rounding decides between two equally good ones. How much rounding changes
+them is measured: an engine without host layers reads the prompt in steps half as long. With host layers,
+log-probabilities may be at most twice as far from the reference as its answer is. As a control, the same prompt is
+asked again after the host pool was zeroed, and the answer must differ.
 
 Decoding with host layers is measured in three ways: all host KV over the link, the CPU alone, and as chosen at start.
 """
@@ -28,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 GIB = 1 << 30
 ALLOWED = 2**-4
-"""Tolerance of log-probabilities: 64 steps of an fp16 logit between 1 and 2."""
+"""Tolerance of log-probabilities where rounding changes them less: 64 steps of an fp16 logit between 1 and 2."""
 LEAST_SECONDS = 45
 """An engine needs at least this long."""
 CANDIDATES = 5
@@ -87,14 +92,14 @@ def in_processes_of_their_own(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         file, reference = Path(folder) / "rows.json", Path(folder) / "reference.json"
-        for host in options.host_layers:
+        for host, chunk in runs_of(options):
             left = end - time.monotonic()
             if left < LEAST_SECONDS:
                 print(f"{host} host layers: not run, because {left:.0f} s are left of --limit-s", flush=True)
                 continue
             # The last value of a repeated option applies.
             command = [sys.executable, __file__, *sys.argv[1:], "--host-layers", str(host)]
-            command += ["--reference", str(reference), "--json", str(file)]
+            command += ["--chunk", str(chunk), "--reference", str(reference), "--json", str(file)]
             try:
                 status = subprocess.run(command, check=False, timeout=left).returncode
             except subprocess.TimeoutExpired:
@@ -107,6 +112,13 @@ def in_processes_of_their_own(options: argparse.Namespace) -> list[Row]:
             rows += Report[Row].model_validate_json(file.read_text()).rows
             file.unlink()
     return rows
+
+
+def runs_of(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """For each engine, its host layers and --chunk."""
+    runs = [(host, options.chunk) for host in options.host_layers]
+    again = [(0, options.chunk // 2)] if options.host_layers[0] == 0 else []
+    return [*runs[:1], *again, *runs[1:]]
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
@@ -131,8 +143,14 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
     answer = ask(llm, prompt, 1 + options.decode)
     print("answer", answer, flush=True)
     add("", "cooperative cached prompt has the same answer", "1 = yes", int(agree(first, answer[:1])))
+    if not host and options.reference.exists():
+        expected = Reference.load(options.reference)
+        apart = distance(answer, expected.answer)
+        replace(expected, rounding=apart).save(options.reference)
+        add(f", steps of {options.chunk} tokens", "cooperative distance from the reference", "nats", apart)
+        return rows
     if not host:
-        options.reference.write_text(json.dumps(answer))
+        Reference(answer).save(options.reference)
         seconds = [decode_seconds(llm, prompt, options) for _ in range(options.rounds)]
         add("", "cooperative decode", "tokens/s", 1 / statistics.median(seconds), step_ms=in_ms(seconds))
         return rows
@@ -140,9 +158,11 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
     size = layers.placement.device_size
     add("", "cooperative blocks", "tokens", size.block_size, tables=size.groups(), layers=list(layers.placement.host))
     if options.reference.exists():
-        reference = stored(options.reference.read_text())
-        same = sum(ours[0] == theirs[0] for ours, theirs in zip(answer, reference, strict=True))
-        add("", "cooperative answer is the reference's", "1 = yes", int(agree(answer, reference)), same_tokens=same)
+        reference = Reference.load(options.reference)
+        same = sum(ours[0] == theirs[0] for ours, theirs in zip(answer, reference.answer, strict=True))
+        apart, allowed = distance(answer, reference.answer), reference.allowed()
+        numbers = {"same_tokens": same, "distance": round(apart, 4), "allowed": round(allowed, 4)}
+        add("", "cooperative answer is the reference's", "1 = yes", int(apart <= allowed), **numbers)
     decode_with_host_layers(llm, prompt, shape, options, add)
     layers.pool.memory.zero_()
     without = ask(llm, prompt, 1 + options.decode)
@@ -230,19 +250,41 @@ def ask(llm: Any, prompt: list[int], count: int, *, cached: bool = True) -> Step
     ]
 
 
-def stored(answer: str) -> Steps:
-    """An answer from JSON, whose keys are strings."""
-    return [(token, {int(one): logprob for one, logprob in found.items()}) for token, found in json.loads(answer)]
+@dataclass(frozen=True)
+class Reference:
+    """What engines with host layers should answer."""
+
+    answer: Steps
+    rounding: float = 0.0
+    """How far another order of rounding is from it."""
+
+    def allowed(self) -> float:
+        return max(ALLOWED, 2 * self.rounding)
+
+    def save(self, file: Path) -> None:
+        file.write_text(json.dumps([self.answer, self.rounding]))
+
+    @classmethod
+    def load(cls, file: Path) -> Reference:
+        answer, rounding = json.loads(file.read_text())
+        # The keys of JSON are strings.
+        steps = [(token, {int(one): logprob for one, logprob in found.items()}) for token, found in answer]
+        return cls(steps, rounding)
 
 
 def agree(answer: Steps, other: Steps) -> bool:
-    """Whether log-probabilities are equal up to the token where rounding decides between two equally good ones."""
+    return distance(answer, other) <= ALLOWED
+
+
+def distance(answer: Steps, other: Steps) -> float:
+    """The largest difference of log-probabilities, up to the token where rounding decides between two good ones."""
+    largest = 0.0
     for (token, ours), (wanted, theirs) in zip(answer, other, strict=True):
-        if any(abs(ours.get(one, -math.inf) - theirs.get(one, -math.inf)) > ALLOWED for one in (token, wanted)):
-            return False
+        apart = [abs(ours.get(one, -math.inf) - theirs.get(one, -math.inf)) for one in (token, wanted)]
+        largest = max(largest, *apart)
         if token != wanted:
             break
-    return True
+    return largest
 
 
 def decode_seconds(llm: Any, prompt: list[int], options: argparse.Namespace) -> float:
@@ -260,8 +302,7 @@ def in_ms(seconds: list[float]) -> list[float]:
 
 
 def row(case: str, metric: str, unit: str, ours: float, **more: Any) -> Row:
-    """A row for a rate or an answer, where more is better."""
-    return compared(case, metric, unit, ours, better="higher", **more)
+    return compared(case, metric, unit, ours, better="lower" if unit == "nats" else "higher", **more)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ VLLM = {"2.10.0.post4": "0.23.0"}
 """torch_npu -> vLLM and vllm-ascend, which have the same version."""
 CUDA_PARTS = ("libtorch_cuda*.so", "libc10_cuda.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
 WITHOUT_VLLM = """
-    annotated-types attrs execnet filelock fsspec hypothesis iniconfig Jinja2 MarkupSafe mpmath networkx numpy packaging
-    pluggy psutil pydantic pydantic_core pytest pytest-timeout pytest-xdist PyYAML Pygments setuptools sortedcontainers sympy
-    typing-inspection typing_extensions
+    annotated-types attrs execnet filelock fsspec hypothesis iniconfig Jinja2 MarkupSafe mpmath networkx numpy
+    packaging pluggy psutil pydantic pydantic_core pytest pytest-timeout pytest-xdist PyYAML Pygments setuptools
+    sortedcontainers sympy typing-inspection typing_extensions
 """.split()
 TRITON = HOME / "triton"
 """Folder of triton-ascend and what its programs are compiled with. It is on the path of only the tests that need it,

@@ -104,7 +104,7 @@ def run_in_graph(problem: AttentionProblem, max_seq_len: int, max_query_len: int
     """``out`` and ``lse`` without waiting for the GPU, where lengths and block table are.
 
     A sequence of length 0 gets anything, and so do rows after the last sequence. ``max_seq_len``: none is longer.
-    ``max_query_len``: none has more queries. Not yet run on hardware.
+    ``max_query_len``: none has more queries.
     """
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
@@ -168,4 +168,4 @@ def version(head_size: int) -> int:
 
 @functools.cache
 def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, device=device)
+    return torch.ones(1, dtype=torch.float32, device=device)

@@ -58,6 +58,16 @@ def test_answers_agree_up_to_an_equally_good_token(other: hybrid_host_layers.Ste
     assert hybrid_host_layers.agree(ANSWER, other) == equal
 
 
+def test_answers_may_be_twice_as_far_as_rounding_takes_them(tmp_path: Path) -> None:
+    reference = hybrid_host_layers.Reference(ANSWER, rounding=0.05)
+    reference.save(tmp_path / "reference.json")
+    assert hybrid_host_layers.Reference.load(tmp_path / "reference.json") == reference
+    assert reference.allowed() == 0.1
+    assert hybrid_host_layers.Reference(ANSWER, rounding=0.01).allowed() == hybrid_host_layers.ALLOWED
+    other = [(5, {5: -1.0, 9: -1.3}), (6, {6: -1.58}), (7, {7: -0.5})]
+    assert hybrid_host_layers.distance(other, ANSWER) == pytest.approx(0.08)
+
+
 @pytest.mark.more
 @pytest.mark.skipif(not compat.has_cpu_linear_attention(), reason="this vLLM's operator for states is not replaced")
 def test_a_run_on_this_cpu(tmp_path: Path) -> None:
@@ -74,3 +84,4 @@ def test_a_run_on_this_cpu(tmp_path: Path) -> None:
     }
     rates = [row for row in rows if row["metric"] == "cooperative decode"]
     assert [row["case"].rpartition(", ")[2] for row in rates] == ["0 host layers", "stream all", "CPU alone", "auto"]
+    assert [row["case"].rpartition(", ")[2] for row in rows if row["unit"] == "nats"] == ["steps of 128 tokens"]

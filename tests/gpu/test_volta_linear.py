@@ -86,6 +86,12 @@ def test_prompts(form: WeightFormat, rows: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ONE_OF_EACH_KIND, ids=str)
+def test_many_rows_with_a_bias(form: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "ROWS_WITH_BIAS", 100)
+    check(oracle.matrix(form, 712, 1032), 330, bias=True)
+
+
+@pytest.mark.parametrize("form", ONE_OF_EACH_KIND, ids=str)
 def test_prompts_in_slices(form: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SCRATCH_BYTES", 2 * 712 * 8 * 30)
     assert launch.slice_tiles(1032, 712) == 26  # 129 tiles: four slices of 26 and one of 25

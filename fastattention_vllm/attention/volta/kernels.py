@@ -259,7 +259,7 @@ def attend(
     split = Split(argument, parts=Divisor.by(parts), rows=max_rows, min_parts=minimum)
     if kind != "prefill" or parts > 1:
         needed = volta_kernels.floats_of_parts(head_size, rows_of(parts))
-        partial = torch.empty(needed, device=device) if workspace is None else workspace
+        partial = torch.empty(needed, dtype=torch.float32, device=device) if workspace is None else workspace
         if partial.numel() < needed:
             raise ValueError(f"the workspace has room for {partial.numel()} numbers, but {parts} parts need {needed}.")
         split.partial_out = partial.data_ptr()

@@ -25,6 +25,8 @@ NAMES = {"int4": "int4", "int8": "int8", "fp8_e4m3": "e4m3"}
 """The formats' names in the kernels."""
 ALIGNED = 16
 """Bytes. The kernels read x in chunks of so many."""
+ROWS_WITH_BIAS = 2048
+"""At most so many rows of a slice of columns exist in fp32."""
 NO_GROUPS = 31
 """A shift that leaves 0 of any number of quarters or tiles."""
 
@@ -115,6 +117,10 @@ def _refuse(x: torch.Tensor, bias: torch.Tensor | None, weights: PackedWeights) 
         raise ValueError(
             f"bias has shape {list(bias.shape)} and dtype {bias.dtype}, but must have [{weights.n}] and float16."
         )
+    of_scales = torch.float32 if weights.format.kind == "fp8_e4m3" else torch.int32
+    for name, tensor, dtype in (("scales", weights.scales, of_scales), ("factor", weights.factor, torch.float32)):
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, but packed {weights.format} has {dtype}; use pack().")
     for name, tensor in (("x", x), ("bias", bias), ("scales", weights.scales), ("factor", weights.factor)):
         if tensor is not None and tensor.device != weights.packed.device:
             raise ValueError(f"{name} is on {tensor.device}, but the weights are on {weights.packed.device}.")
@@ -173,9 +179,16 @@ def _by_unpacked(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | N
         unpack_tiles(weights, first, transposed)
         if bias is None:
             torch.mm(x, transposed.t(), out=out[:, columns])
-        else:
-            # With a vector to add, torch rounds the product before the sum. Here the sum is rounded once.
-            out[:, columns].copy_(bias[columns]).addmm_(x, transposed.t())
+            continue
+        # cuBLAS may round the product before it adds to what is there. In fp32 there is only one rounding, of the sum.
+        for begin in range(0, len(x), ROWS_WITH_BIAS):
+            rows = slice(begin, begin + ROWS_WITH_BIAS)
+            torch.add(product_in_fp32(x[rows], transposed), bias[columns], out=out[rows, columns])
+
+
+def product_in_fp32(x: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
+    """``x @ transposed.t()`` of fp16 matrices in fp32, which torch can only do on GPUs."""
+    return torch.mm(x, transposed.t(), out_dtype=torch.float32)
 
 
 def unpack_tiles(weights: PackedWeights, first: int, out: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ def _packed_scales(matrix: QuantisedMatrix) -> tuple[torch.Tensor, torch.Tensor 
         )
     if form.kind == "fp8_e4m3":
         if form.scales == "channel":
-            return torch.full((1, 1), LEFT_OUT_OF_E4M3, device=scales.device), scales[0].contiguous()
+            return torch.full_like(scales[:1, :1], LEFT_OUT_OF_E4M3), scales[0].contiguous()
         return (scales * LEFT_OUT_OF_E4M3).contiguous(), None
     middle = MIDDLE[form.kind]
     most = 2 * middle - 1

@@ -69,6 +69,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     known = [Variant(**describe(one)) for one in COMPILED.values()]  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "_variants", lambda weight: [one for one in known if one.weight == weight])
     monkeypatch.setattr(kernels, "_kernel", lambda variant: EmulatedKernel(variant, launches))
+    monkeypatch.setattr(kernels, "product_in_fp32", lambda x, transposed: x.float() @ transposed.float().t())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     return launches
 

@@ -62,7 +62,8 @@ def test_drawn_problems(form: WeightFormat, launches: list[tuple[str, int]], dat
 def test_many_rows_are_multiplied_by_unpacked_weights(
     form: WeightFormat, launches: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In slices of columns, with and without a bias."""
+    """In slices of columns, with and without a bias, with which rows are divided, too."""
+    monkeypatch.setattr(kernels, "ROWS_WITH_BIAS", 50)
     monkeypatch.setattr(launch, "SCRATCH_BYTES", 2 * 8 * 328 * 10)
     most = launch.MOST_ROWS * launch.MOST_TURNS[form.kind]
     for bias in (False, True):
@@ -132,6 +133,12 @@ X = torch.zeros(2, 128, dtype=torch.float16)
 @pytest.mark.parametrize(
     ("x", "weights", "bias", "said"),
     [
+        (
+            X,
+            replace(WEIGHTS, scales=WEIGHTS.scales.half()),
+            None,
+            r"^scales has dtype torch\.float16, but .* torch\.int32",
+        ),
         (X.bfloat16(), WEIGHTS, None, r"^x has dtype torch\.bfloat16, but .* need float16; pass --dtype float16\.$"),
         (X[:, :120], WEIGHTS, None, r"^x has 120 columns, but the weights have k = 128\.$"),
         (X, WEIGHTS, X[0], r"^bias has shape \[128\] and dtype torch\.float16, but must have \[64\] and float16\.$"),

@@ -88,6 +88,24 @@ def test_any_strides(form: WeightFormat) -> None:
     assert torch.equal(packing.pack(rows).packed, expected.packed)
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_the_default_dtype_changes_nothing(form: WeightFormat) -> None:
+    """vLLM loads models with that of the model. The kernels read scales as fp32 whatever the tensor's dtype is."""
+    matrix = oracle.matrix(form, 328, 72)
+    expected = packing.pack(matrix)
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = packing.pack(matrix)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name in ("packed", "scales", "factor"):
+        ours, wanted = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (wanted is None)
+        if wanted is not None:
+            assert ours.dtype == wanted.dtype
+            assert torch.equal(ours, wanted)
+
+
 @pytest.mark.parametrize(("form", "bytes_each"), [(INT4, 0.5), (INT8, 1), (FP8, 1)], ids=str)
 def test_packed_weights_have_the_size_of_the_given_ones(form: WeightFormat, bytes_each: float) -> None:
     assert packing.pack(oracle.matrix(form, 512, 64)).packed.nbytes == bytes_each * 512 * 64
