@@ -1,6 +1,6 @@
 """The kernel tests under AddressSanitizer + UndefinedBehaviorSanitizer and under ThreadSanitizer.
 
-Run by: contributors as `make sanitize`; tests/scripts/test_sanitize.py runs a part of it in `make test-more`.
+Run by: contributors as `make sanitize`; tests/scripts/test_sanitize.py runs a part of it in `make test-full`.
 Needs: `make setup-dev`, and g++ with its sanitizer runtimes.
 Reads: CXX (C++ compiler).
 

@@ -118,7 +118,7 @@ def test_an_engine_that_does_not_start_is_ended_with_its_traceback(
         engine.end()
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(2000)
 def test_every_engine_has_its_row(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"

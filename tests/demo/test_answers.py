@@ -13,7 +13,7 @@ SPECS = [
     DemoModelSpec(num_layers=6, num_heads=8, num_kv_heads=2),
     DemoModelSpec(num_layers=2, num_heads=8, num_kv_heads=8, head_size=80, dtype="float32"),
     DemoModelSpec(num_layers=3, num_heads=6, num_kv_heads=2, head_size=96),
-    pytest.param(DemoModelSpec(num_layers=16, num_heads=16, num_kv_heads=4), marks=pytest.mark.more),
+    pytest.param(DemoModelSpec(num_layers=16, num_heads=16, num_kv_heads=4), marks=pytest.mark.full),
     pytest.param(
         DemoModelSpec(num_layers=2, num_heads=4, num_kv_heads=2, head_size=256),
         marks=pytest.mark.more,

@@ -67,7 +67,7 @@ def served(command: str, log: Path) -> Iterator[str]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("block", different(), ids=str)
 def test_a_documented_server_starts_and_answers(block: Block, model: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random(llama(4, 2, 64), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=pytest.mark.more)])
+@pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=pytest.mark.full)])
 def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
     prompts = random_prompts(LENGTHS)
     expected = hugging_face_answers(model, prompts, MAX_TOKENS)

@@ -37,7 +37,7 @@ def wheel_of_metadata(folder: Path) -> Path:
     return wheel
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_pip_resolves_the_extra_to_code_for_the_v100(tmp_path: Path) -> None:
     wheel, report = wheel_of_metadata(tmp_path), tmp_path / "report.json"

@@ -19,7 +19,7 @@ WORD = re.compile(r"(?<!not )\b(?!and\b|or\b|not\b)\w+")
 """Words of a ``-k`` expression that are not excluded."""
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(2700)
 def test_the_sanitizers_report_the_planted_bugs_and_nothing_else() -> None:
     """This runs a part of the kernel tests; `make sanitize` runs all of them."""

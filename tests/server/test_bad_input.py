@@ -86,7 +86,7 @@ def test_an_unsupported_model_mla(tmp_path: Path) -> None:
     assert "multi-head latent attention" in ours(serve(str(tmp_path), *COMMON, "--load-format", "dummy"))
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_an_unsupported_model_experts(tmp_path: Path) -> None:
     config = OlmoeConfig(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, architectures=["OlmoeForCausalLM"]
@@ -97,7 +97,7 @@ def test_an_unsupported_model_experts(tmp_path: Path) -> None:
     assert "dense model" in line
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     config = llama(2, 2, 64)
     config.architectures = ["NoSuchModelForCausalLM"]
@@ -105,7 +105,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     assert "NoSuchModelForCausalLM" in vllms(serve(str(tmp_path), *COMMON))
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
     assert "no-such-model" in vllms(serve(str(tmp_path / "no-such-model"), *COMMON))
 
@@ -116,14 +116,14 @@ def test_a_kv_cache_that_cannot_hold_one_request(model: Path) -> None:
     assert "200000" in line
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_quantised_kv_cache(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, "--kv-cache-dtype", "nvfp4"))
     assert "--kv-cache-dtype nvfp4" in line
     assert "--kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2" in line
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_another_backend_that_this_vllm_cannot_run(model: Path) -> None:
     line = ours(serve(str(model), "--attention-backend", "CPU_ATTN", "--skip-tokenizer-init"))
     assert "CPU_ATTN" in line
@@ -137,7 +137,7 @@ def test_vllm_target_device_cpu(model: Path) -> None:
     assert "unset VLLM_TARGET_DEVICE" in ours(serve(str(model), *COMMON, VLLM_TARGET_DEVICE="cpu"))
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_an_unusable_instruction_set(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, FASTATTENTION_CPU_ISA="mmx"))
     assert "mmx" in line
@@ -149,7 +149,7 @@ def test_missing_kernels(model: Path, tmp_path: Path) -> None:
     assert "absent.so" in line
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_weights_that_were_cut_off(tmp_path: Path) -> None:
     weights = save_random(llama(4, 2, 64, layers=1), tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -158,13 +158,13 @@ def test_weights_that_were_cut_off(tmp_path: Path) -> None:
     assert "download or copy the model again" in line
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_damaged_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": [')
     assert "not a valid JSON file" in vllms(serve(str(tmp_path), *COMMON))
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_compiling_without_a_compiler(model: Path) -> None:
     line = ours(serve(str(model), *COMMON, CXX="no-such-compiler"))
     assert "no-such-compiler" in line

@@ -227,7 +227,7 @@ def test_a_request_over_the_length_is_refused_and_the_next_one_answered(server: 
     assert server.ask(question(4711, LENGTH - 8)) == "4711"
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_second_server_has_its_own_pool_which_dies_with_it(server: Server, model: Path, tmp_path: Path) -> None:
     """Both answer at the same time, each within its budget. One is killed, as the kernel does when memory runs out."""
     large = LARGE_POOL / (1 << 30)

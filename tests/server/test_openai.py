@@ -181,7 +181,7 @@ def test_an_unknown_model_is_a_404_that_names_it(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_tokens", [1_000, 8_000, pytest.param(64_000, marks=pytest.mark.more)])
+@pytest.mark.parametrize("num_tokens", [1_000, 8_000, pytest.param(64_000, marks=pytest.mark.full)])
 def test_the_needle_is_found_at_every_depth(num_tokens: int, client: openai.OpenAI) -> None:
     """One haystack with a needle at each depth, and one question for each; the prefix cache makes later ones cheap."""
     needles = {"alpha": "7319", "beta": "2046", "gamma": "90", "delta": "5", "omega": "318"}
