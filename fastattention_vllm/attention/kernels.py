@@ -17,7 +17,24 @@ import torch
 from fastattention_vllm.attention.problem import AttentionProblem
 
 
-class Kernels(Protocol):
+class StoresKv(Protocol):
+    """Kernels that store new keys and values in pages."""
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
+        """Write new rows ``[num_tokens, num_kv_heads, head_size]`` into pages ``[num_blocks, page_size, num_kv_heads,
+        head_size]``; a negative slot leaves its token out."""
+
+
+class Kernels(StoresKv, Protocol):
     """What a kernel family provides. A module with these names is one."""
 
     @property
@@ -43,19 +60,6 @@ class Kernels(Protocol):
 
         Raises ``ValueError`` for what :meth:`can_run` names.
         """
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
-    ) -> None:
-        """Write new rows ``[num_tokens, num_kv_heads, head_size]`` into pages ``[num_blocks, page_size, num_kv_heads,
-        head_size]``; a negative slot leaves its token out."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from fastattention_vllm.attention.kernels import StoresKv
 from fastattention_vllm.attention.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from fastattention_vllm.placement.graph_calls import GraphBatch
 
 
-class GraphDevice(Protocol):
+class GraphDevice(StoresKv, Protocol):
     """The device's kernels as a graph calls them."""
 
     def can_run(self, problem: AttentionProblem) -> str | None:
@@ -32,17 +33,6 @@ class GraphDevice(Protocol):
 
         ``max_seq_len``: no sequence is longer. ``max_query_len``: none has more queries.
         """
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
-    ) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
+from fastattention_vllm.attention.kernels import StoresKv
 from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.placement import stored_rows
 from fastattention_vllm.placement.counters import Counters
@@ -39,23 +40,12 @@ MIN_STREAMED_BYTES = 1 << 20
 """Bytes. A smaller copy is not worth its cost."""
 
 
-class Device(Protocol):
+class Device(StoresKv, Protocol):
     """The interface of the device's attention kernels, which ``attention.cpu`` and ``attention.flash`` implement."""
 
     def run(
         self, problem: AttentionProblem, *, return_lse: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
-    ) -> None: ...
 
 
 class Layer(Protocol):

@@ -58,6 +58,7 @@ def test_builds_that_compute_something_else_are_refused() -> None:
             ablation_cpu.in_turns({"": talker("0.5, 1"), "masks": talker(wrong)})
 
 
+@pytest.mark.full
 def test_a_simulated_kernel_without_skipping_or_levels_is_correct_and_slower() -> None:
     every_key = ablation_v100.V100_EVERY_KEY + ablation_v100.V100_COMPARED
     seconds = [

@@ -39,7 +39,7 @@ SOURCES = [
 SOURCES += ["kernel_scalar", "kernel_neon"]
 
 pytestmark = [
-    pytest.mark.more,
+    pytest.mark.full,
     pytest.mark.timeout(1800),  # compiling takes half a minute of this on a quiet machine
     pytest.mark.skipif(
         shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None or sys.byteorder != "little",

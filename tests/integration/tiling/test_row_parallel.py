@@ -106,7 +106,7 @@ def save_with_biases(config: Any, path: Path) -> Path:
     return model
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_compiled_model_answers_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     compare(opt(), tmp_path, capfd, layers=6, enforce_eager=False)
 
@@ -236,7 +236,7 @@ def tiling_seen(worker: Any) -> list[tuple[int, tuple[int, ...]]]:
     return [(rows, tuple(tiling.blocks(rows, m.weight))) for m in layers for rows in range(0, 513, 37)]
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_automatic_blocks_are_measured_once_and_the_same_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,11 @@ def more(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.more)
 
 
+def full(*values: Any) -> Any:
+    """A case only for `make test-full`: its kernels take ten seconds each."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @functools.lru_cache(maxsize=256)
 def cubin(source: str) -> Cubin:
     return Cubin(compile_cuda(source).binary)

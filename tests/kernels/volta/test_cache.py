@@ -16,7 +16,7 @@ from fastattention_vllm.attention.volta.launch import HEAD_SIZES, TURING, VOLTA
 from tests.attention.oracle import Case
 from tests.kernels.volta import attention
 from tests.kernels.volta.attention import emulated, simulated
-from tests.kernels.volta.machine import more
+from tests.kernels.volta.machine import full, more
 
 FP16, E5M2, E4M3 = torch.float16, torch.float8_e5m2, torch.float8_e4m3fn
 DTYPES = [E5M2, E4M3, torch.int8]
@@ -93,7 +93,7 @@ EVERYTHING = {"window": (90, -1), "softcap": 3.0, "alibi": "shared", "sinks": 1.
 
 @pytest.mark.parametrize("dtype", [E4M3, more(E5M2), more(torch.int8)], ids=str)
 @pytest.mark.parametrize("head_size", [size if size == 64 else more(size) for size in HEAD_SIZES])
-@pytest.mark.parametrize(("kind", "changes"), [("prefill", {}), ("decode", {}), more("prefill", EVERYTHING)])
+@pytest.mark.parametrize(("kind", "changes"), [("prefill", {}), ("decode", {}), full("prefill", EVERYTHING)])
 def test_attention(kind: str, changes: dict[str, Any], head_size: int, dtype: torch.dtype) -> None:
     """The shipped kernels; a prompt's keys are split into two parts."""
     problem = case(dtype, kind, head_size, **changes).build()
