@@ -23,7 +23,7 @@ test: setup-dev   ## lint, types and tests: about 25 minutes on 2 cores
 test-more: setup-dev ## the longer tests: estimated at 40 minutes on 2 cores
 	$(VENV)/python -m pytest -m "more and not full" $(TWO_AT_A_TIME)
 # Host layers on an NPU use the same kernels, so those of .venv need not be built again.
-	@FASTATTENTION_CPU_LIBRARY=$$($(VENV)/python -c '$(CPU_LIBRARY)') $(PYTHON) scripts/ascend.py --torch-npu 2.10.0.post4 --interpret-only
+	@FASTATTENTION_CPU_LIBRARY=$$($(VENV)/python -c '$(CPU_LIBRARY)') $(PYTHON) scripts/ascend.py --torch-npu 2.10.0.post4 --some
 
 test-full: setup-dev volta-images ## the tests that install packages: the wheel on Python 3.10 to 3.13 and with vLLM for the V100, the source distribution for aarch64, the workflows, the Kubernetes manifests, Ray over two machines, Ray Serve, two servers on one machine, schemathesis, a container, servers with little memory, the status page in a browser, further models with images and drafts, the CPU kernels without each feature and under sanitizers, further servers and refusals, all tests for Ascend; estimated at 160 minutes on 2 cores, and 10 more if `make volta` has not run; downloads 10 GB
 	$(VENV)/python -m pytest -m full --durations 0
