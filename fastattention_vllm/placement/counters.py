@@ -14,7 +14,7 @@ class Counters:
     cpu_bytes: int = 0
     """Bytes of keys and values that attention on the CPU has read."""
     decode_streamed_bytes: int = 0
-    """Bytes of keys and values that were copied to the device for requests that the CPU shares with it."""
+    """Bytes of keys and values that the device read over the link, for requests that the CPU shares with it."""
     prefill_streamed_bytes: int = 0
     """Bytes of keys and values that were copied to the device for prompts."""
     resident_bytes: int = 0

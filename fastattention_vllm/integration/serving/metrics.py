@@ -90,7 +90,7 @@ def of_host_layers(workers: Iterable[WorkerStats]) -> Iterable[Metric]:
             limit.add_metric([rank], stats.plain_read_rate)
     yield limit
     streamed = counter(
-        "streamed_bytes", "Bytes of keys and values copied from the host to the device.", ["rank", "phase"]
+        "streamed_bytes", "Bytes of keys and values that the device read over the link.", ["rank", "phase"]
     )
     for rank, stats in found:
         streamed.add_metric([rank, "decode"], stats.decode_streamed_bytes)

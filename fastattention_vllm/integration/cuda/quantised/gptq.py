@@ -71,6 +71,12 @@ class GptqConfig(QuantisedConfig, _Base):
         )
 
     def experts_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        names = [f"{prefix}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+        if any(get_dynamic_override(self, layer_name=name) is not None for name in [prefix, *names]):
+            raise Refusal(
+                f"{prefix}: a rule of the checkpoint (dynamic) changes how experts are stored, which vLLM's kernels "
+                "for quantised experts do not read; serve another checkpoint."
+            )
         return experts_method(
             layer,
             prefix,

@@ -33,6 +33,7 @@ from vllm.platforms.interface import DeviceCapability
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised import config as common
+from fastattention_vllm.integration.cuda.quantised import gptq as gptq_module
 from fastattention_vllm.integration.cuda.quantised import linear_method
 from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
 from fastattention_vllm.integration.refusal import Refusal
@@ -479,6 +480,20 @@ def of_bytes(held: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
 def test_experts_that_vllm_would_read_wrongly_are_refused(form: Format, said: str) -> None:
     with pytest.raises(Refusal, match=rf"^l.mlp.experts: .* do not read {said}.*; serve another checkpoint"):
         config_of(form).get_quant_method(experts(), "l.mlp.experts")
+
+
+@pytest.mark.parametrize("rule", [r"+:.*experts\.\d+\.down_proj", r"-:.*experts\.0\.", r".*mlp\.experts"])
+def test_rules_for_experts_are_refused(rule: str) -> None:
+    with pytest.raises(
+        Refusal, match=r"^l.mlp.experts: a rule of the checkpoint \(dynamic\) .*serve another checkpoint"
+    ):
+        config_of(gptq(), dynamic={rule: {"bits": 8}}).get_quant_method(experts(), "l.mlp.experts")
+
+
+def test_rules_for_other_layers_leave_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gptq_module, "experts_method", lambda layer, *arguments, **named: layer)
+    layer, rules = experts(), {r"-:.*mlp\.gate$": {}, r"+:.*o_proj": {"bits": 8}}
+    assert config_of(gptq(), dynamic=rules).get_quant_method(layer, "l.mlp.experts") is layer
 
 
 @pytest.mark.parametrize("name", ["packed", "floats-channel", "fp8-block"])
