@@ -10,10 +10,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from cycler import cycler
+
 from fastattention_vllm.bench import plots
 
 POWERS_OF_TWO = [1 << exponent for exponent in range(14, 20)]
 """Tokens marked in the chart, because the number that fits on the device is not round."""
+
+LIMIT = "limit: a plain read"
 
 
 def draw(path: Path, results: list[Path]) -> None:
@@ -24,6 +29,8 @@ def draw(path: Path, results: list[Path]) -> None:
         found = re.search(r"(\d+) tokens b1, (?:\d+ host layers, )?(.*)", each["case"])
         if found:
             lines.setdefault(found[2], []).append((float(found[1]), each["ours"]))
+            if each.get("limit") and ", " not in found[2]:  # of 16 bits, without drafts
+                lines.setdefault(LIMIT, []).append((float(found[1]), each["limit"]))
 
     def dress(axes: Any) -> None:
         plots.by_context("tokens per second, one request")(axes)
@@ -31,4 +38,5 @@ def draw(path: Path, results: list[Path]) -> None:
         axes.set_yscale("log")
 
     long = {name: sorted(line) for name, line in lines.items()}
-    plots.save(path, f"{reports[0]['hardware']}, {reports[0]['date']}", {"decoding": long}, dress)
+    with matplotlib.rc_context({"axes.prop_cycle": cycler(color=matplotlib.colormaps["tab20"].colors)}):
+        plots.save(path, f"{reports[0]['hardware']}, {reports[0]['date']}", {"decoding": long}, dress)
