@@ -160,8 +160,9 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                     cpu_rates.setdefault(way, []).append(read_bytes / spent if spent else 0.0)
             streamed = statistics.median(times[next(iter(ways))])
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
-            for way, (split, _) in ways.items():
+            for way, (split, whole_until) in ways.items():
                 step = statistics.median(times[way])
+                read_bytes = per_layer * tokens * batch
                 drafted = [count for count in accepted[way] if count is not None]
                 tokens_per_read = 1 + (statistics.mean(drafted) if drafted else 0)
                 rows.append(
@@ -173,7 +174,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                         # The copies are read on the GPU, and have no part in that limit.
                         limit=None if options.resident_gib else limit * tokens_per_read,
                         first_way=(next(iter(ways)), batch / streamed),
-                        share=round(split.of(per_layer * tokens * batch), 3),
+                        share=round(split.in_graph() if whole_until > read_bytes else split.of(read_bytes), 3),
                         step_ms=[round(1000 * value, 2) for value in times[way]],
                         host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
                         cpu_gb_per_s=[round(rate / 1e9, 1) for rate in cpu_rates[way]],

@@ -72,9 +72,8 @@ PATCHES = (
             "vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch",
             "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.dispatch",
         ),
-        why="With host layers, a decode step is one CUDA graph where the CPU reads all contexts in host memory, and "
-        "runs in pieces where the GPU reads a part of them, which pays for long contexts. vLLM chooses by the number "
-        "of tokens only.",
+        why="With host layers, a decode step is one CUDA graph, or runs in pieces where copies of a part of long "
+        "contexts to the GPU gain more. vLLM chooses by the number of tokens only.",
         remove_when="a backend can exclude whole graphs for a step",
         sites=(
             "compat:choose_whole_steps:Worker._fastattention_step",

@@ -26,8 +26,11 @@ PAGE_BYTES = 1 << 20
 ROUNDS = 3
 
 
-def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
-    """Read a sample of ``layer``'s pages, which are still zero, in all three ways. Takes about a second."""
+def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype, tokens: int = 1) -> Rates:
+    """Read a sample of ``layer``'s pages, which are still zero, in all ways. Takes about a second.
+
+    ``tokens``: of one request in a decode step.
+    """
     cache, link = layer.cache, layer.group.link
     blocks = min(cache.shape[0], max(1, SAMPLE_BYTES // cache[:1].nbytes))
     sample = cache[:blocks]
@@ -56,11 +59,16 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> Rates:
         link,
         up,
     )
-    return Rates(plain_read_rate(sample), cpu, up, cpu_beside, up_beside, in_place_rate(layer, num_heads, dtype))
+    return Rates(
+        plain_read_rate(sample), cpu, up, cpu_beside, up_beside, in_place_rate(layer, num_heads, dtype, tokens)
+    )
 
 
-def in_place_rate(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> float:
-    """Bytes per second that the device's kernels read in ``layer``'s pages on the host; 0 if a graph cannot do that."""
+def in_place_rate(layer: HostAttention, num_heads: int, dtype: torch.dtype, queries: int) -> float:
+    """Bytes per second that the device's kernels read in ``layer``'s pages on the host; 0 if a graph cannot do that.
+
+    ``queries``: of one request. With several, some kernels read a page more than once.
+    """
     device: Any = layer.group.device
     link, pages = layer.group.link, layer.device_pages
     if not hasattr(device, "run_in_graph") or layer.rounds or not layer.layer.merges():
@@ -68,13 +76,13 @@ def in_place_rate(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> f
     blocks = min(layer.cache.shape[0], max(1, IN_PLACE_BYTES // layer.cache[:1].nbytes))
     tokens, where = blocks * layer.block_size, pages.key.device
     problem = layer.layer.problem(
-        query=torch.zeros(1, num_heads, pages.key.shape[-1], dtype=dtype, device=where),
+        query=torch.zeros(queries, num_heads, pages.key.shape[-1], dtype=dtype, device=where),
         key=pages.key,
         value=pages.value,
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32, device=where),
+        query_start_loc=torch.tensor([0, queries], dtype=torch.int32, device=where),
         seq_lens=torch.tensor([tokens], dtype=torch.int32, device=where),
         block_table=torch.arange(blocks, dtype=torch.int32, device=where)[None],
-        causal=True,
+        causal=False,
         window=(-1, -1),
         sinks=None,
     )
@@ -82,7 +90,7 @@ def in_place_rate(layer: HostAttention, num_heads: int, dtype: torch.dtype) -> f
         return 0.0
 
     def read() -> None:
-        device.run_in_graph(problem, tokens, 1)
+        device.run_in_graph(problem, tokens, queries)
         link.wait_on_host(link.mark())
 
     return _rate(read, blocks * layer.cache[:1].nbytes)

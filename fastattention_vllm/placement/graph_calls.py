@@ -94,6 +94,7 @@ class GraphCalls:
         link: to the device.
         pinning: pins memory for the device.
         cpu: the CPU for the thread that answers, or -1.
+        tokens: of one request in a step: one, and the drafted ones.
         device: attends to the device's share; None if it has no kernels for graphs.
     """
 
@@ -103,9 +104,16 @@ class GraphCalls:
     """What the device reads over the link, in graphs that are captured from now on. Not beside :attr:`copies`."""
 
     def __init__(
-        self, link: Link, pinning: Pinning | None, bell: Bell, cpu: int = -1, device: GraphDevice | None = None
+        self,
+        link: Link,
+        pinning: Pinning | None,
+        bell: Bell,
+        cpu: int = -1,
+        device: GraphDevice | None = None,
+        tokens: int = 1,
     ) -> None:
         self.link = link
+        self.tokens = tokens
         self.device = device
         self.bell = bell
         self._pinning = pinning
@@ -140,6 +148,8 @@ class GraphCalls:
         """
         if fraction == 0 or self.copies or not self._sharing:
             return False
+        sizes = {layer.block_size for layer in self._sharing}
+        assert len(sizes) == 1, f"the layers have blocks of {sorted(sizes)} tokens"
         self.over_link = GraphLink(self.link)
         self.over_link.set_fraction(fraction)
         return True
@@ -320,7 +330,7 @@ class GraphCalls:
         )
 
     def counters(self) -> Counters:
-        """What the CPU has done for graphs."""
+        """What the CPU has done for graphs, and what these have read over the link."""
         found = self.thread.counters()
         seconds = found.nanoseconds * 1e-9
         streamed = self.over_link.bytes_read() if self.over_link else 0

@@ -1,6 +1,6 @@
 """The link's share in a CUDA graph: the device's kernels read the first blocks of each context in pinned memory.
 
-Where the CPU attends to less than the memory could deliver, the link delivers the rest at the same time. In a graph
+Where the CPU alone does not reach the memory's rate, the device reads a part over the link meanwhile. In a graph
 nothing is copied first, because what a step needs is not known when the graph is captured: the attention kernel reads
 the host's pages in place.
 """
@@ -32,7 +32,7 @@ class GraphLink:
         the device sees it."""
 
     def set_fraction(self, fraction: float) -> None:
-        """``fraction`` of each context before a step's tokens, 0 to 1, from the next launch on."""
+        """``fraction`` of each context's whole blocks, 0 to 1, from the next launch on. The last one is the CPU's."""
         self._fraction.fill_(fraction)
 
     def reserve(self, table: str) -> None:
@@ -48,11 +48,13 @@ class GraphLink:
     def share(self, batch: GraphBatch, block_size: int) -> Shares:
         """Computed on the device, without waiting for it.
 
-        Whole blocks without this step's tokens, which the CPU stores at the same time. All of these tokens see all of
-        them, so a block is read once for all.
+        Whole blocks before this step's tokens, which the CPU stores at the same time. The last one is the CPU's,
+        because another request of the same step may complete it: vLLM lets a request begin with a block that is being
+        written. All tokens of a request see all of these blocks, so a block is read once for all.
         """
         contexts = Contexts.of(batch)
-        counts = (self._fraction * ((contexts.lengths - contexts.new) // block_size)).long()
+        whole = (contexts.lengths - contexts.new) // block_size
+        counts = torch.minimum((self._fraction * whole).long(), (whole - 1).clamp(min=0))
         on_device = (counts * block_size).int()
         self._tokens[batch.table][1].add_(on_device.sum())
         return Shares(
@@ -61,7 +63,7 @@ class GraphLink:
             rows=batch.block_table,
             sees_nothing=(on_device[contexts.of_token] == 0) | ~contexts.real,
             max_seq_len=batch.block_table.shape[1] * block_size,
-            max_query_len=len(batch.slot_mapping) // len(on_device),
+            max_query_len=-(-len(batch.slot_mapping) // len(on_device)),
             left=contexts.lengths - on_device,
             left_table=table_after(batch.block_table, counts),
         )

@@ -73,8 +73,9 @@ def stream_split(rates: Rates) -> StreamSplit:
 def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 1.0, in_graph: bool = False) -> float:
     """Bytes of the contexts in one layer from which on decoding in pieces is faster than in one graph.
 
-    B bytes take B / C in a graph in which the CPU reads all of them, and B / (C' + P') in one that shares them with the
-    link. In pieces, they take (B - H) / (C' + P') (:func:`stream_split`), and launching takes longer.
+    B bytes take B / C in a graph in which the CPU reads all of them, and B / (C' + :meth:`Rates.in_graph`) in one that
+    shares them with the link. In pieces, they take (B - H) / (C' + P') (:func:`stream_split`), and launching takes
+    longer.
 
     Args:
         rates: None if they were not measured, because the user chose the split, which then decides.

@@ -227,12 +227,66 @@ def test_steps_shared_with_the_link_equal_attention_over_everything(
         engine.check(lengths)
         counters = engine.calls.counters()
         # The device multiplies in fp32.
-        shared = sum(
-            int(torch.tensor(fraction, dtype=torch.float32) * ((length - query_len) // PAGE)) * PAGE
-            for length in lengths
+        whole = [(length - query_len) // PAGE for length in lengths]
+        shared = PAGE * sum(
+            min(int(torch.tensor(fraction, dtype=torch.float32) * blocks), max(0, blocks - 1)) for blocks in whole
         )
         assert counters.decode_streamed_bytes - before.decode_streamed_bytes == 2 * shared * token
         assert counters.cpu_bytes - before.cpu_bytes == 2 * (sum(lengths) - shared) * token
+
+
+class LateBell(Doorbell):
+    """The CPU begins when the device waits for it, so the device is always first."""
+
+    def ring(self, rung: int, answered: int, call: int, unless: int = 0) -> None:
+        pass
+
+    def wait(self, answered: int, call: int, unless: int = 0) -> None:
+        thread = self.thread
+        super().ring(thread.rung, answered, call, unless)
+        super().wait(answered, call, unless)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_block_that_another_request_completes_in_the_same_step_is_the_cpus(fraction: float) -> None:
+    """vLLM lets the second request begin with the first one's blocks before the last of them is computed."""
+    engine = Engine(Model(), layers=2, requests=2, query_len=1, over_link=fraction)
+    engine.bell = engine.calls.bell = bell = LateBell()
+    bell.thread = engine.calls.thread
+    engine.batch.block_table[1, :3] = engine.batch.block_table[0, :3]
+    engine.check([3 * PAGE, 3 * PAGE + 1])
+    assert engine.calls.counters().decode_streamed_bytes
+
+
+def test_two_block_tables_one_of_layers_with_windows() -> None:
+    engine = Engine(Model(), layers=1, requests=2, query_len=1, over_link=0.6)
+    calls, model = engine.calls, Model(window=3)
+    windowed = HostAttention(engine.layers[0].group, model, engine.layers[0].cache.clone(), model.window)
+    calls.prepare(windowed)
+    other = replace(engine.batch, table="1", block_table=engine.batch.block_table.flip(1))
+    for lengths in ([20, 7], [21, 8]):
+        engine.set_lengths(lengths)
+        for number, length in enumerate(lengths):
+            block, row = divmod(length - 1, PAGE)
+            other.slot_mapping[number] = int(other.block_table[number, block]) * PAGE + row
+        query, key, value = engine.rows(model.num_heads), *(engine.rows(model.num_kv_heads) for _ in range(2))
+        output = torch.zeros_like(query)
+        engine.bell.captures = False
+        calls.reserve(other, model.dtype)
+        calls.bring_down(other)
+        calls.attend(windowed, other, query, key, value, output)
+        keys, values = windowed.cache.transpose(1, 2).chunk(2, dim=-1)
+        problem = model.problem(
+            query=query,
+            key=keys,
+            value=values,
+            query_start_loc=other.query_start_loc,
+            seq_lens=other.seq_lens,
+            block_table=other.block_table,
+            causal=True,
+        )
+        torch.testing.assert_close(output.double(), oracle.attention(problem)[0], atol=2e-5, rtol=2e-5)
+        engine.check(lengths)
 
 
 def test_windows_and_copies_leave_the_link_alone() -> None:

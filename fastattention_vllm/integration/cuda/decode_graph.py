@@ -51,7 +51,7 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int, device
         logger.warning("Host layers: decode steps run in pieces instead of one CUDA graph, because %s.", bell)
         return None
     try:
-        return GraphCalls(link, pinning, bell, cpu, device if hasattr(device, "run_in_graph") else None)
+        return GraphCalls(link, pinning, bell, cpu, device if hasattr(device, "run_in_graph") else None, tokens)
     except (MemoryError, ValueError) as error:
         raise Refusal(f"decode graphs with host layers: {str(error).rstrip('.')}.") from error
 

@@ -188,12 +188,13 @@ class HostLayers:
             split = StreamSplit(float(self.stream_fraction))
         elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
-            self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype)
+            tokens = self.graph_calls.tokens if self.graph_calls else 1
+            self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype, tokens)
             split = stream_split(rates)
             logger.info(
                 "Host memory: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
-                "copies at the same time: %.1f and %.1f GB/s). When decoding, the device reads %.0f %% of the host KV "
-                "and the first %d MiB of each layer.",
+                "copies at the same time: %.1f and %.1f GB/s). When decoding in pieces, the device reads %.0f %% of "
+                "the host KV and the first %d MiB of each layer.",
                 *(rate / 1e9 for rate in dataclasses.astuple(rates)[:5]),
                 100 * split.fraction,
                 split.head_start >> 20,
