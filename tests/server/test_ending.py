@@ -108,7 +108,7 @@ def test_requests_in_flight_get_an_error_and_the_server_ends(late: tuple[subproc
             assert told(answer.result()), answer.result()
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_with_a_shutdown_timeout_requests_in_flight_are_completed(tmp_path: Path) -> None:
     body = {"model": "demo", "prompt": "delta=4711.", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     arguments = ("--shutdown-timeout", str(END_S))

@@ -29,7 +29,7 @@ TOKENS = 8
 TEXT = letters(12, 1)
 
 pytestmark = [
-    pytest.mark.more,
+    pytest.mark.full,
     pytest.mark.skipif(not compat.has_kernel_dispatcher(), reason="refused with this vLLM"),
 ]
 
