@@ -14,7 +14,7 @@ import pytest
 from tests.environment import USER_ENVIRONMENT
 from tests.server.conftest import ROOT, START_TIMEOUT_S, Served, free_port, start, stop
 
-SIGNALS = [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+SIGNALS = [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM, signal.SIGKILL]
 
 
 @pytest.fixture(params=SIGNALS, ids=lambda s: s.name)
