@@ -23,10 +23,9 @@ from scripts.ascend_env import TORCH, TRITON, VLLM, AscendEnvironment  # noqa: E
 from scripts.setup_env import SetupError, check_machine  # noqa: E402
 
 TESTS = ["tests/ascend", "tests/benchmarks/test_ascend_910b.py"]
-COMPILED = "Triton kernels, compiled for four chips and timed by a model"
 INTERPRETED = "Triton kernels, interpreted"
 TRITON_TESTS: dict[str, tuple[list[str], dict[str, str]]] = {
-    COMPILED: (
+    "Triton kernels, compiled for four chips and timed by a model": (
         [
             "tests/scripts/test_ascend_compile.py",
             "tests/scripts/test_ascend_predict.py",
