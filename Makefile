@@ -20,7 +20,7 @@ test: setup-dev   ## lint, types and tests: about 25 minutes on 2 cores
 	$(VENV)/python scripts/lint.py
 	$(VENV)/python -m pytest -m "not more and not full" $(TWO_AT_A_TIME)
 
-test-more: setup-dev ## the longer tests: estimated at 40 minutes on 2 cores
+test-more: setup-dev ## the longer tests: about 45 minutes on 2 cores
 	$(VENV)/python -m pytest -m "more and not full" $(TWO_AT_A_TIME)
 # Host layers on an NPU use the same kernels, so those of .venv need not be built again.
 	@FASTATTENTION_CPU_LIBRARY=$$($(VENV)/python -c '$(CPU_LIBRARY)') $(PYTHON) scripts/ascend.py --torch-npu 2.10.0.post4 --some

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -107,6 +107,35 @@ def test_a_graph_rings_and_waits() -> None:
     assert calls.thread.counters().calls == 19
 
 
+class Captured(NamedTuple):
+    """A graph, and the tensors that it reads and writes where they are."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: GraphBatch
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+
+
+def captured(calls: GraphCalls, layer: HostAttention, there: torch.Tensor, dtype: torch.dtype) -> Captured:
+    """The next token of one request, whose blocks are ``there``. All keys are zero."""
+    batch = GraphBatch(
+        "0",
+        torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
+        torch.ones(1, dtype=torch.int32, device="cuda"),
+        there.cuda(),
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+    )
+    query, key, value, output = (torch.zeros(1, heads, 64, dtype=dtype, device="cuda") for heads in (4, 2, 2, 4))
+    calls.reserve(batch, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls.bring_down(batch)
+        calls.attend(layer, batch, query, key, value, output)
+    return Captured(graph, batch, query, key, value, output)
+
+
 def test_a_graph_does_not_ring_if_the_copies_hold_everything() -> None:
     """And the host pool gets what the copies get. A step that needs the CPU rings again."""
     bell = cuda_bell.create()
@@ -123,29 +152,17 @@ def test_a_graph_does_not_ring_if_the_copies_hold_everything() -> None:
     calls.copies = GraphCopies(calls.link, blocks, 16)
     calls.copies.table = "0"
     there = torch.tensor([[5, 3, 7, 1]], dtype=torch.int32)
-    batch = GraphBatch(
-        "0",
-        torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
-        torch.ones(1, dtype=torch.int32, device="cuda"),
-        there.cuda(),
-        torch.zeros(1, dtype=torch.int64, device="cuda"),
-    )
-    query, key, value, output = (torch.zeros(1, heads, 64, dtype=dtype, device="cuda") for heads in (4, 2, 2, 4))
-    calls.reserve(batch, dtype)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls.bring_down(batch)
-        calls.attend(layer, batch, query, key, value, output)
+    step = captured(calls, layer, there, dtype)
     for length in range(1, 61):
         slot = torch.tensor([int(there[0, (length - 1) // 16]) * 16 + (length - 1) % 16])
         lengths = torch.tensor([length], dtype=torch.int32)
         blocks.admit(Batch(torch.tensor([0, 1], dtype=torch.int32), lengths, there, slot, slot), 16)
         calls.copies.bring_up()
-        value.fill_(length)
-        batch.seq_lens.copy_(lengths)
-        batch.slot_mapping.copy_(slot)
-        graph.replay()
-        torch.testing.assert_close(output, torch.full_like(output, (length + 1) / 2), rtol=2e-3, atol=0.0)
+        step.value.fill_(length)
+        step.batch.seq_lens.copy_(lengths)
+        step.batch.slot_mapping.copy_(slot)
+        step.graph.replay()
+        torch.testing.assert_close(step.output, torch.full_like(step.output, (length + 1) / 2), rtol=2e-3, atol=0.0)
         assert calls.thread.counters().calls == max(0, length - 32)
         assert float(cache[int(slot) // 16, 0, int(slot) % 16, -1]) == length
 
@@ -162,26 +179,14 @@ def test_a_graph_reads_over_the_link_beside_the_cpu(fraction: float) -> None:
     calls.prepare(layer)
     assert calls.share_over_link(fraction)
     there = torch.tensor([[5, 3, 7, 1]], dtype=torch.int32)
-    batch = GraphBatch(
-        "0",
-        torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
-        torch.ones(1, dtype=torch.int32, device="cuda"),
-        there.cuda(),
-        torch.zeros(1, dtype=torch.int64, device="cuda"),
-    )
-    query, key, value, output = (torch.zeros(1, heads, 64, dtype=dtype, device="cuda") for heads in (4, 2, 2, 4))
-    calls.reserve(batch, dtype)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls.bring_down(batch)
-        calls.attend(layer, batch, query, key, value, output)
+    step = captured(calls, layer, there, dtype)
     tokens = 0
     for length in range(1, 61):
-        value.fill_(length)
-        batch.seq_lens.fill_(length)
-        batch.slot_mapping.fill_(int(there[0, (length - 1) // 16]) * 16 + (length - 1) % 16)
-        graph.replay()
-        torch.testing.assert_close(output, torch.full_like(output, (length + 1) / 2), rtol=2e-3, atol=0.0)
+        step.value.fill_(length)
+        step.batch.seq_lens.fill_(length)
+        step.batch.slot_mapping.fill_(int(there[0, (length - 1) // 16]) * 16 + (length - 1) % 16)
+        step.graph.replay()
+        torch.testing.assert_close(step.output, torch.full_like(step.output, (length + 1) / 2), rtol=2e-3, atol=0.0)
         whole = (length - 1) // 16
         tokens += 16 * min(int(torch.tensor(fraction, dtype=torch.float32) * whole), max(0, whole - 1))
     assert tokens
