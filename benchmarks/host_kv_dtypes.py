@@ -12,8 +12,8 @@ Needs: transformers, which vLLM brings. 16-bit means bf16, and the 16-bit host c
   values of three layers are rounded as host layers do. (tests/integration/host_layers/test_host_kv_dtype.py shows that
   an engine computes the same.) Every log-probability of a prompt of 512 random tokens, beside unrounded fp32.
 - needles: the demo model in transformers, all layers but one rounded.
-- speed: attention of one token over 32,768 tokens, each dtype in turn, round by round. The limit is a plain read of
-  the same bytes.
+- speed: attention of one token over 32,768 tokens, with 4 and 8 query heads per KV head, each dtype in turn, round by
+  round. The limit is a plain read of the same bytes.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from fastattention_vllm.placement.stored_rows import TORCH_DTYPES, page_shape, p
 BF16, PEER = torch.bfloat16, "16-bit host cache"
 DTYPES = {"bf16": BF16} | TORCH_DTYPES
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 128
+SPEED_HEADS = (32, 64)
 OUTLIERS = ((0, 1), (2, 10), (2, 30), (4, 10), (4, 30))
 """Channels of 128, and how many times as large they are."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -89,13 +90,13 @@ def main() -> int:
 class Cache:
     """Random keys and values of one layer, stored in each dtype in turn."""
 
-    def __init__(self, tokens: int, channels: int = 0, times: int = 1) -> None:
+    def __init__(self, tokens: int, channels: int = 0, times: int = 1, heads: int = HEADS) -> None:
         random = torch.Generator().manual_seed(0)
         self.tokens, self.blocks = tokens, -(-tokens // PAGE)
         self.key, self.value = torch.randn(2, tokens, KV_HEADS, SIZE, generator=random).to(BF16)
         for channel in range(channels):
             self.key[..., 11 + 29 * channel] += times * (-1) ** channel
-        self.query = torch.randn(1, HEADS, SIZE, generator=random).to(BF16)
+        self.query = torch.randn(1, heads, SIZE, generator=random).to(BF16)
 
     def problem(self, dtype: torch.dtype) -> AttentionProblem:
         pages = pages_of(torch.zeros(page_shape(self.blocks, KV_HEADS, PAGE, SIZE, dtype), dtype=dtype))
@@ -230,38 +231,42 @@ def needles(tokens: int) -> Iterator[Row]:
 
 
 def speeds(tokens: int, rounds: int, cpu_time: bool) -> Iterator[Row]:
+    for heads in SPEED_HEADS:
+        cache = Cache(tokens, heads=heads)
+        for dtype in (BF16, torch.float16):
+            yield from speeds_of(cache, heads, dtype, rounds, cpu_time)
+
+
+def speeds_of(cache: Cache, heads: int, dtype: torch.dtype, rounds: int, cpu_time: bool) -> Iterator[Row]:
     clock = time.thread_time if cpu_time else time.perf_counter
-    cache = Cache(tokens)
-    for dtype in (BF16, torch.float16):
-        stored_as = DTYPES | {"bf16": dtype}
-        query = cache.query.to(dtype)
-        problems = {name: replace(cache.problem(stored), query=query) for name, stored in stored_as.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in problems}
-        for _ in range(rounds):
-            for name, problem in problems.items():
-                began = clock()
-                cpu.run(problem)
-                seconds[name].append(clock() - began)
-        sizes = {name: tokens * KV_HEADS * token_bytes(SIZE, p.key.dtype) for name, p in problems.items()}
-        # A plain read is timed by the wall clock, which other programs' work counts in.
-        plain = None if cpu_time else plain_read_rate(torch.zeros(256 << 20, dtype=torch.uint8))
-        label = str(dtype).removeprefix("torch.")
-        for name, taken in seconds.items():
-            ratios = [base / own for base, own in zip(seconds["bf16"], taken, strict=True)]
-            stored = label if name == "bf16" else name
-            row = compared(
-                f"{stored} with {label} queries ({HEADS},{KV_HEADS},{SIZE}) {tokens // 1024}K b1",
-                "decode layers per second",
-                "1/s",
-                1 / statistics.median(taken),
-                better="higher",
-                peer_name=PEER,
-                peer=1 / statistics.median(seconds["bf16"]),
-                limit=None if plain is None else plain / sizes[name],
-                median_ratio=statistics.median(ratios),
-                gigabytes_per_second=sizes[name] / statistics.median(taken) / 1e9,
-            )
-            yield row
+    stored_as = DTYPES | {"bf16": dtype}
+    query = cache.query.to(dtype)
+    problems = {name: replace(cache.problem(stored), query=query) for name, stored in stored_as.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in problems}
+    for _ in range(rounds):
+        for name, problem in problems.items():
+            began = clock()
+            cpu.run(problem)
+            seconds[name].append(clock() - began)
+    sizes = {name: cache.tokens * KV_HEADS * token_bytes(SIZE, p.key.dtype) for name, p in problems.items()}
+    # A plain read is timed by the wall clock, which other programs' work counts in.
+    plain = None if cpu_time else plain_read_rate(torch.zeros(256 << 20, dtype=torch.uint8))
+    label = str(dtype).removeprefix("torch.")
+    for name, taken in seconds.items():
+        ratios = [base / own for base, own in zip(seconds["bf16"], taken, strict=True)]
+        stored = label if name == "bf16" else name
+        yield compared(
+            f"{stored} with {label} queries ({heads},{KV_HEADS},{SIZE}) {cache.tokens // 1024}K b1",
+            "decode layers per second",
+            "1/s",
+            1 / statistics.median(taken),
+            better="higher",
+            peer_name=PEER,
+            peer=1 / statistics.median(seconds["bf16"]),
+            limit=None if plain is None else plain / sizes[name],
+            median_ratio=statistics.median(ratios),
+            gigabytes_per_second=sizes[name] / statistics.median(taken) / 1e9,
+        )
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def build(path: Path, shape: Shape, device: str = "cpu") -> None:
         parts |= mlp(shape, device, experts=index == 0)
         parts |= {f"{name}_layernorm.weight": torch.zeros(shape.hidden) for name in ("input", "post_attention")}
         named |= {f"model.layers.{index}.{name}": weight for name, weight in parts.items()}
+    named |= {f"mtp.{name}": weight for name, weight in drafter(shape, device).items()}
     halves = {name: weight.to("cpu", torch.float16).contiguous() for name, weight in named.items()}
     save_file(halves, path / "model.safetensors", metadata={"format": "pt"})
 
@@ -145,6 +146,16 @@ def linear_attention(shape: Shape, device: str) -> dict[str, torch.Tensor]:
         "linear_attn.norm.weight": torch.ones(shape.state_size),
         "linear_attn.out_proj.weight": projection(shape.hidden, values, device),
     }
+
+
+def drafter(shape: Shape, device: str) -> dict[str, torch.Tensor]:
+    """An MTP layer: full attention and experts, over a token's embedding beside the model's last hidden state."""
+    layer = full_attention(shape, device) | mlp(shape, device, experts=True)
+    layer |= {f"{name}_layernorm.weight": torch.zeros(shape.hidden) for name in ("input", "post_attention")}
+    named = {f"layers.0.{name}": weight for name, weight in layer.items()}
+    named["fc.weight"] = projection(shape.hidden, 2 * shape.hidden, device)
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    return named | {f"{name}.weight": torch.zeros(shape.hidden) for name in norms}
 
 
 def mlp(shape: Shape, device: str, *, experts: bool) -> dict[str, torch.Tensor]:

@@ -267,10 +267,14 @@ class RoundedCache(DynamicCache):
 
 
 def hugging_face_answers(
-    path: Path, prompts: Sequence[list[int]], max_tokens: int, rounding: tuple[Rounding, Rounding] | None = None
+    path: Path,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    rounding: tuple[Rounding, Rounding] | None = None,
+    kind: Any = AutoModelForCausalLM,
 ) -> list[Answer]:
     """Greedy answers in fp32. ``rounding`` is applied to each key and value before it is stored in the KV cache."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for module in model.modules():
         # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.
         if isinstance(getattr(module, "gelu_impl", None), BloomGelu):

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from fastattention_vllm.integration.cuda.gated_delta import OPERATION, GatedDeltaRule
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.placement import host_attention
 from fastattention_vllm.placement.stream_split import StreamSplit
+from tests import image_references
 from tests import reference_models as reference
 from tests.gpu.test_engine import ALLOWED, LENGTHS, Steps
 from tests.gpu.test_volta_models import distance, saved
@@ -106,17 +108,40 @@ def test_answers_equal_hugging_face(
         assert distance(steps(generate(llm, prompts)), expected) <= allowed
 
 
+def volta(host: int) -> dict[str, Any]:
+    """The V100's kernels, from their PTX."""
+    ours = {"host_kv_layers": host, "volta_kernels": "ptx"}
+    return settings(host, additional_config={"gdn_prefill_backend": "triton", "fastattention": ours})
+
+
 @pytest.mark.parametrize("host", [0, 2])
 def test_v100_kernels_and_operators(
     host: int, model: Path, prompts: list[list[int]], expected: Sequence[Answer], bound: Bound
 ) -> None:
-    """From their PTX, with prompts of Gated DeltaNet layers by cuBLAS."""
+    """Prompts of Gated DeltaNet layers by cuBLAS."""
     allowed = bound(True)
-    options = {"gdn_prefill_backend": "triton", "fastattention": {"host_kv_layers": host, "volta_kernels": "ptx"}}
-    with engine(model, **settings(host, additional_config=options)) as llm:
+    with engine(model, **volta(host)) as llm:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         found = [layer for layer in layers if isinstance(getattr(layer, OPERATION, None), GatedDeltaRule)]
         assert len(found) == LAYERS - len(FULL)
+        assert distance(steps(generate(llm, prompts)), expected) <= allowed
+
+
+@pytest.mark.parametrize("host", [0, 2])
+def test_text_for_a_model_with_images(host: int, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Qwen3.5 on the V100's kernels: vLLM 0.19.1 has it only with an image encoder."""
+    config = image_references.qwen3_5(layers=LAYERS)
+    text = config.text_config
+    text.num_attention_heads, text.num_key_value_heads, text.head_dim = 12, 2, 256
+    text.linear_key_head_dim = text.linear_value_head_dim = 128
+    path = image_references.save_with_processor(config, tmp_path)
+    (file,) = path.glob("*.safetensors")
+    save_file({name: w.half().float() for name, w in load_file(file).items()}, file, metadata={"format": "pt"})
+    expected = hugging_face_answers(path, prompts, MAX_TOKENS, kind=AutoModelForImageTextToText)
+    no_images = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    with engine(path, **settings(None, **no_images)) as llm:
+        allowed = max(ALLOWED, 2 * distance(steps(generate(llm, prompts)), expected))
+    with engine(path, **volta(host), **no_images) as llm:
         assert distance(steps(generate(llm, prompts)), expected) <= allowed
 
 
@@ -192,13 +217,15 @@ def with_drafter(model: Path, path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("kernels", ["", "ptx"])
 def test_rejected_drafts_of_mtp_leave_no_trace(
-    model: Path, prompts: list[list[int]], expected: Sequence[Answer], bound: Bound, tmp_path: Path
+    kernels: str, model: Path, prompts: list[list[int]], expected: Sequence[Answer], bound: Bound, tmp_path: Path
 ) -> None:
     """The drafter's layer stays on the device, in the block table of the full layer that stays there."""
     allowed = bound(True)
-    speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    with engine(with_drafter(model, tmp_path), **settings(2, **speculation)) as llm:
+    own = volta(2) if kernels else settings(2)
+    own["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 2}
+    with engine(with_drafter(model, tmp_path), **own) as llm:
         config = llm.llm_engine.vllm_config
         placed = host_layers.find(config)
         assert placed is not None
