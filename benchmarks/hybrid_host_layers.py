@@ -85,14 +85,18 @@ def main() -> int:
         build(options.model, shape, "cuda" if torch.cuda.is_available() else "cpu")
         print(f"model built in {time.perf_counter() - started:.0f} s", flush=True)
     rows = measure(shape, options) if options.one_engine else in_processes_of_their_own(options)
-    if options.json:
-        hardware = machine.hardware(os.cpu_count() or 1)
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-        report(rows, f"{gpu}, KV memory beside host layers {options.device_gib} GiB; {hardware}").write(options.json)
+    save(rows, options)
     failed = [row for row in rows if row.unit == "1 = yes" and not row.ours]
     for row in failed:
         print(f"WRONG: {row.case}: {row.metric}", flush=True)
     return 1 if failed else 0
+
+
+def save(rows: list[Row], options: argparse.Namespace) -> None:
+    if options.json:
+        hardware = machine.hardware(os.cpu_count() or 1)
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        report(rows, f"{gpu}, KV memory beside host layers {options.device_gib} GiB; {hardware}").write(options.json)
 
 
 def in_processes_of_their_own(options: argparse.Namespace) -> list[Row]:
@@ -113,13 +117,14 @@ def in_processes_of_their_own(options: argparse.Namespace) -> list[Row]:
                 status = subprocess.run(command, check=False, timeout=left).returncode
             except subprocess.TimeoutExpired:
                 print(f"{host} host layers: ended after --limit-s", flush=True)
-                continue
-            if status not in (0, 1) or not file.exists():
-                print(f"{host} host layers: the engine failed; its messages are above", flush=True)
-                rows.append(row(f"{host} host layers", "cooperative runs", "1 = yes", 0))
-                continue
-            rows += Report[Row].model_validate_json(file.read_text()).rows
-            file.unlink()
+            else:
+                if status not in (0, 1):
+                    print(f"{host} host layers: the engine failed; its messages are above", flush=True)
+                    rows.append(row(f"{host} host layers", "cooperative runs", "1 = yes", 0))
+            if file.exists():  # with the rows of all prompts that the engine has answered
+                rows += Report[Row].model_validate_json(file.read_text()).rows
+                file.unlink()
+            save(rows, options)
     return rows
 
 
@@ -140,6 +145,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
     longest = random_prompt(max(options.tokens))
     for tokens in sorted(options.tokens):
         rows += with_prompt(llm, longest[:tokens], host, shape, options)
+        save(rows, options)
     return rows
 
 

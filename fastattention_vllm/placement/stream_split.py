@@ -32,8 +32,11 @@ class Rates:
     """K and V read over the link by the device's attention kernels, without copies. 0 if they cannot in a graph."""
 
     def in_graph(self) -> float:
-        """What the link delivers in a graph while the CPU reads, too."""
-        return self.link_beside_cpu * self.in_place / self.link
+        """What the link delivers in a graph while the CPU reads, too.
+
+        Copies may have been slower alone than beside the CPU, where something disturbed one of the two measurements.
+        """
+        return self.in_place * min(1.0, self.link_beside_cpu / self.link)
 
 
 @dataclass(frozen=True)
