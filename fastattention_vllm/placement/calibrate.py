@@ -17,10 +17,8 @@ from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
 from fastattention_vllm.placement.host_attention import HostAttention
 from fastattention_vllm.placement.link import Link
-from fastattention_vllm.placement.stream_split import Rates
+from fastattention_vllm.placement.stream_split import SAMPLE_BYTES, Rates
 
-SAMPLE_BYTES = 2 << 30
-"""Size of the sample of the pool. It is larger than any CPU cache, and small enough to be read quickly."""
 IN_PLACE_BYTES = 256 << 20
 PAGE_BYTES = 1 << 20
 ROUNDS = 3

@@ -9,6 +9,8 @@ MIN_SPLIT_BYTES = 512 << 20
 """Bytes of KV per layer. With fewer bytes, the CPU alone was faster (benchmarks/notes/host_layers.md)."""
 ENOUGH = 0.9
 """The fraction of the memory's rate at which the CPU needs no help."""
+SAMPLE_BYTES = 2 << 30
+"""Bytes of one layer's pool that are read at start to measure the rates. More than any CPU cache, and quickly read."""
 HAND_OVER_SECONDS = 0.0009
 """Time between two host layers' attention, in which only the link is busy (benchmarks/notes/host_layers.md)."""
 
@@ -37,6 +39,14 @@ class Rates:
         Copies may have been slower alone than beside the CPU, where something disturbed one of the two measurements.
         """
         return self.in_place * min(1.0, self.link_beside_cpu / self.link)
+
+    def in_pieces(self) -> float:
+        """CPU and link together, where the link copies."""
+        return self.cpu_beside_link + self.link_beside_cpu
+
+    def in_whole_step(self, shares: bool) -> float:
+        """One graph for a decode step: CPU and link together if it ``shares`` with the link, else the CPU alone."""
+        return self.cpu_beside_link + self.in_graph() if shares else self.cpu
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,8 @@ def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 
         return math.inf
     if rates is None:
         return math.inf if in_graph else 0.0
-    together = rates.cpu_beside_link + rates.link_beside_cpu
-    whole = rates.cpu_beside_link + rates.in_graph() if in_graph else rates.cpu
-    gain = 1 / whole - 1 / together  # seconds per byte
+    together = rates.in_pieces()
+    gain = 1 / rates.in_whole_step(in_graph) - 1 / together  # seconds per byte
     loss = LAUNCH_SECONDS / sharing - split.head_start / together
     if gain <= 0:
         return math.inf

@@ -7,7 +7,7 @@ import functools
 import math
 from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -81,6 +81,8 @@ class Kernels(Entry):
     """Whether host layers may store 8 bits where device layers store 16 (``host_kv_dtype``)."""
     copies_of_host_layers: bool
     """Whether blocks of host layers may have copies on the device (``resident_kv_gib``)."""
+    graphs_with_host_layers: Literal["none", "CPU alone", "shared"]
+    """Whether a decoding step can be one graph, and whether the device can read its share of host KV there."""
 
     def attention_fraction(self, head_size: int) -> float:
         for largest, fraction in self.attention_fractions:
@@ -139,6 +141,9 @@ class Measured(BaseModel):
     launch_ms: Constant
     stream_ms: Constant
     link_beside_cpu: Constant
+    link_in_place: Constant
+    ring_us: Constant
+    merge_us: Constant
     core_gb_per_s: Constant
     driver_gib: Constant
     server_gib: Constant

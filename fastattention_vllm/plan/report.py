@@ -256,8 +256,8 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
     if plan.placement.host and plan.request.host_kv_dtype != "auto":
         found.append(
             f"Host layers store {plan.request.host_kv_dtype}: {plan.host_bytes_per_token} bytes per token, layer and "
-            f"device instead of {plan.kv_bytes_per_token}. The speed counts the bytes, and is not yet measured on such "
-            "a machine."
+            f"device instead of {plan.kv_bytes_per_token}. The speed counts the bytes, but not that a CPU computes "
+            "more for each: on the host of an H100, decoding was slower than predicted (docs/plan.md)."
         )
     if plan.device.copies:
         found.append(
@@ -286,10 +286,23 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
         )
     if shape.has_images:
         found.append("The image encoder's weights are not counted; pass --weights-gib with the size of all weights.")
-    constant = measured().launch_ms
     if plan.placement.host:
-        found.append(
-            f"The CPU needs {constant.value:g} ms per host layer to launch the device's work. This was measured with "
-            "an H200; a slower CPU takes longer."
-        )
+        found.append(_decoding(plan))
     return found
+
+
+def _decoding(plan: MemoryPlan) -> str:
+    """How the engine decodes with host layers, in sentences."""
+    way = speed.engines_way(plan)
+    if not way.in_graph:
+        return (
+            "A decoding step of this length runs in pieces. The CPU needs "
+            f"{measured().launch_ms.value:g} ms per host layer to launch the device's work. This was measured with an "
+            "H200; a slower CPU takes longer."
+        )
+    if way.shares:
+        return (
+            "A decoding step of this length is one CUDA graph, in which the device reads "
+            f"{way.split.in_graph():.0%} of the host KV over the link."
+        )
+    return "A decoding step of this length is one CUDA graph, in which the CPU alone reads the host KV."

@@ -1,11 +1,16 @@
 """Predicted speed of prefill and decoding, and what limits each. Pure functions; all constants are in the data files.
 
-Seconds of one decoding step: the attention of the host layers, plus the longer of the device's work and the CPU's work
-to launch it between two host layers. The device waits for the CPU at each host layer, so its work does not overlap with
-that attention.
+Seconds of one decoding step: the attention of the host layers, the device's own work, and what each host layer costs
+beside its attention. The device waits for the CPU at each host layer, so its work does not overlap with that attention.
+The engine's functions (``placement/stream_split.py``) choose between one graph for the step and pieces, and what the
+device reads over the link.
 
-    one host layer's attention = (b - H) / (C + P), with C the CPU's rate, P the link's rate beside it, and H the bytes
-    that the link brings while the CPU waits; b / C where the CPU works alone, b / P where the link brings everything
+    one host layer's attention in a graph = the longer of (1 - f) b / C and f b / P, or b / C if the CPU works alone,
+        with b its bytes of KV, f the device's fraction, C the CPU's rate, and P the rate of reading in place
+    in pieces = the longer of (1 - f) b / C and (f b - H) / P, with P the rate of copies, and H the bytes that are
+        copied while the CPU waits
+    beside attention: in a graph, ringing, waiting and merging; in pieces, the CPU's work to launch what the device
+        does in between, as far as it takes longer than that
 
 Seconds of a prompt: for every chunk and layer, the FLOPs of the linear layers and of attention, or if that takes
 longer, the time in which the link brings the context of a host layer; and two all-reduces.
@@ -14,10 +19,16 @@ longer, the time in which the link brings the context of a host layer; and two a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split
+from fastattention_vllm.placement.stream_split import (
+    SAMPLE_BYTES,
+    Rates,
+    StreamSplit,
+    stream_split,
+    whole_steps_until,
+)
 from fastattention_vllm.plan.hardware import Machine, measured
 from fastattention_vllm.plan.memory import MemoryPlan
 from fastattention_vllm.plan.model import ModelShape
@@ -70,48 +81,96 @@ def host_rates(machine: Machine, layer_bytes: int, heads_per_kv_head: int, width
     return Rates(memory, cpu, link, min(cpu, memory - beside), beside), limit
 
 
-def decode(plan: MemoryPlan, split: StreamSplit | None = None) -> Prediction:
-    """One step in which every request has its full context.
+@dataclass(frozen=True)
+class Way:
+    """How the host layers of a decoding step are computed."""
 
-    ``split``: how much the link brings; None for the choice of the engine.
-    """
-    request, constants, on_host = plan.request, measured(), plan.placement.host_size
+    split: StreamSplit
+    """How much the link brings."""
+    in_graph: bool
+    """The step is one graph. Otherwise it runs in pieces."""
+    shares: bool = False
+    """The graph has the kernels for a share of the link, even of one of 0."""
+
+    def fraction(self, size: int, windowed: bool) -> float:
+        """What the link brings of one layer's ``size`` bytes. Of layers with a window, it brings nothing."""
+        if windowed or (self.in_graph and not self.shares):
+            return 0.0
+        return self.split.in_graph() if self.in_graph else self.split.of(size)
+
+
+def engines_way(plan: MemoryPlan) -> Way:
+    """What the engine chooses at start and for this length, by the rates of a sample of its pool."""
+    placement, request = plan.placement, plan.request
+    blocks = placement.max_blocks(plan.device.kv, plan.host_budget)
+    rates, _ = _rates(plan, min(SAMPLE_BYTES, blocks * placement.host_bytes_per_block))
+    split = stream_split(rates)
+    shares = split.in_graph() > 0 and rates.in_place > 0
+    sharing = placement.host_size.full_layers / max(1, len(placement.host))
+    until = whole_steps_until(split, rates, sharing, in_graph=shares)
+    short = request.context * request.requests * plan.host_bytes_per_token < until
+    return Way(split, _has_graphs(plan) and short, shares)
+
+
+def _has_graphs(plan: MemoryPlan) -> bool:
+    """Whether a step with host layers can be one graph. Only kernels that can share in it can use copies there."""
+    graphs = plan.machine.kernels.graphs_with_host_layers
+    return graphs == "shared" or (graphs == "CPU alone" and not plan.device.copies)
+
+
+def _reads_in_place(plan: MemoryPlan) -> bool:
+    """Whether the device can read 16-bit host KV over the link in a graph. It does not beside copies."""
+    shares = plan.machine.kernels.graphs_with_host_layers == "shared"
+    return shares and not plan.device.copies and plan.request.host_kv_dtype == "auto"
+
+
+def _rates(plan: MemoryPlan, size: int) -> tuple[Rates, Limit]:
+    """Rates of one rank that reads ``size`` bytes of one host layer, and what limits its CPUs."""
+    shape, machine = plan.shape, plan.machine
+    width = plan.host_bytes_per_token / plan.kv_bytes_per_token
+    rates, limit = host_rates(machine, size * machine.ranks, shape.heads_per_kv_head, width)
+    in_place = measured().link_in_place.value * rates.link if _reads_in_place(plan) else 0.0
+    return replace(rates, in_place=in_place), limit
+
+
+def decode(plan: MemoryPlan, way: Way | None = None) -> Prediction:
+    """One step in which every request has its full context. ``way``: None for the engine's choice."""
+    request, on_host, chosen = plan.request, plan.placement.host_size, way or engines_way(plan)
     parts = Parts(float)
-    for layers, tokens in (
-        (on_host.full_layers, request.context),
-        (on_host.windowed_layers, min(on_host.window, request.context)),
+    for layers, tokens, windowed in (
+        (on_host.full_layers, request.context, False),
+        (on_host.windowed_layers, min(on_host.window, request.context), True),
     ):
         if layers:
-            limit, seconds = _host_layer(plan, tokens * request.requests * plan.host_bytes_per_token, split)
+            limit, seconds = _host_layer(plan, tokens * request.requests * plan.host_bytes_per_token, chosen, windowed)
             parts[limit] += layers * seconds
-    host_layers = len(plan.placement.host)
-    streams_all = split is not None and split.fraction >= 1
-    launch = 1e-3 * host_layers * (constants.stream_ms if streams_all else constants.launch_ms).value
     device = _device_step(plan)
     for limit, seconds in device.items():
         parts[limit] += seconds
-    parts["launches"] += max(0.0, launch - sum(device.values()))
+    parts["launches"] += _beside_attention(plan, chosen, sum(device.values()))
     return _prediction(parts, request.requests)
 
 
-def _host_layer(plan: MemoryPlan, layer_bytes: int, split: StreamSplit | None) -> tuple[Limit, float]:
-    """Limit and seconds of one host layer's attention. ``layer_bytes``: its KV on one rank, all requests together."""
-    shape, machine = plan.shape, plan.machine
-    rates, cpu_limit = host_rates(
-        machine,
-        layer_bytes * machine.ranks,
-        shape.heads_per_kv_head,
-        plan.host_bytes_per_token / plan.kv_bytes_per_token,
-    )
-    chosen = split or stream_split(rates)
-    share = chosen.of(layer_bytes)
-    if share >= 1:
-        return "link", layer_bytes / rates.link
+def _beside_attention(plan: MemoryPlan, way: Way, device: float) -> float:
+    """Seconds that the host layers of a step cost beside their attention and the ``device``'s seconds of own work."""
+    constants, placement = measured(), plan.placement
+    if way.in_graph:
+        merged = placement.host_size.full_layers if way.shares or plan.device.copies else 0
+        return 1e-6 * (len(placement.host) * constants.ring_us.value + merged * constants.merge_us.value)
+    by_layer = constants.stream_ms if way.split.fraction >= 1 else constants.launch_ms
+    return max(0.0, 1e-3 * len(placement.host) * by_layer.value - device)
+
+
+def _host_layer(plan: MemoryPlan, size: int, way: Way, windowed: bool) -> tuple[Limit, float]:
+    """Limit and seconds of one host layer's attention. ``size``: bytes of its KV on one rank, all requests together."""
+    rates, cpu_limit = _rates(plan, size)
+    share = way.fraction(size, windowed)
     if share == 0:
-        return cpu_limit, layer_bytes / rates.cpu
-    streamed = share * layer_bytes
-    by_link = max(0.0, streamed - chosen.head_start) / rates.link_beside_cpu
-    by_cpu = (layer_bytes - streamed) / rates.cpu_beside_link
+        return cpu_limit, size / rates.cpu
+    if share >= 1:
+        return "link", size / (rates.in_place if way.in_graph else rates.link)
+    link, ahead = (rates.in_graph(), 0) if way.in_graph else (rates.link_beside_cpu, way.split.head_start)
+    by_link, by_cpu = max(0.0, share * size - ahead) / link, (1 - share) * size / rates.cpu_beside_link
     both = rates.cpu_beside_link + rates.link_beside_cpu
     return "host memory" if both > 0.99 * rates.memory else cpu_limit, max(by_link, by_cpu)
 

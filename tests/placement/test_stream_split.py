@@ -58,6 +58,13 @@ def test_a_graph_is_left_where_the_link_gains_more_than_launching_costs() -> Non
         assert (whole < pieces) == (size < until), size
 
 
+def test_rates_of_a_decode_step() -> None:
+    rates = Rates(150e9, 100e9, link=50e9, cpu_beside_link=90e9, link_beside_cpu=40e9, in_place=25e9)
+    assert rates.in_pieces() == 130e9
+    assert rates.in_whole_step(shares=True) == 110e9
+    assert rates.in_whole_step(shares=False) == 100e9
+
+
 def test_a_graph_is_never_left_if_the_cpu_reads_alone() -> None:
     rates = Rates(memory=100e9, cpu=95e9, link=50e9, cpu_beside_link=60e9, link_beside_cpu=40e9)
     assert whole_steps_until(stream_split(rates), rates) == math.inf

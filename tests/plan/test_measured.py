@@ -12,6 +12,7 @@ import pytest
 
 from fastattention_vllm.doctor import memory as doctor
 from fastattention_vllm.plan.hardware import GIB, MEASURED_FILE, TABLES_FILE, measured, tables
+from scripts.plan_table import H100_LINK
 from tests.plan.shapes import shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +131,19 @@ def test_one_core() -> None:
     assert measured().core_gb_per_s.value == pytest.approx(found["ours"] / 2, rel=0.01)
 
 
+def test_what_a_host_layer_costs_in_a_graph() -> None:
+    (ring,) = rows("2026-11-25-graph-ring-h100")
+    assert measured().ring_us.value == pytest.approx(ring["ours"], abs=0.5)
+    on_device, copies = (
+        1e6 / one["ours"] for one in rows("2026-11-26-host-layers-h100-resident-16k") if "decode" in one["metric"]
+    )
+    assert measured().merge_us.value == pytest.approx((copies - on_device) / 31, abs=0.5)
+
+
 def test_figures_of_the_notes() -> None:
+    assert "over PCIe, at 48.7 GB/s if alone; the copy engine gave 51.2" in NOTES
+    assert measured().link_in_place.value == pytest.approx(48.7 / 51.2, abs=0.005)
+    assert H100_LINK == 51.2
     assert "About 20 ms a token" in NOTES or "about 20 ms a token" in NOTES
     assert "launching of 32 pieces of the model" in NOTES
     assert measured().launch_ms.value == pytest.approx(20 / 32)

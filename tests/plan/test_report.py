@@ -148,6 +148,14 @@ def test_bars_never_grow_beyond_their_width() -> None:
     assert shown(full, plot=True)
 
 
+def test_the_way_to_decode_is_noted() -> None:
+    asked = {"gpu": "h200-141g", "ranks": 1, "kv_cache_gib": 0.25, "context": 8192}
+    notes = [made("llama3-8b", **asked, **more).notes for more in ({}, {"resident_kv_gib": 1.0})]
+    for found, said in zip(notes, ("the device reads 11% of the host KV", "the CPU alone reads"), strict=True):
+        assert any("one CUDA graph" in note and said in note for note in found), found
+    assert any("runs in pieces" in note for note in made("pangu-38b", "ascend-910b-64g", 4).notes)
+
+
 def test_layers_with_windows_are_noted() -> None:
     model = dataclasses.replace(shape("llama3-8b"), window=512, windowed_layers=tuple(range(0, 32, 2)))
     found = report(plan_memory(model, machine("h200-141g", 1), Request(8192)), "here")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention_vllm.placement.stream_split import StreamSplit
+from fastattention_vllm.placement.stream_split import MIN_SPLIT_BYTES, StreamSplit
 from fastattention_vllm.plan import speed
 from fastattention_vllm.plan.errors import DoesNotFitError
-from fastattention_vllm.plan.hardware import Machine, machine, measured
+from fastattention_vllm.plan.hardware import Machine, machine, measured, tables
 from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
-from fastattention_vllm.plan.speed import decode, host_rates, prefill
+from fastattention_vllm.plan.speed import Way, decode, engines_way, host_rates, prefill
 from tests.plan.drawn import REQUESTS, machines, shapes
 from tests.plan.shapes import shape
 
 K256 = 1 << 18
+BY_CPU, BY_LINK = (Way(StreamSplit(fraction), in_graph=False) for fraction in (0.0, 1.0))
 
 
 def pangu(computer: Machine | None = None, context: int = K256) -> MemoryPlan:
@@ -44,7 +46,7 @@ def test_what_limits_decoding_follows_the_machine() -> None:
     assert decode(with_host(plan, cores=2)).limited_by == "CPU cores"
     few = plan_memory(shape("llama3-8b"), machine("h200-141g", 1), Request(8192, kv_cache_gib=0.25))
     assert decode(with_host(few, read_gb_per_s=1e5, cores=100_000)).limited_by == "launches"
-    assert decode(plan, StreamSplit(1.0)).limited_by == "link"
+    assert decode(plan, BY_LINK).limited_by == "link"
     on_device = plan_memory(shape("llama2-7b"), machine("v100-32g", 1), Request(4096))
     assert decode(on_device).limited_by == "device memory"
     many = plan_memory(shape("llama3-8b"), machine("a100-80g", 1), Request(1, requests=1024))
@@ -93,18 +95,111 @@ def test_the_split_is_the_engines() -> None:
     assert grouped.cpu_beside_link + grouped.link_beside_cpu == pytest.approx(grouped.memory)
 
 
-def test_attention_of_one_host_layer_is_the_formula() -> None:
-    plan = plan_memory(shape("llama3-8b"), machine("h200-141g", 1, "h200-16-cores"), Request(8192, kv_cache_gib=0.25))
+def h200(tokens: int = 8192, **asked: Any) -> MemoryPlan:
+    """31 host layers of (32,8,128), on the host that was measured."""
+    computer = machine("h200-141g", 1, "h200-16-cores")
+    return of_length(plan_memory(shape("llama3-8b"), computer, Request(8192, kv_cache_gib=0.25, **asked)), tokens)
+
+
+def of_length(plan: MemoryPlan, tokens: int) -> MemoryPlan:
+    return dataclasses.replace(plan, request=dataclasses.replace(plan.request, context=tokens))
+
+
+def with_kernels(plan: MemoryPlan, name: str) -> MemoryPlan:
+    return dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, kernels=tables().kernels[name]))
+
+
+def with_windows(plan: MemoryPlan, window: int) -> MemoryPlan:
+    """Every second host layer has a window."""
+    layers = len(plan.placement.host)
+    size = dataclasses.replace(
+        plan.placement.host_size, full_layers=layers - layers // 2, windowed_layers=layers // 2, window=window
+    )
+    return dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, host_size=size))
+
+
+def test_attention_of_one_host_layer_in_pieces_is_the_formula() -> None:
+    plan = h200()
     layers, size = len(plan.placement.host), 8192 * plan.kv_bytes_per_token
     rates, _ = host_rates(plan.machine, size, 4)
-    by_cpu = decode(plan, StreamSplit(0.0)).parts["host memory"]
+    by_cpu = decode(plan, BY_CPU).parts["host memory"]
     assert by_cpu == pytest.approx(layers * size / rates.cpu)
-    by_link = decode(plan, StreamSplit(1.0)).parts["link"]
+    by_link = decode(plan, BY_LINK).parts["link"]
     assert by_link == pytest.approx(layers * size / rates.link)
-    half = decode(plan, StreamSplit(0.5)).parts["host memory"]
+    half = decode(plan, Way(StreamSplit(0.5), in_graph=False)).parts["host memory"]
     assert half == pytest.approx(layers * size / 2 / min(rates.cpu_beside_link, rates.link_beside_cpu))
-    launches = decode(plan, StreamSplit(0.0)).parts["launches"]
+    launches = decode(plan, BY_CPU).parts["launches"]
     assert launches <= 1e-3 * layers * measured().launch_ms.value
+
+
+def test_attention_of_one_host_layer_in_a_graph_is_the_formula() -> None:
+    plan = h200()
+    layers, size = len(plan.placement.host), 8192 * plan.kv_bytes_per_token
+    rates, _ = host_rates(plan.machine, size, 4)
+    in_place = measured().link_in_place.value * rates.link
+    beside = measured().link_in_place.value * rates.link_beside_cpu
+    for fraction, rate in ((0.1, rates.cpu_beside_link / 0.9), (0.9, beside / 0.9)):
+        shared = decode(plan, Way(StreamSplit(fraction), in_graph=True, shares=True)).parts["host memory"]
+        assert shared == pytest.approx(layers * size / rate)
+    everything = decode(plan, Way(StreamSplit(1.0), in_graph=True, shares=True)).parts["link"]
+    assert everything == pytest.approx(layers * size / in_place)
+    alone = decode(plan, Way(StreamSplit(0.5), in_graph=True)).parts
+    assert alone["host memory"] == pytest.approx(layers * size / rates.cpu)
+    ring, merge = (1e-6 * layers * constant.value for constant in (measured().ring_us, measured().merge_us))
+    assert alone["launches"] == pytest.approx(32e-6 * measured().layer_us.value + ring)
+    merged = decode(plan, Way(StreamSplit(0.0), in_graph=True, shares=True)).parts["launches"]
+    assert merged == pytest.approx(alone["launches"] + merge)
+
+
+def test_the_way_is_the_engines() -> None:
+    """Where it shares with the link, a graph needs no more than pieces. CPU and link finish together in it."""
+    plan = h200(K256)
+    rates, _ = speed._rates(plan, 2 << 30)
+    way = engines_way(plan)
+    assert way == Way(speed.stream_split(rates), in_graph=True, shares=True)
+    size = K256 * plan.kv_bytes_per_token
+    share = way.fraction(size, windowed=False)
+    assert share * size / rates.in_graph() == pytest.approx((1 - share) * size / rates.cpu_beside_link)
+    assert share == way.fraction(1, windowed=False), "of any length"
+    assert decode(plan) == decode(plan, way)
+    until = speed.whole_steps_until(way.split, rates, in_graph=True)
+    long = int(until) // plan.kv_bytes_per_token
+    assert engines_way(of_length(plan, long)).in_graph
+    assert not engines_way(of_length(plan, long + 1)).in_graph
+
+
+def test_where_a_graph_does_not_share() -> None:
+    """There, the CPU reads alone in it, or steps run in pieces from the engine's length on."""
+    short, long = (MIN_SPLIT_BYTES // 4096 * factor for factor in (1, 2))
+    eight_bits, copies = h200(long, host_kv_dtype="int8"), h200(long, resident_kv_gib=1.0)
+    for plan in (eight_bits, copies):
+        assert not engines_way(plan).shares
+        assert engines_way(of_length(plan, short - 1)).in_graph
+        assert not engines_way(of_length(plan, 2 * long)).in_graph
+    merged = decode(of_length(copies, 1024)).parts["launches"] - decode(of_length(eight_bits, 1024)).parts["launches"]
+    assert merged == pytest.approx(1e-6 * len(copies.placement.host) * measured().merge_us.value)
+    volta, ascend = (with_kernels(h200(), name) for name in ("volta", "ascend"))
+    assert engines_way(volta).in_graph
+    assert not engines_way(volta).shares
+    assert not engines_way(of_length(volta, 2 * long)).in_graph
+    assert not engines_way(with_kernels(copies, "volta")).in_graph
+    assert not engines_way(ascend).in_graph
+
+
+def test_the_link_reads_nothing_of_layers_with_a_window() -> None:
+    window = 2 * MIN_SPLIT_BYTES // 4096
+    plan = with_windows(h200(2 * window), window)
+    full = plan.placement.host_size.full_layers
+    windowed = plan.placement.host_size.windowed_layers
+    rates, _ = speed._rates(plan, window * plan.kv_bytes_per_token)
+    for way in (engines_way(plan), dataclasses.replace(engines_way(plan), in_graph=False)):
+        without = dataclasses.replace(plan.placement.host_size, windowed_layers=0)
+        less = dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, host_size=without))
+        seconds = decode(plan, way).parts["host memory"] - decode(less, way).parts["host memory"]
+        assert seconds == pytest.approx(windowed * window * plan.kv_bytes_per_token / rates.cpu)
+    launches = decode(plan).parts["launches"] - 32e-6 * measured().layer_us.value
+    rings = (full + windowed) * measured().ring_us.value
+    assert launches == pytest.approx(1e-6 * (rings + full * measured().merge_us.value))
 
 
 def test_reading_weights_and_cache_is_the_formula() -> None:

@@ -574,7 +574,7 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
         f"tokens; host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
     )
     if host_layers.rates:
-        rate = decode_rate(host_layers.rates)
+        rate = decode_rate(host_layers, host_layers.rates, tokens)
         milliseconds = 1e3 * placement.host_seconds(tokens, rate)
         lines.append(
             f"  Prediction: after {tokens} tokens the host layers add {milliseconds:.3g} ms to each token "
@@ -590,10 +590,12 @@ def stored_text(dtype: torch.dtype) -> str:
     return f"Host layers store keys and values as {name}, {factors}, because host_kv_dtype is {name}."
 
 
-def decode_rate(rates: Rates) -> float:
-    """Bytes per second of host KV: by CPU and link together where both read it (:func:`stream_split`)."""
-    together = stream_split(rates).fraction > 0
-    return rates.cpu_beside_link + rates.link_beside_cpu if together else rates.cpu
+def decode_rate(host_layers: HostLayers, rates: Rates, tokens: int) -> float:
+    """Bytes per second of host KV in a decode step after ``tokens``: by CPU and link together where both read it."""
+    calls = host_layers.graph_calls
+    if calls and host_layers.allows_whole_step(tokens):
+        return rates.in_whole_step(shares=calls.over_link is not None)
+    return rates.in_pieces() if stream_split(rates).fraction > 0 else rates.cpu
 
 
 def attention_layers(

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers import PretrainedConfig
@@ -290,16 +291,19 @@ def test_a_budget_too_small_for_one_request_is_refused_with_the_length_that_fits
 
 
 def test_the_log_predicts_the_time_that_host_layers_add_per_token(model: Path, log: list[str]) -> None:
-    """It uses the measured rates of reading KV, by the CPU alone or by both; without rates it predicts nothing."""
+    """It uses the measured rates of reading KV, in pieces or in a graph; without rates it predicts nothing."""
     with small_blocks(model, **host(3)) as llm:
         layers = host_layers_of(llm)
         assert not [line for line in log if "Prediction" in line]
-        for cpu, rate in ((95e9, 95), (60e9, 40 + 30)):
-            layers.rates = Rates(memory=100e9, cpu=cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9)
+        graph, shared = SimpleNamespace(over_link=None), SimpleNamespace(over_link=object())
+        for cpu, calls, rate in ((95e9, None, 95), (60e9, None, 40 + 30), (60e9, graph, 60), (60e9, shared, 40 + 15)):
+            layers.graph_calls = cast(Any, calls)
+            layers.rates = Rates(100e9, cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9, in_place=25e9)
             (line,) = [line for line in describe(layers, num_blocks(llm)) if "Prediction" in line]
             milliseconds = 3 * (1024 // 16) * PAGE / (rate * 1e9) * 1e3
             assert f"Prediction: after 1024 tokens the host layers add {milliseconds:.3g} ms" in line
             assert line.endswith(f"at {rate} GB/s).")
+        layers.graph_calls = None
 
 
 @pytest.mark.parametrize("asked", [True, False])
