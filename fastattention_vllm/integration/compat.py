@@ -255,6 +255,20 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
     worker.initialize_from_config = initialize_from_config
 
 
+def settle_scheduled_window(builder: Any, impl: type[Any]) -> None:
+    """Tell a metadata builder of FlashAttention 3 the window of all layers on the device, for which it plans steps.
+
+    0.19.1: vLLM finds it in the first step and expects no layers but ``impl``, so host layers ended the start with an
+    AssertionError. Newer versions skip other layers, as this does. FlashAttention 2 plans nothing.
+    """
+    if getattr(builder, "aot_sliding_window", ()) is not None or not builder.aot_schedule:
+        return
+    layers = builder.vllm_config.compilation_config.static_forward_context.values()
+    windows = {layer.impl.sliding_window for layer in layers if isinstance(getattr(layer, "impl", None), impl)}
+    builder.aot_schedule = len(windows) == 1
+    builder.aot_sliding_window = (windows.pop() if builder.aot_schedule else None) or (-1, -1)
+
+
 def choose_whole_steps(find: Callable[[Any], Any]) -> None:
     """Let host layers choose between one CUDA graph and pieces for each step of vLLM's worker on NVIDIA GPUs.
 

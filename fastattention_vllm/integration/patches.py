@@ -91,6 +91,17 @@ PATCHES = (
         sites=("compat:add_shared_caches_before_layout:runner._update_hybrid_attention_mamba_layout",),
     ),
     Patch(
+        names=("aot_schedule and aot_sliding_window of FlashAttention's metadata builder",),
+        why="FlashAttention 3 plans a step for the one window that all layers have. vLLM looks for it among all layers "
+        "and asserts that each is FlashAttention's own; host layers are not.",
+        remove_when="the oldest supported vLLM skips other layers, as 0.23 does",
+        versions="0.19.1",
+        sites=(
+            "compat:settle_scheduled_window:builder.aot_schedule",
+            "compat:settle_scheduled_window:builder.aot_sliding_window",
+        ),
+    ),
+    Patch(
         names=("vllm.config.model._check_valid_dtype", "the apply_config_platform_defaults of vLLM's CUDA platforms"),
         why="On GPUs of compute capability 7.x, vLLM recommends bfloat16, which they lack, for models that do not run "
         "in float16. Models that the kernels refuse are refused before any process is started. On the V100, "

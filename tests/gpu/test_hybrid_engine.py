@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import Qwen3_5ForConditionalGeneration
 
 from fastattention_vllm.integration.cuda.gated_delta import OPERATION, GatedDeltaRule
 from fastattention_vllm.integration.host_layers import layers as host_layers
@@ -137,7 +137,7 @@ def test_text_for_a_model_with_images(host: int, prompts: list[list[int]], tmp_p
     path = image_references.save_with_processor(config, tmp_path)
     (file,) = path.glob("*.safetensors")
     save_file({name: w.half().float() for name, w in load_file(file).items()}, file, metadata={"format": "pt"})
-    expected = hugging_face_answers(path, prompts, MAX_TOKENS, kind=AutoModelForImageTextToText)
+    expected = hugging_face_answers(path, prompts, MAX_TOKENS, kind=Qwen3_5ForConditionalGeneration)
     no_images = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     with engine(path, **settings(None, **no_images)) as llm:
         allowed = max(ALLOWED, 2 * distance(steps(generate(llm, prompts)), expected))

@@ -121,6 +121,7 @@ class BlockedMetadataBuilder(DeviceBuildersOwn, FlashAttentionBackend.get_builde
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
+        compat.settle_scheduled_window(self, FlashAttentionImpl)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         blocks = row_parallel.attention_blocks()
         if blocks is None or not can_be_cut(metadata):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadata
 
 from fastattention_vllm.integration.cuda.flash import BlockedMetadataBuilder
 from fastattention_vllm.integration.tiling import row_parallel
@@ -70,7 +70,34 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def builder(monkeypatch: pytest.MonkeyPatch, made: Any) -> BlockedMetadataBuilder:
     monkeypatch.setattr(FlashAttentionBackend.get_builder_cls(), "build", lambda self, *given, **named: made)
-    return BlockedMetadataBuilder.__new__(BlockedMetadataBuilder)
+    found = BlockedMetadataBuilder.__new__(BlockedMetadataBuilder)
+    found.aot_schedule, found.aot_sliding_window = False, None  # FlashAttention 2
+    return found
+
+
+class DeviceLayer(FlashAttentionImpl):  # type: ignore[misc]
+    def __init__(self, window: tuple[int, int] | None) -> None:
+        self.sliding_window = window
+
+
+@pytest.mark.parametrize(
+    ("windows", "scheduled"),
+    [([(-1, -1)], (-1, -1)), ([(63, 0), (63, 0)], (63, 0)), ([None], (-1, -1)), ([(63, 0), (-1, -1)], None)],
+    ids=["no window", "one window", "none known", "two windows"],
+)
+def test_steps_are_planned_for_the_window_of_device_layers(
+    windows: list[tuple[int, int] | None], scheduled: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.19.1 ends with an AssertionError if one layer is not FlashAttention's, and a host layer is not."""
+    found = builder(monkeypatch, SimpleNamespace())
+    found.aot_schedule = True
+    layers = {f"layers.{index}": SimpleNamespace(impl=DeviceLayer(window)) for index, window in enumerate(windows)}
+    layers |= {"host": SimpleNamespace(impl=object()), "not attention": SimpleNamespace()}
+    context = SimpleNamespace(static_forward_context=layers)
+    found.vllm_config = SimpleNamespace(compilation_config=context)
+    found.build(0, COMMON)
+    assert found.aot_schedule == (scheduled is not None)
+    assert found.aot_sliding_window == (scheduled or (-1, -1))
 
 
 @pytest.mark.usefixtures("tiled")
