@@ -98,6 +98,12 @@ def allocate(size: int) -> int:
     return address.value
 
 
+def clear(address: int, size: int) -> None:
+    """Zero memory of the current GPU, before later work of any stream."""
+    _call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size))
+    _call("cuCtxSynchronize")
+
+
 def handle_of(address: int) -> bytes:
     """The handle by which other processes of this machine open an allocation."""
     handle = _Handle()

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "cuda_driver": set(),
     "attention": {"cuda_driver"},
     "placement": {"attention", "cuda_driver"},
-    "parallel": {"cuda_driver"},
+    "parallel": {"attention", "cuda_driver"},
     "linear": {"attention", "cuda_driver"},
     "integration": {PACKAGE, "attention", "linear", "placement", "parallel", "plan"},
     "bench": {"attention", "linear", "placement", "parallel"},

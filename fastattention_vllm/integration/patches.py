@@ -124,6 +124,13 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("ca_comm of the tensor-parallel group's communicator",),
+        why="push_all_reduce makes small sums where vLLM's own kernel for them is not available. vLLM has no hook for "
+        "another one.",
+        remove_when="a plugin can name the communicator's way of small sums",
+        sites=("tiling/small_sums:enable:communicator.ca_comm",),
+    ),
+    Patch(
         names=("the operation chunk_gated_delta_rule of Gated DeltaNet layers",),
         why="Triton compiles its kernels for prompts to FMA with spilled registers on compute capability 7.0. vLLM has "
         "a hook for the operation's class, but its first layers are created before this plugin's backend is asked for.",

@@ -16,6 +16,7 @@ import torch
 from fastattention_vllm.attention.cpu.kernels import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 from fastattention_vllm.integration import compat, drafter, multimodal
 from fastattention_vllm.integration.drafter import SPECULATION, WITH_STATES
+from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -374,6 +375,12 @@ BATCH_INVARIANCE = Unsupported(
     _batch_invariance,
 )
 
+PUSH = Unsupported(
+    "all-reduces by push",
+    "the kernel writes to the memory of other NVIDIA GPUs",
+    "remove push_all_reduce",
+    lambda c: options_of(c).push_all_reduce != "off" and "push_all_reduce",
+)
 CONTEXT_PARALLELISM = Unsupported(
     "context parallelism",
     "the backend keeps all tokens of a KV head on one rank",
@@ -572,6 +579,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _microbatches,
     ),
     CONTEXT_PARALLELISM,
+    PUSH,
     # The last row, because it asks the others about a draft model.
     Unsupported(
         "this drafter",
@@ -626,6 +634,7 @@ UNTESTED_ON_NPUS: tuple[Unsupported, ...] = (
     # vllm-ascend's own backend runs latent attention.
     *(row for row in UNTESTED_ON_VOLTA if row is not LATENT_ATTENTION),
     BATCH_INVARIANCE,
+    PUSH,
     Unsupported(
         "speculative decoding",
         _NEVER_RUN,

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from fastattention_vllm import cuda_driver
 from fastattention_vllm.cuda_driver import Operations
+from fastattention_vllm.parallel import boards
 from fastattention_vllm.parallel.copy_collective import PHASES, Copies
 from fastattention_vllm.parallel.shared_segment import Exchange, share
 
 LINE = 64
 """Distance between flags in bytes."""
 PAGE = 4096
-
-Result = TypeVar("Result")
 
 
 class CudaCopies(Copies):
@@ -43,15 +40,9 @@ class CudaCopies(Copies):
         flag_bytes = -(-channels * PHASES * size * LINE // PAGE) * PAGE
         segment_bytes = flag_bytes + (0 if peer_to_peer else all_boards)
         self._segments = share(segment_bytes, exchange)  # kept, for they are unmapped with the last reference
-        self._flags = _on_all(
-            exchange,
-            lambda: [
-                cuda_driver.register_host(ctypes.addressof(ctypes.c_char.from_buffer(segment)), segment_bytes)
-                for segment in self._segments
-            ],
-        )[rank]
+        self._flags = boards.on_gpus(self._segments, rank, segment_bytes, exchange)
         if peer_to_peer:
-            self._boards = self._open_boards(exchange, all_boards)
+            self._boards = boards.in_gpu_memory(rank, all_boards, exchange)
         else:
             self._boards = [address + flag_bytes for address in self._flags]
         self._tells, self._hears = self._all_flags()
@@ -63,21 +54,6 @@ class CudaCopies(Copies):
         ]
         torch.cuda.synchronize()
         exchange(None)
-
-    def _open_boards(self, exchange: Exchange, size: int) -> list[int]:
-        def own() -> tuple[int, bytes]:
-            address = cuda_driver.allocate(size)
-            return address, cuda_driver.handle_of(address)
-
-        allocated = _on_all(exchange, own)
-
-        def opened() -> list[int]:
-            return [
-                address if peer == self.rank else cuda_driver.open_handle(handle)
-                for peer, (address, handle) in enumerate(allocated)
-            ]
-
-        return _on_all(exchange, opened)[self.rank]
 
     def begin(self, channel: int) -> None:
         self._streams[channel].wait_stream(torch.cuda.current_stream())
@@ -131,21 +107,3 @@ class CudaCopies(Copies):
     def _flag(self, channel: int, phase: int, rank: int, teller: int) -> int:
         """The position of the flag by which ``teller`` signals ``rank``."""
         return self._flags[rank] + ((channel * PHASES + phase) * self.size + teller) * LINE
-
-
-def _on_all(exchange: Exchange, work: Callable[[], Result]) -> list[Result]:
-    """The result of ``work`` on each rank.
-
-    Raises:
-        DriverError: it failed on some rank; raised on all ranks.
-    """
-    result, problem = None, ""
-    try:
-        result = work()
-    except cuda_driver.DriverError as error:
-        problem = str(error)
-    answers = exchange((result, problem))
-    for rank, (_, failed) in enumerate(answers):
-        if failed:
-            raise cuda_driver.DriverError(f"rank {rank}: {failed}")
-    return [answer for answer, _ in answers]

@@ -66,7 +66,7 @@ def open_copies(rank: int, size: int, exchange: Exchange, channels: int, board_b
     """
     from fastattention_vllm.parallel.cuda_copies import CudaCopies
 
-    machines = exchange((os.uname().nodename, _boot_id()))
+    machines = exchange(machine())
     if len(set(machines)) > 1:
         raise OSError(f"the ranks are on different machines: {', '.join(sorted({str(one) for one in machines}))}")
     peer_to_peer = all(exchange(reaches_all(exchange(torch.cuda.current_device()))))
@@ -81,9 +81,10 @@ def reaches_all(devices: Sequence[int]) -> bool:
     return all(device == own or torch.cuda.can_device_access_peer(own, device) for device in devices)
 
 
-def _boot_id() -> str:
+def machine() -> tuple[str, str]:
+    """What tells this machine from others: its name, and the id of its boot if there is one."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            return os.uname().nodename, file.read().strip()
     except OSError:
-        return ""
+        return os.uname().nodename, ""

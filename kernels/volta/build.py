@@ -14,15 +14,21 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kernels.volta import gated_delta_variants, linear_variants, manifest, variants
+from kernels.volta import gated_delta_variants, linear_variants, manifest, push_variants, variants
 from kernels.volta.gated_delta_variants import GatedDeltaVariant
 from kernels.volta.linear_variants import LinearVariant, UnpackVariant
 from kernels.volta.manifest import MANIFEST, SOURCES
 from kernels.volta.nvrtc import compile_cuda, version
+from kernels.volta.push_variants import PushVariant
 from kernels.volta.variants import COMPILER_OPTIONS, HEAD_SIZES, Variant
 
-Compiled = Variant | GatedDeltaVariant | LinearVariant | UnpackVariant
-VARIANTS: tuple[Compiled, ...] = (*variants.VARIANTS, *gated_delta_variants.ALL, *linear_variants.ALL)
+Compiled = Variant | GatedDeltaVariant | LinearVariant | UnpackVariant | PushVariant
+VARIANTS: tuple[Compiled, ...] = (
+    *variants.VARIANTS,
+    *gated_delta_variants.ALL,
+    *linear_variants.ALL,
+    *push_variants.ALL,
+)
 MAX_SPILLED = {
     "prefill_d112_e4m3.sm_70": 8,
     "prefill_d112_e5m2.sm_70": 8,

@@ -13,13 +13,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kernels.volta import gated_delta_variants, linear_variants, variants
+from kernels.volta import gated_delta_variants, linear_variants, push_variants, variants
 from kernels.volta.gated_delta_variants import GatedDeltaVariant
 from kernels.volta.linear_variants import LinearVariant, UnpackVariant
+from kernels.volta.push_variants import PushVariant
 from kernels.volta.variants import CHUNK, DECODE_ROWS, WIDE_ROWS, Variant
 
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 """The version of the manifest's format."""
 SUFFIXES = ("cubin", "ptx")
 SOURCES = Path(__file__).resolve().parent / "src"
@@ -44,7 +45,7 @@ Layout = dict[str, tuple[int, int]]
 
 def write(
     folder: Path,
-    compiled: Iterable[Variant | GatedDeltaVariant | LinearVariant | UnpackVariant],
+    compiled: Iterable[Variant | GatedDeltaVariant | LinearVariant | UnpackVariant | PushVariant],
     compiler: str,
     sources: Path = SOURCES,
 ) -> None:
@@ -77,6 +78,11 @@ def write(
             "variants": [
                 linear_variants.describe(one) for one in compiled if isinstance(one, LinearVariant | UnpackVariant)
             ],
+        },
+        "push": {
+            "constants": push_variants.CONSTANTS,
+            "structures": structures((sources / "push.h").read_text()),
+            "variants": [push_variants.describe(one) for one in compiled if isinstance(one, PushVariant)],
         },
         "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources.iterdir())},
         "images": images,

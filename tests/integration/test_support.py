@@ -103,6 +103,7 @@ TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0}}
 
 # The model and the engine arguments for each row.
 CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "all-reduces by push": (plain(), {"additional_config": {"fastattention": {"push_all_reduce": "auto"}}}),
     "multi-head latent attention": (model("DeepseekV3Config", "DeepseekV3ForCausalLM"), {}),
     "cross attention": (
         model(
@@ -364,6 +365,7 @@ def test_a_refusal_is_a_value_error() -> None:
 
 
 ON_OTHER_DEVICES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "all-reduces by push": CASES["all-reduces by push"],
     "this linear attention": (model("MiniMaxConfig", "MiniMaxForCausalLM", num_local_experts=2), {}),
     "multi-head latent attention": CASES["multi-head latent attention"],
     "attention with values of another size than keys": (plain(v_head_dim=32), {}),

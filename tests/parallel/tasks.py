@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from fastattention_vllm.parallel import calibrate, tiled_linear
+from fastattention_vllm.parallel import calibrate, push_sums, tiled_linear
 from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective, CollectiveError
 from fastattention_vllm.parallel.copy_collective import CopyCollective
@@ -280,3 +281,24 @@ def measured_until(rank: int, stage: str, rows: list[int]) -> tuple[Choice, list
     finally:
         layer_timer.monotonic = original
     return found, said, int(counted.started - before)
+
+
+def pushed_sums(
+    rank: int, lengths: list[int], dtype: torch.dtype, max_bytes: int, late: bool
+) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
+    """Whether a self-test passes; sums by push; and this rank's tensors. ``late``: a rank's numbers do not arrive.
+
+    A look is much shorter than on a GPU, and a rank may be away for long. So otherwise it looks for ever.
+    """
+    from tests.parallel import shared_boards
+    from tests.parallel.shared_boards import on_cpu
+
+    sums = shared_boards.open_sums(rank, dist.get_world_size(), exchange, max_bytes)
+    if late and rank == 0:
+        elsewhere = torch.zeros(sums._layout.bytes, dtype=torch.uint8)
+        sums._boards[1] = elsewhere.data_ptr()
+    with on_cpu(), mock.patch.object(push_sums, "LOOKS", 20 if late else 1 << 30):
+        works = sums.works(dtype, exchange)
+        generator = torch.Generator().manual_seed(rank)
+        given = [torch.randn(length, generator=generator).to(dtype) for length in ([] if late else lengths)]
+        return works, [sums.sum(x) for x in given], given

@@ -21,7 +21,7 @@ from fastattention_vllm.attention.volta.launch import Variant, layout
 IMAGES = Path(__file__).resolve().parents[2] / "lib" / "volta"
 """Folder with the manifest and, for each variant, ``NAME.sm_70.cubin`` and ``NAME.sm_70.ptx`` (or ``sm_75``)."""
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 """The version of the manifest's format."""
 SOURCES = Path(__file__).resolve().parents[3] / "kernels" / "volta" / "src"
 """The sources in a checkout. A wheel has none."""
@@ -70,7 +70,7 @@ def described(
     """The kernels of one launcher, from their entries in the manifest.
 
     Args:
-        part: ``attention``, ``gated_delta`` or ``linear``.
+        part: ``attention``, ``gated_delta``, ``linear`` or ``push``.
         kind: the dataclass of an entry.
         structures: those that this launcher passes.
         constants: those that its grids and workspaces depend on.

@@ -20,7 +20,7 @@ from fastattention_vllm.integration.cuda.decode_graph import GraphHostLayerMixin
 from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_block_size
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.options import options_of
-from fastattention_vllm.integration.tiling import row_parallel
+from fastattention_vllm.integration.tiling import row_parallel, small_sums
 from fastattention_vllm.integration.tiling.attention_rows import can_be_cut, row_blocks
 
 
@@ -57,6 +57,7 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
         vllm_config = get_current_vllm_config()
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.enable_tiling)
+        small_sums.set_up(vllm_config)
         self.kernels_name = f"FlashAttention {flash.version(self.head_size)}"
         host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerFlashBackend, flash, self.kernels_name))
 

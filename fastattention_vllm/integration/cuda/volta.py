@@ -34,7 +34,7 @@ from fastattention_vllm.integration.cuda.device import CudaRuntime, preferred_bl
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.integration.tiling import row_parallel
+from fastattention_vllm.integration.tiling import row_parallel, small_sums
 from fastattention_vllm.integration.tiling.attention_rows import one_causality, row_blocks
 
 logger = init_logger("vllm.fastattention")
@@ -267,6 +267,7 @@ class FastAttentionVoltaImpl(Layer):
             self.alibi_slopes = self.alibi_slopes.to(device)
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.enable_tiling)
+        small_sums.set_up(vllm_config)
         self.kernels_name = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", self.kernels_name)
         host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, self.kernels_name))

@@ -178,7 +178,7 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         dist.get_rank(),
         device,
         TIMEOUT,
-        _exchange,
+        exchange,
         lambda problem: logger.info_once("Tiling-AllReduce: %s", problem),
     )
     cuts = decide_cuts(vllm_config, [layer.weight for layer in tiled], collectives, plain, {})
@@ -354,8 +354,9 @@ def _all_tensor_parallel_groups() -> list[list[int]]:
     return sorted({tuple(ranks): ranks for ranks in found}.values())
 
 
-def _exchange(value: object) -> list[object]:
+def exchange(value: Any) -> list[Any]:
+    """The values of all ranks of this process's tensor-parallel group, which all call this."""
     group = get_tp_group()
-    found: list[object] = [None] * group.world_size
+    found: list[Any] = [None] * group.world_size
     dist.all_gather_object(found, value, group=group.cpu_group)
     return found

@@ -122,6 +122,21 @@ FA_DEVICE u32 and_or(u32 a, u32 b, u32 c) {  // (a & b) | c, in one instruction
   asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+// 16 bytes that another GPU writes, or reads, meanwhile. Each half is written and read as a whole.
+FA_DEVICE void store_to_peer(uint4* to, const uint4& x) {
+  asm volatile("st.volatile.global.v4.u32 [%0],{%1,%2,%3,%4};"
+               :
+               : "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+FA_DEVICE uint4 load_from_peer(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
 FA_DEVICE int round_to_int(float x) {  // ties to even; NaN becomes 0
   int y;
   asm("cvt.rni.s32.f32 %0,%1;" : "=r"(y) : "f"(x));

@@ -117,8 +117,8 @@ def spoil(images: Path, how: str) -> None:
     [
         ("no manifest", r"have no manifest\.json, so their version is unknown"),
         ("cut off", r"manifest\.json is not JSON \(.*\)"),
-        ("another format", r"manifest\.json is not a manifest of format 4"),
-        ("no manifest at all", r"manifest\.json is not a manifest of format 4"),
+        ("another format", r"manifest\.json is not a manifest of format 5"),
+        ("no manifest at all", r"manifest\.json is not a manifest of format 5"),
         ("another structure", rf"{OTHER} \(difference: Split\)"),
         ("a structure more", rf"{OTHER} \(difference: More\)"),
         ("no structures", rf"{OTHER} \(difference: structures\)"),

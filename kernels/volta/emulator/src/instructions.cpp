@@ -95,6 +95,23 @@ unsigned multiply_add_halves(unsigned a, unsigned b, unsigned c) {  // rounded o
                      static_cast<double>(high_half(a)) * high_half(b) + high_half(c));
 }
 
+// Other GPUs are other processes here, which share memory.
+void store_to_peer(void* to, unsigned x, unsigned y, unsigned z, unsigned w) {
+  touch(to, 16, 16, true);
+  auto* const halves = static_cast<uint64_t*>(to);
+  __atomic_store_n(halves, static_cast<uint64_t>(y) << 32 | x, __ATOMIC_RELEASE);
+  __atomic_store_n(halves + 1, static_cast<uint64_t>(w) << 32 | z, __ATOMIC_RELEASE);
+}
+void load_from_peer(unsigned (&to)[4], const void* from) {
+  touch(from, 16, 16, false);
+  const auto* const halves = static_cast<const uint64_t*>(from);
+  for (int i = 0; i < 2; ++i) {
+    const uint64_t half = __atomic_load_n(halves + i, __ATOMIC_ACQUIRE);
+    to[2 * i] = static_cast<unsigned>(half);
+    to[2 * i + 1] = static_cast<unsigned>(half >> 32);
+  }
+}
+
 int round_to_int(float x) {  // saturates
   if (std::isnan(x)) return 0;
   return static_cast<int>(std::nearbyint(std::fmin(std::fmax(x, -0x1p31), 0x1p31 - 1)));

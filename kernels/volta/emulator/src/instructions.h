@@ -16,6 +16,8 @@ float to_float(unsigned short x);
 unsigned add_halves(unsigned a, unsigned b);
 unsigned multiply_add_halves(unsigned a, unsigned b, unsigned c);
 int round_to_int(float x);
+void store_to_peer(void* to, unsigned x, unsigned y, unsigned z, unsigned w);
+void load_from_peer(unsigned (&to)[4], const void* from);
 }  // namespace volta_emulator
 
 namespace fastattention {
@@ -47,6 +49,12 @@ inline unsigned multiply_add_halves(unsigned a, unsigned b, unsigned c) {
 inline unsigned multiply_halves(unsigned a, unsigned b) { return multiply_add_halves(a, b, 0x80008000); }
 inline unsigned and_or(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
 inline int round_to_int(float x) { return volta_emulator::round_to_int(x); }
+inline void store_to_peer(uint4* to, const uint4& x) { volta_emulator::store_to_peer(to, x.x, x.y, x.z, x.w); }
+inline uint4 load_from_peer(const uint4* from) {
+  unsigned x[4];
+  volta_emulator::load_from_peer(x, from);
+  return {x[0], x[1], x[2], x[3]};
+}
 inline unsigned pack(float a, float b) { return to_half(a) | static_cast<unsigned>(to_half(b)) << 16; }
 
 }  // namespace fastattention
