@@ -41,6 +41,27 @@ def test_sums_are_those_in_the_order_of_ranks(dtype: torch.dtype, ranks: Ranks) 
             assert torch.equal(of_rank[call], expected)
 
 
+class One(PushSums):
+    """The only rank."""
+
+    device = "cpu"
+
+    def __init__(self, wrong: bool = False, late: int = 0) -> None:
+        self.rank, self.ranks, self.max_bytes, self.wrong = 0, 1, 64, wrong
+        self._late = torch.tensor([late])
+
+    def sum(self, x: torch.Tensor, looks: int = 0) -> torch.Tensor:
+        assert looks > 0
+        return x + 1 if self.wrong else x
+
+
+def test_the_test_passes_if_all_ranks_are_right() -> None:
+    assert One().works(torch.float16, lambda value: [value])
+    assert not One().works(torch.float16, lambda value: [value, False])
+    assert not One(wrong=True).works(torch.float16, lambda value: [value])
+    assert not One(late=1).works(torch.float16, lambda value: [value])
+
+
 def test_a_rank_that_is_not_reached_fails_the_test_on_all(ranks: Ranks) -> None:
     answers = ranks.run(tasks.pushed_sums, [4], torch.float16, MAX_BYTES, True)
     assert [works for works, *_ in answers] == [False] * 3
