@@ -75,8 +75,10 @@ def enable(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     this, before the first graph is captured."""
     group = get_tp_group()
     communicator: Any = group.device_communicator
-    dtype = vllm_config.model_config.dtype
-    chosen = _choose(group, dtype)
+    microbatches = vllm_config.parallel_config.use_ubatching
+    chosen = (
+        "microbatches sum on two streams at a time" if microbatches else _choose(group, vllm_config.model_config.dtype)
+    )
     if isinstance(chosen, str):
         logger.info_once("Push all-reduce: not used, because %s.", chosen)
     else:

@@ -117,12 +117,17 @@ def test_wrong_sums_and_slow_ones_are_not_used(group: Any, monkeypatch: pytest.M
     disabled = SimpleNamespace(disabled=True)
     group.device_communicator.ca_comm = disabled
     monkeypatch.setattr(small_sums, "get_tp_group", lambda: group)
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16))
+    parallel = SimpleNamespace(use_ubatching=False)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16), parallel_config=parallel)
     monkeypatch.setattr(push_sums, "measure", lambda *given: [Timed(4096, 20e-6, 20e-6)])
     assert small_sums._choose(group, torch.float16) == "vLLM's sums are as fast"
     small_sums.enable(config, torch.nn.Module())
     assert group.device_communicator.ca_comm is disabled
     monkeypatch.setattr(push_sums, "measure", lambda *given: [Timed(4096, 10e-6, 20e-6)])
+    parallel.use_ubatching = True
+    small_sums.enable(config, torch.nn.Module())
+    assert group.device_communicator.ca_comm is disabled
+    parallel.use_ubatching = False
     small_sums.enable(config, torch.nn.Module())
     assert isinstance(group.device_communicator.ca_comm, PushCommunicator)
     group.device_communicator.ca_comm = disabled
