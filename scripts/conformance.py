@@ -58,6 +58,12 @@ SUITES = (
         str(ROOT / "tests" / "integration" / "cuda" / "quantised" / "test_layers.py"),
         adapts_upstream=False,
     ),
+    Suite(
+        "quantised weights: refusals of the planner",
+        str(ROOT / "tests" / "integration" / "cuda" / "quantised" / "test_planner.py"),
+        versions=("0.19.1", "0.32.0"),
+        adapts_upstream=False,
+    ),
     Suite("vllm serve: needle over HTTP", str(PLUGINS / "served_needle.py"), adapts_upstream=False),
     Suite("host layers: offline and over HTTP", str(PLUGINS / "host_kv_layers.py"), adapts_upstream=False),
 )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fastattention_vllm.plan import hardware, model, render
+from fastattention_vllm.plan import hardware, model, refused, render
 from fastattention_vllm.plan.errors import DoesNotFitError, PlanError
 from fastattention_vllm.plan.memory import Request, plan_memory
 from fastattention_vllm.plan.report import PlanReport, report
@@ -73,7 +73,7 @@ def plan(
     Shows which layers' KV caches are on the device and which are on the host, the memory of both, the longest context,
     the largest batch, and the speed with its limit. Prints the `vllm serve` command at the end.
 
-    Exit code: 0 if the plan fits, 1 if it does not, 2 for bad input.
+    Exit code: 0 if the plan fits, 1 if it does not, 2 for bad input and for what the engine refuses.
     """
     try:
         check_finite(
@@ -96,6 +96,7 @@ def plan(
             cores=host_cores,
             link_gb_per_s=link_gb_per_s,
         )
+        refused.check(shape, machine)
         request = Request(
             context=tokens_of(context) if context else shape.max_positions,
             requests=requests,

@@ -81,6 +81,8 @@ class Kernels(Entry):
     """Whether host layers may store 8 bits where device layers store 16 (``host_kv_dtype``)."""
     copies_of_host_layers: bool
     """Whether blocks of host layers may have copies on the device (``resident_kv_gib``)."""
+    quantised_weights: bool
+    """Whether this package loads quantised weights there, because vLLM's kernels for them need newer GPUs."""
     graphs_with_host_layers: Literal["none", "CPU alone", "shared"]
     """Whether a decoding step can be one graph, and whether the device can read its share of host KV there."""
 

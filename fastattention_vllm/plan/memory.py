@@ -151,12 +151,13 @@ def weight_bytes(shape: ModelShape, request: Request, ranks: int) -> int:
     """Bytes on one device."""
     if request.weights_gib is not None:
         return int(request.weights_gib * GIB) // ranks
-    if shape.matrix_bytes is None:
+    found = shape.weight_bytes(ranks)
+    if found is None:
         raise PlanError(
             f"the weights are quantised ({shape.quantisation}) in a way that the planner does not know, so it cannot "
             "calculate their size; pass --weights-gib with the size of the weight files."
         )
-    return int(shape.matrix_bytes * shape.layers_parameters(ranks)) + 2 * shape.embedding_parameters(ranks)
+    return found
 
 
 def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:

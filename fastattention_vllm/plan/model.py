@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fastattention_vllm.plan import matrices
 from fastattention_vllm.plan.errors import PlanError
-from fastattention_vllm.plan.weights import PLAIN as PLAIN_BYTES
-from fastattention_vllm.plan.weights import bytes_per_weight
+from fastattention_vllm.plan.matrices import Matrix
+from fastattention_vllm.plan.weights import PLAIN as UNQUANTISED
+from fastattention_vllm.plan.weights import PLAIN_BYTES, Stored, stored
 
 GATED = 3
 PLAIN = 2
@@ -66,11 +68,10 @@ class LinearAttention:
         matrices = 4 * self.value_heads // ranks * self.key_size * self.value_size
         return matrices + 2 * (self.convolution - 1) * self.channels(ranks)
 
-    def parameters(self, hidden_size: int, ranks: int) -> int:
-        """One layer's projections and convolution, without its MLP. The gate and the output have a value's size."""
-        values = self.value_heads * self.value_size // ranks
-        inputs = self.channels(ranks) + values + 2 * self.value_heads // ranks
-        return hidden_size * (inputs + values) + self.channels(ranks) * self.convolution
+    def matrices(self, hidden_size: int) -> tuple[Matrix, ...]:
+        """One layer's projections and convolution, without its MLP."""
+        keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
+        return tuple(matrices.linear_attention(hidden_size, keys, values, self.value_heads, self.convolution))
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,10 @@ class ModelShape:
     windowed_layers: tuple[int, ...]
     quantisation: str
     """The method by which the weights are quantised; empty if they are not."""
-    matrix_bytes: float | None = PLAIN_BYTES
-    """Bytes of each weight of the layers' matrices, with its share of the scales. None: not known."""
+    stored: tuple[tuple[Stored, ...], ...] = ()
+    """The formats of each layer's matrices, in the order of ``matrices``; empty if the weights are not quantised."""
+    head: Stored = UNQUANTISED
+    """The format of the matrix of logits."""
     linear: LinearAttention | None = None
     has_images: bool = False
     """Whether the model also has an image encoder, which is not described here."""
@@ -120,15 +123,38 @@ class ModelShape:
         """With more ranks than KV heads, vLLM keeps copies."""
         return max(1, self.num_kv_heads // ranks)
 
+    def matrices(self, index: int | None = None) -> tuple[Matrix, ...]:
+        """The matrices of layer ``index``, or of any layer with attention."""
+        mlp = matrices.mlp(self.hidden_size, self.intermediate_size, self.mlp_matrices == GATED)
+        if self.linear and index in self.linear.layers:
+            return (*self.linear.matrices(self.hidden_size), *mlp)
+        sizes = self.hidden_size, self.num_heads, self.num_kv_heads, self.head_size
+        found = [*matrices.attention(*sizes, gated=self.linear is not None), *mlp]
+        return tuple(matrices.renamed(matrix, self.architecture) for matrix in found)
+
     def layer_parameters(self, ranks: int = 1, index: int | None = None) -> int:
         """The matrices of layer ``index``, or of any layer with attention, on one of ``ranks`` ranks."""
-        mlp = self.mlp_matrices * self.hidden_size * self.intermediate_size // ranks
-        if self.linear and index in self.linear.layers:
-            return self.linear.parameters(self.hidden_size, ranks) + mlp
-        gated = 3 if self.linear else 2
-        query_and_output = gated * self.hidden_size * self.num_heads * self.head_size // ranks
-        key_and_value = 2 * self.hidden_size * self.kv_heads_per_rank(ranks) * self.head_size
-        return query_and_output + key_and_value + mlp
+        return sum(matrix.parameters(ranks) for matrix in self.matrices(index))
+
+    def layer_bytes(self, ranks: int, index: int) -> float | None:
+        """Bytes of the matrices of layer ``index`` on one of ``ranks`` ranks. None: not known."""
+        found = self.matrices(index)
+        formats = self.stored[index] if self.stored else (UNQUANTISED,) * len(found)
+        total = 0.0
+        for matrix, form in zip(found, formats, strict=True):
+            if form.bytes is None:
+                return None
+            total += form.bytes * matrix.parameters(ranks)
+        return total
+
+    def weight_bytes(self, ranks: int = 1) -> int | None:
+        """Bytes of all matrices on one rank. None: not known."""
+        layers = [self.layer_bytes(ranks, index) for index in range(self.num_layers)]
+        known = [size for size in layers if size is not None]
+        if len(known) < len(layers) or self.head.bytes is None:
+            return None
+        per_weight = PLAIN_BYTES + (0 if self.tied_embeddings else self.head.bytes)
+        return int(sum(known) + per_weight * self.head_parameters(ranks))
 
     def layers_parameters(self, ranks: int = 1) -> int:
         """The matrices of all layers on one rank."""
@@ -221,7 +247,7 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         raise PlanError(f"{where}: num_attention_heads {heads} is more than hidden_size {hidden}; correct it.")
     window, windowed = _windows(config, architecture, layers)
     quantisation = config.get("quantization_config") or {}
-    return ModelShape(
+    shape = ModelShape(
         architecture=architecture,
         num_layers=layers,
         hidden_size=hidden,
@@ -237,9 +263,29 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         window=window if windowed else 0,
         windowed_layers=windowed,
         quantisation=str(quantisation.get("quant_method", "an unnamed method")) if quantisation else "",
-        matrix_bytes=bytes_per_weight(quantisation) if quantisation else PLAIN_BYTES,
         linear=_linear_attention(config, size, layers) if architecture in HYBRIDS else None,
         has_images=has_images,
+    )
+    return _with_formats(shape, quantisation) if quantisation else shape
+
+
+def _with_formats(shape: ModelShape, quantisation: Mapping[str, Any]) -> ModelShape:
+    """The shape with the format of each matrix."""
+    architecture = shape.architecture
+
+    def form(index: int, matrix: Matrix) -> Stored:
+        if not matrix.is_linear:
+            return UNQUANTISED
+        names = matrices.full_names(architecture, index, matrix.name)
+        merged = matrices.full_names(architecture, index, matrix.merged) if matrix.merged else ()
+        return stored(quantisation, names, merged)
+
+    return replace(
+        shape,
+        stored=tuple(
+            tuple(form(index, matrix) for matrix in shape.matrices(index)) for index in range(shape.num_layers)
+        ),
+        head=stored(quantisation, matrices.HEADS, is_head=True),
     )
 
 

@@ -215,15 +215,15 @@ def prefill(plan: MemoryPlan) -> Prediction:
     link = min(machine.host.link_bytes(ranks), 1e9 * machine.host.read_gb_per_s / ranks)
     windowed, states = set(shape.windowed_layers), set(shape.linear_layers)
     counts = Counter(
-        (index in host, index in windowed, index in states, shape.layer_parameters(ranks, index))
+        (index in host, index in windowed, index in states, shape.layer_parameters(ranks, index), _bytes(plan, index))
         for index in range(shape.num_layers)
     )
     parts = Parts(float)
     for begin in range(0, request.context, request.batched_tokens):
         new = min(request.batched_tokens, request.context - begin)
-        for (on_host, has_window, has_state, weights), layers in counts.items():
+        for (on_host, has_window, has_state, weights, size), layers in counts.items():
             linear = 2 * weights * new / _linear_rate(machine)
-            reading = (shape.matrix_bytes or ELEMENT) * weights / (1e9 * machine.device.gb_per_s)
+            reading = size / (1e9 * machine.device.gb_per_s)
             pairs = 0 if has_state else _pairs(begin, new, shape.window if has_window else 0)
             attention = 4 * pairs * shape.num_heads // ranks * shape.head_size / attention_rate
             streamed = min(begin, shape.window) if has_window else begin
@@ -234,6 +234,12 @@ def prefill(plan: MemoryPlan) -> Prediction:
             parts["link"] += layers * max(0.0, waiting - compute)
             parts["links between devices"] += layers * _all_reduces(shape, machine, new)
     return _prediction(parts, request.context)
+
+
+def _bytes(plan: MemoryPlan, index: int) -> float:
+    """Of a layer's matrices on one rank. Those of an unknown format count as 16 bits."""
+    found, ranks = plan.shape.layer_bytes(plan.machine.ranks, index), plan.machine.ranks
+    return ELEMENT * plan.shape.layer_parameters(ranks, index) if found is None else found
 
 
 def _pairs(begin: int, new: int, window: int) -> int:

@@ -94,6 +94,18 @@ def test_errors_are_one_sentence(arguments: tuple[str, ...], status: int, said: 
     assert result.stderr.count("\n") == 1
 
 
+def test_weights_that_the_engine_refuses(tmp_path: Path) -> None:
+    config = json.loads((FOLDER / "llama2-7b" / "config.json").read_text())
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
+    result = plan(str(tmp_path), "--gpu", "v100-32g", "--weights-gib", "4")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "in the version 'gemv', which the engine refuses at start on NVIDIA V100 SXM2 32 GB: " in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert plan(str(tmp_path), "--gpu", "t4-16g").returncode == 0
+
+
 def test_an_option_without_a_value_is_typers_to_explain() -> None:
     result = plan(folder("llama2-7b"))
     assert result.returncode == 2

@@ -17,6 +17,7 @@ from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
 from fastattention_vllm.plan.model import ModelShape
 from fastattention_vllm.plan.report import serve_words
 from fastattention_vllm.plan.speed import decode
+from fastattention_vllm.plan.weights import UNKNOWN
 from tests.plan.drawn import REQUESTS, machines, shapes
 from tests.plan.shapes import shape
 
@@ -201,7 +202,9 @@ def test_kv_dtypes(gpu: str, kv_dtype: str, element: int) -> None:
 
 
 def test_the_weights_of_a_quantised_model_are_asked_for() -> None:
-    quantised = dataclasses.replace(shape("llama3-8b"), quantisation="aqlm", matrix_bytes=None)
+    plain = shape("llama3-8b")
+    formats = tuple(tuple(UNKNOWN for _ in plain.matrices(index)) for index in range(plain.num_layers))
+    quantised = dataclasses.replace(plain, quantisation="aqlm", stored=formats)
     with pytest.raises(PlanError, match=r"quantised \(aqlm\).*pass --weights-gib"):
         plan_memory(quantised, machine("t4-16g", 1), Request(4096))
     found = plan_memory(quantised, machine("t4-16g", 1), Request(4096, weights_gib=5.5))
