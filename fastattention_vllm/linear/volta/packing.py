@@ -28,6 +28,8 @@ MINUS_1024 = 0xE400 - 0x10000
 """-1024 in fp16, as a signed number of 16 bits. Zero points are added to it: -(1024 + zero point)."""
 LEAST_SCALE = 2.0**-20
 """Of integers. fp16 holds smaller numbers with at most four bits."""
+LEAST_OF_LARGEST = 2.0**-14
+"""Beside a scale of this size, what fp16 takes from smaller ones is at most 2^-11 of it, as in fp16 weights."""
 LEFT_OUT_OF_E4M3 = 256.0
 """A factor that the kernels leave out when they convert e4m3 to fp16, so that the scales contain it."""
 
@@ -167,12 +169,13 @@ def scales_in_fp16(given: torch.Tensor) -> torch.Tensor:
     """Scales of integers as the kernels read them.
 
     Raises:
-        ValueError: fp16 cannot hold one of them. One sentence.
+        ValueError: fp16 cannot hold one of them. One sentence. Small scales among large ones are accepted: groups of
+            inputs that a model does not use have weights of nearly 0.
     """
     scales = given.to(torch.float16)
     _check_finite(given, scales)
     lost = (scales != given) & (given.abs() < LEAST_SCALE)
-    if bool(lost.any()):
+    if bool(lost.any()) and float(scales.abs().max()) < LEAST_OF_LARGEST:
         raise ValueError(
             f"a scale is {given[lost][0].item():g}, of which fp16 keeps at most four bits; use a checkpoint with FP8 "
             "or 16-bit weights."
