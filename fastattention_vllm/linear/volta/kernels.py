@@ -8,6 +8,8 @@ tests: they are correct there, but slow.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +180,27 @@ def _by_unpacked(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | N
         transposed = scratch[: count * TILE]
         unpack_tiles(weights, first, transposed)
         if bias is None:
-            torch.mm(x, transposed.t(), out=out[:, columns])
+            with _sums_in_fp32():
+                torch.mm(x, transposed.t(), out=out[:, columns])
             continue
         # cuBLAS may round the product before it adds to what is there. In fp32 there is only one rounding, of the sum.
         for begin in range(0, len(x), ROWS_WITH_BIAS):
             rows = slice(begin, begin + ROWS_WITH_BIAS)
             torch.add(product_in_fp32(x[rows], transposed), bias[columns], out=out[rows, columns])
+
+
+@contextmanager
+def _sums_in_fp32() -> Iterator[None]:
+    """Where cuBLAS divides k, torch otherwise lets it add the parts in fp16."""
+    matmul = torch.backends.cuda.matmul
+    if not matmul.allow_fp16_reduced_precision_reduction:
+        yield
+        return
+    matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = True
 
 
 def product_in_fp32(x: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:

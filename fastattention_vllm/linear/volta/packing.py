@@ -26,6 +26,10 @@ SLICE_BYTES = 16 << 20
 """Maximum bytes of weights that :func:`pack` converts at a time. It needs about four times as many temporarily."""
 MINUS_1024 = 0xE400 - 0x10000
 """-1024 in fp16, as a signed number of 16 bits. Zero points are added to it: -(1024 + zero point)."""
+LEAST_SCALE = 2.0**-20
+"""Of integers. fp16 holds smaller numbers with at most four bits."""
+LEAST_OF_LARGEST = 2.0**-14
+"""Beside a scale of this size, what fp16 takes from smaller ones is at most 2^-11 of it, as in fp16 weights."""
 LEFT_OUT_OF_E4M3 = 256.0
 """A factor that the kernels leave out when they convert e4m3 to fp16, so that the scales contain it."""
 
@@ -54,8 +58,8 @@ def pack(matrix: QuantisedMatrix) -> PackedWeights:
     packed form has as many bytes as the given one. Free the given tensors before the next matrix.
 
     Raises:
-        ValueError: the kernels do not support the format or shape, a scale is not finite in fp16 (integers), a weight
-            is NaN, or a zero point lies outside of its range. One sentence, without the layer's name.
+        ValueError: the kernels do not support the format or shape, fp16 cannot hold a scale of integers, a scale is not
+            finite, a weight is NaN, or a zero point lies outside of its range. One sentence, without the layer's name.
     """
     reason = unsupported(matrix.format, matrix.k, matrix.n)
     if reason is not None:
@@ -144,23 +148,45 @@ def _reordered(words: torch.Tensor, order: tuple[int, ...], inverse: bool = Fals
 def _packed_scales(matrix: QuantisedMatrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``PackedWeights.scales`` and ``PackedWeights.factor``."""
     form = matrix.format
-    scales = matrix.scales.to(torch.float32 if form.kind == "fp8_e4m3" else torch.float16)
-    finite = scales.isfinite()
-    if not bool(finite.all()):
-        raise ValueError(
-            f"a scale is {matrix.scales[~finite][0].item():g}, which {scales.dtype} cannot hold, so the checkpoint is "
-            "damaged or not meant for fp16; use another one."
-        )
     if form.kind == "fp8_e4m3":
+        scales = matrix.scales.to(torch.float32)
+        _check_finite(matrix.scales, scales)
         if form.scales == "channel":
             return torch.full_like(scales[:1, :1], LEFT_OUT_OF_E4M3), scales[0].contiguous()
         return (scales * LEFT_OUT_OF_E4M3).contiguous(), None
-    middle = MIDDLE[form.kind]
+    scales, middle = scales_in_fp16(matrix.scales), MIDDLE[form.kind]
     most = 2 * middle - 1
     zeros = torch.full_like(scales, middle, dtype=torch.int32) if matrix.zeros is None else matrix.zeros.int()
     if zeros.numel() and (int(zeros.min()) < 0 or int(zeros.max()) > most):
         raise ValueError(
             f"zero points range from {int(zeros.min())} to {int(zeros.max())}, but those of {form.kind} weights must "
-            f"lie between 0 and {most}."
+            f"lie between 0 and {most}; use another checkpoint."
         )
     return (scales.contiguous().view(torch.int16).int() & 0xFFFF | (zeros + MINUS_1024) << 16).contiguous(), None
+
+
+def scales_in_fp16(given: torch.Tensor) -> torch.Tensor:
+    """Scales of integers as the kernels read them.
+
+    Raises:
+        ValueError: fp16 cannot hold one of them. One sentence. Small scales among large ones are accepted: groups of
+            inputs that a model does not use have weights of nearly 0.
+    """
+    scales = given.to(torch.float16)
+    _check_finite(given, scales)
+    lost = (scales != given) & (given.abs() < LEAST_SCALE)
+    if bool(lost.any()) and float(scales.abs().max()) < LEAST_OF_LARGEST:
+        raise ValueError(
+            f"a scale is {given[lost][0].item():g}, of which fp16 keeps at most four bits; use a checkpoint with FP8 "
+            "or 16-bit weights."
+        )
+    return scales
+
+
+def _check_finite(given: torch.Tensor, scales: torch.Tensor) -> None:
+    finite = scales.isfinite()
+    if not bool(finite.all()):
+        raise ValueError(
+            f"a scale is {given[~finite][0].item():g}, which {scales.dtype} cannot hold, so the checkpoint is "
+            "damaged or not meant for fp16; use another one."
+        )

@@ -75,6 +75,28 @@ def test_many_rows_are_multiplied_by_unpacked_weights(
     assert [rows for _, rows in launches] == [16] * launch.MOST_TURNS[form.kind]
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_cublas_sums_parts_of_k_in_fp32(
+    allowed: bool, launches: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And other products of this process stay as they are."""
+    matmul, multiply, found = torch.backends.cuda.matmul, torch.mm, []
+
+    def mm(*arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        found.append(matmul.allow_fp16_reduced_precision_reduction)
+        return multiply(*arguments, **named)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    before = matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = allowed
+    try:
+        check(oracle.matrix(INT4, 256, 64), 113, False)
+        assert matmul.allow_fp16_reduced_precision_reduction == allowed
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = before
+    assert found == [False]
+
+
 def test_the_last_turn_takes_the_kernel_for_fewer_rows(launches: list[tuple[str, int]]) -> None:
     check(oracle.matrix(INT4, 264, 80), 37, True)
     names = [f"linear_int4_rows{rows}_tiles4.sm_70" for rows in (16, 16, 8)]

@@ -126,13 +126,46 @@ def test_a_scale_that_is_not_finite_in_fp16(bad: float) -> None:
         packing.pack(replace(matrix, scales=scales))
 
 
+@pytest.mark.parametrize(("dtype", "bad"), [(torch.bfloat16, 7e-7), (torch.float32, -7e-7), (torch.float32, 1e-9)])
+def test_a_scale_of_which_fp16_keeps_few_bits(dtype: torch.dtype, bad: float) -> None:
+    matrix = oracle.matrix(INT4, 128, 64)
+    scales = matrix.scales.to(dtype) * 2**-10
+    scales[1, 5] = bad
+    with pytest.raises(
+        ValueError, match=r"^a scale is -?[\d.]+e-\d+, of which fp16 keeps at most four bits; use a check"
+    ):
+        packing.pack(replace(matrix, scales=scales))
+
+
+def test_a_small_scale_among_large_ones() -> None:
+    matrix = oracle.matrix(INT4, 128, 64)
+    scales = matrix.scales.float()
+    scales[1, 5] = 1e-30
+    found = packing.unpack(packing.pack(replace(matrix, scales=scales)))
+    assert float(found.scales[1, 5]) == 0
+
+
+@pytest.mark.parametrize("small", [0.0, 2.0**-24, 3 * 2.0**-24])
+def test_small_scales_that_fp16_holds(small: float) -> None:
+    """Scales of columns of zeros are powers of two in some checkpoints."""
+    matrix = oracle.matrix(INT4, 128, 64)
+    scales = matrix.scales.float() * 2**-10
+    scales = scales.half().float()
+    scales[1, 5] = small
+    found = packing.unpack(packing.pack(replace(matrix, scales=scales)))
+    assert float(found.scales[1, 5]) == small
+
+
 @pytest.mark.parametrize("bad", [-1, 16])
 def test_a_zero_point_out_of_range(bad: int) -> None:
     matrix = oracle.matrix(INT4, 128, 64)
     assert matrix.zeros is not None
     zeros = matrix.zeros.clone()
     zeros[1, 5] = bad
-    with pytest.raises(ValueError, match=rf"^zero points range from .*{bad}.*, but those of int4 .* 0 and 15\.$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^zero points range from .*{bad}.*, but those of int4 .* 0 and 15; use another checkpoint\.$",
+    ):
         packing.pack(replace(matrix, zeros=zeros))
 
 

@@ -56,6 +56,7 @@ class AwqMethod(IntegerMethod):
     KEPT: ClassVar[str] = "qweight"
 
     def add_parameters(self, layer: torch.nn.Module) -> None:
+        self.check_vocabulary(layer)
         self.check_sizes(self.widths, self.per_word, "an output size of")
         packed = self.in_words | {"packed_dim": 1}
         words, groups = self.n // self.per_word, self.groups
@@ -64,7 +65,7 @@ class AwqMethod(IntegerMethod):
         self.add(layer, "qzeros", self.scales_kind(packed=True), torch.empty(groups, words, dtype=torch.int32),
                  **self.axes(0, 1), **packed)  # fmt: skip
         self.add(layer, "scales", self.scales_kind(packed=False), torch.empty(groups, self.n, dtype=self.dtype),
-                 **self.axes(0, 1))  # fmt: skip
+                 scales=True, **self.axes(0, 1))  # fmt: skip
 
     def matrix(self, layer: Any) -> QuantisedMatrix:
         return QuantisedMatrix(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.linear_method import QuantisedLinearMethod
+from fastattention_vllm.integration.cuda.quantised.progress import Progress
 from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, MARLIN, NAME, capability
+from fastattention_vllm.integration.cuda.quantised.unquantised_method import UnquantisedMethod
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
@@ -23,6 +26,10 @@ class QuantisedConfig:
 
     checkpoint: dict[str, Any]
     """The checkpoint's quantization_config."""
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        return Progress()
 
     def get_name(self) -> str:
         return NAME
@@ -63,16 +70,25 @@ class QuantisedConfig:
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, compat.experts_class()):
-            if self.is_unquantised(layer, prefix):
+            if self._leaves(layer, prefix):
                 return UnquantizedFusedMoEMethod(layer.moe_config)
             return self.experts_method(layer, prefix)
         if isinstance(layer, LinearBase | ParallelLMHead):
             check_device()
-            if self.is_unquantised(layer, prefix):
-                return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-            return self.linear_method(layer, prefix)
+            if self._leaves(layer, prefix):
+                return UnquantisedMethod(prefix) if isinstance(layer, LinearBase) else None
+            return self.linear_method(layer, prefix).reporting_to(self.progress)
         inherited: Any = super()
         return inherited.get_quant_method(layer, prefix)
+
+    def _leaves(self, layer: torch.nn.Module, prefix: str) -> bool:
+        """:meth:`is_unquantised`, where vLLM raises an error if this holds for some parts of a merged layer alone."""
+        try:
+            return self.is_unquantised(layer, prefix)
+        except Refusal:
+            raise
+        except ValueError as error:
+            raise parts_differ(prefix) from error
 
 
 def check_device() -> None:
@@ -87,6 +103,13 @@ def check_device() -> None:
     raise Refusal(
         f"--quantization {NAME} runs the V100's kernels, which are slow on this GPU of compute capability "
         f"{found[0]}.{found[1]}; remove --quantization {NAME}, or set volta_kernels to 'ptx' to test them."
+    )
+
+
+def parts_differ(prefix: str) -> Refusal:
+    return Refusal(
+        f"{prefix}: the checkpoint quantises the parts of this merged layer differently, or only some of them; serve a "
+        "checkpoint that quantises them alike."
     )
 
 

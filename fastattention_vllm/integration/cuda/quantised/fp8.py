@@ -20,6 +20,8 @@ _Base: Any = get_quantization_config("fp8")
 
 
 class Fp8CheckpointConfig(QuantisedConfig, _Base):
+    ignored_layers: list[str]
+
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp8CheckpointConfig:
         block = config.get("weight_block_size")
@@ -35,7 +37,16 @@ class Fp8CheckpointConfig(QuantisedConfig, _Base):
     def is_unquantised(self, layer: torch.nn.Module, prefix: str) -> bool:
         if isinstance(layer, ParallelLMHead):
             return True
+        # Some lists name whole parts of a model, such as its vision tower.
+        if any(prefix.startswith(f"{name}.") for name in self.ignored_layers):
+            return True
         return compat.is_layer_skipped(prefix, self.ignored_layers, self.packed_modules_mapping, whole=True)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Also for names of parts of a model: vLLM's rules for them end with a dot."""
+        as_parts = hf_to_vllm_mapper.apply_list([f"{name}." for name in self.ignored_layers])
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.ignored_layers = [*self.ignored_layers, *(name.removesuffix(".") for name in as_parts)]
 
     def linear_method(self, layer: torch.nn.Module, prefix: str) -> Fp8CheckpointMethod:
         blocks = self.weight_block_size is not None

@@ -34,7 +34,9 @@ class GptqConfig(QuantisedConfig, _Base):
             raise Refusal(f"GPTQ with {bits} bits does not run below compute capability 7.5; {INSTEAD}.")
         # Newer versions of vLLM refuse what these kernels can compute: zero points and activation order.
         made: GptqConfig = super().from_config(dict(config) | {"sym": True, "desc_act": False})
-        made.checkpoint = dict(config)
+        # Both names are in use.
+        form = config.get("checkpoint_format") or config.get("format")
+        made.checkpoint = dict(config) | {"checkpoint_format": form}
         return made
 
     @staticmethod
@@ -111,6 +113,7 @@ class GptqMethod(IntegerMethod):
                 f"{self.ranks} ranks",
                 "use --tensor-parallel-size 1, or a checkpoint without desc_act",
             )
+        self.check_vocabulary(layer)
         self.check_sizes((self.k,), self.per_word, "an input size of")
         self.check_sizes(self.widths, self.per_word, "an output size of")
         groups, packed = self.groups, self.in_words
@@ -122,7 +125,7 @@ class GptqMethod(IntegerMethod):
                  torch.empty(groups, self.n // self.per_word, dtype=torch.int32),
                  packed_dim=1, **self.axes(0, 1), **packed)  # fmt: skip
         self.add(layer, "scales", self.scales_kind(packed=False), torch.empty(groups, self.n, dtype=self.dtype),
-                 **self.axes(0, 1))  # fmt: skip
+                 scales=True, **self.axes(0, 1))  # fmt: skip
 
     def matrix(self, layer: Any) -> QuantisedMatrix:
         numbers = layer.qweight.data
@@ -134,6 +137,7 @@ class GptqMethod(IntegerMethod):
         stored = unpacked(layer.qzeros.data, self.bits)
         if self.zero_points:
             zeros = stored.to(torch.int16) + self.offset
+            self._check_zero_points(zeros)
         else:
             zeros = None
             middle = MIDDLE[self.form.kind]
@@ -143,3 +147,11 @@ class GptqMethod(IntegerMethod):
                     "the checkpoint says sym, but qzeros has other zero points", "serve another checkpoint"
                 )
         return QuantisedMatrix(self.form, self.k, self.n, numbers, layer.scales.data, zeros)
+
+    def _check_zero_points(self, zeros: torch.Tensor) -> None:
+        most = 2 * MIDDLE[self.form.kind] - 1
+        if int(zeros.max()) > most:
+            raise self.refusal(
+                f"qzeros has {most}, which some tools read as a zero point of {most + 1} and others as one of 0",
+                "serve a checkpoint in the format gptq_v2, or another one",
+            )

@@ -11,6 +11,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
     ChannelQuantScaleParameter,
@@ -22,6 +23,7 @@ from vllm.model_executor.parameter import (
 from fastattention_vllm.attention.volta import kernels as attention_kernels
 from fastattention_vllm.attention.volta.images import ImageError
 from fastattention_vllm.integration.cuda.quantised.loading import Loading
+from fastattention_vllm.integration.cuda.quantised.progress import Progress
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.volta import kernels
@@ -39,9 +41,16 @@ class QuantisedLinearMethod(LinearMethodBase):
 
     KEPT: ClassVar[str]
     """The name of the checkpoint's matrix."""
+    progress: Progress
+    """Of the model, to whose layers this one belongs."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
+
+    def reporting_to(self, progress: Progress) -> QuantisedLinearMethod:
+        """Itself."""
+        self.progress = progress
+        return self
 
     @abstractmethod
     def weight_format(self) -> WeightFormat:
@@ -82,6 +91,8 @@ class QuantisedLinearMethod(LinearMethodBase):
         if reason is not None:
             raise self.refusal(reason.removesuffix("."), "use another --tensor-parallel-size or another checkpoint")
         self.add_parameters(layer)
+        self.nbytes = sum(getattr(layer, name).nbytes for name in self.loadings)
+        self.progress.expect(self.nbytes)
 
     def add(
         self,
@@ -93,10 +104,12 @@ class QuantisedLinearMethod(LinearMethodBase):
         loader: Callable[..., None] | None = None,
         optional: bool = False,
         alike: bool = False,
+        scales: bool = False,
         **where: Any,
     ) -> None:
         """Register a parameter whose loads are checked."""
-        loading = self.loadings[name] = Loading(self.prefix, name, self.ranks, optional, alike)
+        loading = Loading(self.prefix, name, self.ranks, optional=optional, alike=alike, scales=scales)
+        self.loadings[name] = loading
         layer.register_parameter(name, kind(data=data, weight_loader=loading.wrap(loader or self.loader), **where))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -111,6 +124,7 @@ class QuantisedLinearMethod(LinearMethodBase):
             )
         for name, loading in self.loadings.items():
             loading.check(getattr(layer, name))
+        self.progress.begin()
         try:
             matrix = self.matrix(layer)
             weights = pack(matrix)
@@ -125,6 +139,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         keep(layer, FACTOR, weights.factor)
         if weights.packed.is_cuda:
             self._load_kernels()
+        self.progress.end(self.nbytes)
 
     def _load_kernels(self) -> None:
         target = attention_kernels.choose(options_of(get_current_vllm_config()).volta_kernels)
@@ -199,6 +214,15 @@ class IntegerMethod(QuantisedLinearMethod):
     def axes(self, k: int, n: int) -> dict[str, Any]:
         """The axes of a tensor with a row per group."""
         return {"output_dim": n} | ({} if self.group_size == -1 else {"input_dim": k})
+
+    def check_vocabulary(self, layer: torch.nn.Module) -> None:
+        """vLLM pads the columns of output layers, but not those of words that have several of them."""
+        if isinstance(layer, ParallelLMHead) and layer.num_embeddings_padded != layer.org_vocab_size:
+            raise self.refusal(
+                f"vLLM pads a quantised output layer from {layer.org_vocab_size} to {layer.num_embeddings_padded} "
+                "columns, which the words of this format do not allow",
+                "serve a checkpoint whose lm_head is unquantised",
+            )
 
     def check_sizes(self, sizes: Sequence[int], divisor: int, what: str) -> None:
         for size in sizes:

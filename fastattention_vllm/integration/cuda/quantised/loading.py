@@ -1,7 +1,7 @@
-"""What a checkpoint has put into the parameters of a quantised layer.
+"""What a checkpoint has put into the parameters of a layer of a quantised model.
 
-vLLM does not check this for quantised models: a tensor that the checkpoint lacks leaves the memory as it was, and of a
-tensor that is too large a part is taken.
+vLLM does not check this for quantised models: a tensor that the checkpoint lacks leaves the memory as it was, of a
+tensor that is too large a part is taken, and numbers of another dtype are converted without their scales.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.linear.volta.packing import scales_in_fp16
 
 aten = torch.ops.aten
+QUANTISED = "or leaves this layer unquantised without saying so"
+UNQUANTISED = "or quantises this layer without saying so"
+"""What else it means if a tensor is missing."""
 
 
 class Loading:
@@ -26,10 +30,23 @@ class Loading:
         ranks: tensor parallel ranks, among which a tensor of the checkpoint may be divided.
         optional: the checkpoint may lack it.
         alike: all parts of a merged layer must have the same values, because the layer has it once.
+        scales: of integers, which the kernels read as fp16.
+        unless: what else it means if the tensor is missing.
     """
 
-    def __init__(self, layer: str, name: str, ranks: int, optional: bool = False, alike: bool = False) -> None:
-        self.layer, self.name, self.ranks, self.optional, self.alike = layer, name, ranks, optional, alike
+    def __init__(
+        self,
+        layer: str,
+        name: str,
+        ranks: int,
+        *,
+        optional: bool = False,
+        alike: bool = False,
+        scales: bool = False,
+        unless: str = QUANTISED,
+    ) -> None:
+        self.layer, self.name, self.ranks = layer, name, ranks
+        self.optional, self.alike, self.scales, self.unless = optional, alike, scales, unless
         self.numbers: dict[str, int] = {}
         """Numbers that were written, by the part's id."""
 
@@ -37,10 +54,11 @@ class Loading:
         """vLLM's loader of the parameter, with checks.
 
         Raises:
-            Refusal: the tensor's shape does not fit.
+            Refusal: the tensor's shape or dtype does not fit, or scales are too small for fp16.
         """
 
         def load(parameter: Any, loaded: torch.Tensor, *part: Any, **named: Any) -> None:
+            self._check_numbers(parameter, loaded)
             before = parameter.data.clone() if self.alike and self.numbers else None
             shape = list(loaded.shape)
             try:
@@ -76,9 +94,22 @@ class Loading:
             return
         lacks = f"only {written} of {parameter.numel()} numbers" if written else "none"
         raise Refusal(
-            f"{self.layer}: this layer needs {self.name}, but the checkpoint has {lacks}; download or copy the model "
-            "again, or serve another checkpoint."
+            f"{self.layer}: this layer needs {self.name}, but the checkpoint has {lacks}, {self.unless}; download or "
+            "copy the model again, or serve another checkpoint."
         )
+
+    def _check_numbers(self, parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        """Before they are converted to the parameter's dtype."""
+        if not _means_the_same(parameter.dtype, loaded.dtype):
+            raise Refusal(
+                f"{self.layer}: the checkpoint's {self.name} has dtype {loaded.dtype}, but this layer needs "
+                f"{parameter.dtype}; serve another checkpoint."
+            )
+        if self.scales:
+            try:
+                scales_in_fp16(loaded)
+            except ValueError as error:
+                raise Refusal(f"{self.layer}: {error}") from error
 
     def _misshapen(self, shape: list[int], parameter: torch.Tensor) -> Refusal:
         return Refusal(
@@ -86,6 +117,14 @@ class Loading:
             f"({list(parameter.shape)} on each of {self.ranks} ranks); download or copy the model again, or serve "
             "another checkpoint."
         )
+
+
+def _means_the_same(wanted: torch.dtype, found: torch.dtype) -> bool:
+    """Whether a conversion keeps what numbers mean: words of integers stay words, and floats keep their values."""
+    if wanted.is_floating_point and wanted.itemsize > 1:
+        # FP8 weights would lose their scales. e8m0 is a dtype of scales: powers of two.
+        return found.is_floating_point and (found.itemsize > 1 or found == torch.float8_e8m0fnu)
+    return found == wanted or not (wanted.is_floating_point or found.is_floating_point)
 
 
 class _Writes(TorchDispatchMode):

@@ -117,8 +117,13 @@ def gptq(
     return Format(config, store, alike=("g_idx",))
 
 
-def packed(bits: int = 4, group: int = 128, symmetric: bool = True, ordered: bool = False) -> Format:
-    """compressed-tensors with integers; ``group`` -1: scales per channel."""
+def packed(
+    bits: int = 4, group: int = 128, symmetric: bool = True, ordered: bool = False, word: str = "group"
+) -> Format:
+    """compressed-tensors with integers; ``group`` -1: scales per channel.
+
+    ``word``: for activation order.
+    """
 
     def store(weight: torch.Tensor) -> Stored:
         k = weight.shape[1]
@@ -140,7 +145,7 @@ def packed(bits: int = 4, group: int = 128, symmetric: bool = True, ordered: boo
     weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
     weights |= {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
     if ordered:
-        weights["actorder"] = "group"
+        weights["actorder"] = word
     return Format(_compressed("pack-quantized", weights), store, alike=("weight_g_idx",))
 
 
@@ -222,6 +227,7 @@ FORMATS: dict[str, Format] = {
     "packed-8-bits": packed(8),
     "packed-8-bits-channel": packed(8, -1),
     "packed-order": packed(ordered=True),
+    "packed-order-dynamic": packed(ordered=True, word="dynamic"),
     "packed-order-zero-points": packed(group=64, symmetric=False, ordered=True),
     "floats-channel": floats("channel", "dynamic"),
     "floats-tensor": floats("tensor", "static"),

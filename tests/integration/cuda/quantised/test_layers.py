@@ -7,6 +7,7 @@ The kernels' CPU reference multiplies. The capability is faked. `make conformanc
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor import parameter as parameters
@@ -27,6 +29,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -95,7 +98,7 @@ LOADED = [
     if _is_loaded(form)
 ]
 IN_ORDER = [one for one in LOADED if "order" not in str(one.values[0])]
-IN_ANY_ORDER = [one for one in LOADED if one.values[0] in ("gptq-order", "packed-order")]
+IN_ANY_ORDER = [one for one in LOADED if one.values[0] in ("gptq-order", "packed-order", "packed-order-dynamic")]
 
 
 def drawn(n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -114,10 +117,11 @@ def stored_as(name: str, n: int = N, k: int = K, seed: int = 0) -> Stored:
 
 
 def load(layer: Any, stored: Stored, *part: Any) -> None:
-    """As models do."""
+    """As some models do, Qwen3.5 among them: tensors without a parameter are skipped."""
     held = dict(layer.named_parameters())
     for name, tensor in stored.tensors.items():
-        held[name].weight_loader(held[name], tensor, *part)
+        if name in held:
+            held[name].weight_loader(held[name], tensor, *part)
 
 
 def finish(layer: Any) -> Any:
@@ -224,6 +228,26 @@ def test_an_output_layer_that_is_quantised(name: str) -> None:
     check(lambda x: layer.quant_method.apply(layer, x), stored.weight)
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "packed"])
+def test_an_output_layer_that_vllm_pads(name: str) -> None:
+    form, stored = FORMATS[name], stored_as(name, n=1000)
+    rules: dict[str, Any] = {"lm_head": True}
+    if name == "packed":
+        rules = {
+            "ignore": [],
+            "config_groups": {"group_0": form.config["config_groups"]["group_0"] | {"targets": ["re:.*"]}},
+        }
+        layer = ParallelLMHead(1000, K, quant_config=config_of(form, **rules), prefix="lm_head")
+        load(layer, stored)
+        finish(layer)
+        check(lambda x: layer.quant_method.apply(layer, x)[:, :1000], stored.weight)
+        return
+    with pytest.raises(
+        Refusal, match=r"^lm_head: vLLM pads .* from 1000 to 1024 columns, .*; serve a checkpoint whose lm"
+    ):
+        ParallelLMHead(1000, K, quant_config=config_of(form, **rules), prefix="lm_head")
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq", "packed", "floats-channel", "fp8"])
 def test_an_output_layer_that_is_not_quantised(name: str) -> None:
     layer = ParallelLMHead(N, K, quant_config=config_of(FORMATS[name]), prefix="lm_head")
@@ -248,6 +272,104 @@ def test_layers_that_the_checkpoint_ignores_stay_unquantised(form: Format, rules
     assert isinstance(merged.quant_method, UnquantizedLinearMethod)
     method = ReplicatedLinear(K, N, bias=False, quant_config=found, prefix="model.layers.0.o_proj").quant_method
     assert isinstance(method, linear_method.QuantisedLinearMethod)
+
+
+@pytest.mark.parametrize("name", ["visual", "model.visual", "model.visual.blocks.0.attn.proj"])
+def test_fp8_lists_may_name_a_part_of_the_model(name: str) -> None:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    found = config_of(fp8(), modules_to_not_convert=[name])
+    found.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.visual.": "visual."}))
+    for prefix, left in (("visual.blocks.0.attn.proj", True), ("visuals.proj", False), ("l.visual.proj", False)):
+        method = ReplicatedLinear(K, N, bias=False, quant_config=found, prefix=prefix).quant_method
+        assert isinstance(method, UnquantizedLinearMethod) == left
+
+
+PARTLY = {
+    "awq": (awq(), {"modules_to_not_convert": ["q_proj"]}),
+    "fp8": (fp8(), {"modules_to_not_convert": ["l.q_proj"]}),
+    "packed": (packed(), {"ignore": ["l.q_proj"]}),
+    "floats": (floats(), {"ignore": ["re:.*[.]v_proj"]}),
+}
+
+
+@pytest.mark.parametrize(("form", "rules"), PARTLY.values(), ids=PARTLY)
+def test_merged_layers_that_are_quantised_in_part_are_refused(form: Format, rules: dict[str, Any]) -> None:
+    with pytest.raises(
+        Refusal, match=r"^l.qkv_proj: .* parts of this merged layer differently, .*; serve a checkpoint"
+    ):
+        QKVParallelLinear(K, 64, 4, 2, bias=False, quant_config=config_of(form, **rules), prefix="l.qkv_proj")
+
+
+def test_an_unquantised_layer_whose_weights_are_quantised_is_refused() -> None:
+    """vLLM applies this rule for up_proj to the merged layer, because its name ends so."""
+    config = config_of(gptq(), dynamic={r"-:.*up_proj": {}})
+    layer = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=config, prefix="l.gate_up_proj")
+    assert isinstance(layer.quant_method, UnquantizedLinearMethod)
+    load(layer, stored_as("gptq"), 0)
+    load(layer, Stored({"weight": drawn(N, K).half()}, drawn(N, K)), 1)
+    wanted = r"^l.gate_up_proj: this layer needs weight, but .* only 98304 of 196608 numbers, or quantises this layer"
+    with pytest.raises(Refusal, match=wanted):
+        finish(layer)
+
+
+def unquantised() -> Any:
+    config = config_of(awq(), modules_to_not_convert=["o_proj"])
+    return ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="l.o_proj")
+
+
+def test_an_unquantised_layer_beside_quantised_ones() -> None:
+    layer, weight = unquantised(), drawn(N, K).half()
+    load(layer, Stored({"weight": weight.bfloat16()}, weight))
+    check(finish(layer), weight.bfloat16())
+
+
+def test_an_unquantised_layer_may_be_loaded_otherwise() -> None:
+    """By a loader of the model, as in Mamba layers, or with dummy weights."""
+    layer, weight = unquantised(), drawn(N, K).half()
+    layer.weight.data.copy_(weight)
+    check(finish(layer), weight)
+
+
+def test_an_unquantised_layer_without_weights_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"^l.o_proj: this layer needs weight, but the checkpoint has none, or quantises"):
+        finish(unquantised())
+
+
+DTYPES = {
+    "bytes of FP8": ("fp8", "weight", torch.uint8),
+    "other FP8": ("floats-channel", "weight", torch.float8_e5m2),
+    "weights that are not quantised": ("floats-channel", "weight", torch.bfloat16),
+    "words as floats": ("awq", "qweight", torch.float32),
+    "scales as integers": ("packed", "weight_scale", torch.int32),
+    "scales as FP8": ("packed", "weight_scale", torch.float8_e4m3fn),
+    "quantised weights of an unquantised layer": ("fp8", "weight", torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize(("name", "tensor", "dtype"), DTYPES.values(), ids=DTYPES)
+def test_tensors_of_another_dtype_are_refused(name: str, tensor: str, dtype: torch.dtype) -> None:
+    stored = stored_as(name)
+    given = stored.tensors[tensor]
+    stored.tensors[tensor] = given.view(dtype) if dtype == torch.uint8 else given.float().to(dtype)
+    rules = {"modules_to_not_convert": ["l.o_proj"]} if given.dtype == dtype else {}
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(FORMATS[name], **rules), prefix="l.o_proj")
+    with pytest.raises(
+        Refusal, match=rf"^l.o_proj: the checkpoint's {tensor} has dtype {dtype}, but .*; serve another"
+    ):
+        load(layer, stored)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "packed-8-bits-channel"])
+def test_scales_of_which_fp16_keeps_few_bits_are_refused(name: str) -> None:
+    stored = stored_as(name)
+    scales = next(tensor for tensor in stored.tensors if "scale" in tensor)
+    stored.tensors[scales] = stored.tensors[scales].bfloat16() * 2**-14
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(FORMATS[name]), prefix="l.o_proj")
+    with pytest.raises(
+        Refusal, match=r"^l.o_proj: a scale is .*e-\d+, of which fp16 keeps at most four bits; use a check"
+    ):
+        load(layer, stored)
 
 
 def test_a_rule_of_gptq_changes_bits_and_group_size() -> None:
@@ -284,7 +406,7 @@ def test_each_missing_tensor_is_named(name: str) -> None:
     for lost in set(stored.tensors) - {"weight_shape", "input_scale", "g_idx" if "order" not in name else ""}:
         layer = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="model.layers.3.o_proj")
         load(layer, Stored({other: held for other, held in stored.tensors.items() if other != lost}, stored.weight))
-        wanted = rf"^model.layers.3.o_proj: this layer needs {lost}, but the checkpoint has none; download"
+        wanted = rf"^model.layers.3.o_proj: this layer needs {lost}, but the checkpoint has none, or leaves"
         with pytest.raises(Refusal, match=wanted):
             finish(layer)
 
@@ -296,7 +418,7 @@ def test_a_missing_part_of_a_merged_layer_is_noticed(name: str) -> None:
     load(layer, stored, 0)
     lost = next(other for other in stored.tensors if "scale" in other and other != "input_scale")
     load(layer, Stored({other: held for other, held in stored.tensors.items() if other != lost}, stored.weight), 1)
-    wanted = rf"^l.gate_up_proj: this layer needs {lost}, but the checkpoint has only \d+ of \d+ numbers; download"
+    wanted = rf"^l.gate_up_proj: this layer needs {lost}, but the checkpoint has only \d+ of \d+ numbers, or"
     with pytest.raises(Refusal, match=wanted):
         finish(layer)
 
@@ -342,6 +464,142 @@ def test_zero_points_of_symmetric_weights_are_refused() -> None:
         finish(layer)
 
 
+def test_zero_points_that_tools_read_differently_are_refused() -> None:
+    stored = stored_as("gptq-zero-points")
+    stored.tensors["qzeros"] = torch.full_like(stored.tensors["qzeros"], -1)
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(gptq(symmetric=False)), prefix="l.o_proj")
+    load(layer, stored)
+    with pytest.raises(
+        Refusal, match=r"^l.o_proj: qzeros has 15, which some tools read as .* 16 .*; serve a checkpoint in"
+    ):
+        finish(layer)
+
+
+def test_either_name_of_gptqs_format_is_read() -> None:
+    stored, form = stored_as("gptq-second-zero-points"), FORMATS["gptq-second-zero-points"]
+    section = {key: value for key, value in form.config.items() if key != "checkpoint_format"} | {"format": "gptq_v2"}
+    config = config_of(Format(section, form.store))
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="l.o_proj")
+    load(layer, stored)
+    check(finish(layer), stored.weight)
+    with pytest.raises(Refusal, match=r"do not read zero points of the format gptq_v2"):
+        config.get_quant_method(experts(), "l.mlp.experts")
+
+
+# --- rules of compressed-tensors --------------------------------------------------------------------------------------
+
+
+def rule_of_older_versions(layer_name: str, module: torch.nn.Module, targets: Any, fused_mapping: Any) -> str:
+    """<= 0.23: the class of a merged layer goes before the names of its parts, of which the first counts. 0.19: an
+    error for layers without a rule."""
+
+    def first(name: str, contained: bool = False) -> str | None:
+        for target in targets:
+            if target.startswith("re:"):
+                if re.match(target[3:], name):
+                    return str(target)
+            elif (target.lower() in name.lower()) if contained else target == name:
+                return str(target)
+        return None
+
+    parent, _, last = layer_name.rpartition(".")
+    parts = [first(f"{parent}.{part}") for part in fused_mapping.get(last, [])]
+    found = first(layer_name) or first(type(module).__name__, True) or (parts[0] if parts and all(parts) else None)
+    if found is None:
+        raise ValueError(f"Unable to find matching target for {layer_name} in the compressed-tensors config.")
+    return found
+
+
+@pytest.fixture(params=["this version", "older versions"])
+def rules_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "older versions":
+        monkeypatch.setattr(compressed_tensors, "find_matched_target", rule_of_older_versions)
+
+
+def grouped(**targets: Format) -> Any:
+    """A checkpoint with a rule for each regular expression, in this order."""
+    groups = {name: form.config["config_groups"]["group_0"] | {"targets": [name]} for name, form in targets.items()}
+    return config_of(packed(), config_groups=groups)
+
+
+def merged(config: Any, **parts: Stored) -> Any:
+    layer = QKVParallelLinear(K, 64, 4, 2, bias=False, quant_config=config, prefix="l.qkv_proj")
+    for part, stored in parts.items():
+        load(layer, stored, part)
+    return finish(layer)
+
+
+def shifted(n: int, seed: int) -> torch.Tensor:
+    return drawn(n, K, seed) + 0.05
+
+
+@pytest.mark.usefixtures("rules_of")
+def test_a_rule_for_all_parts_of_a_merged_layer_goes_before_that_of_linear_layers() -> None:
+    form = packed(symmetric=False)
+    config = grouped(**{"Linear": packed(), "re:.*[.][qkv]_proj$": form})
+    parts = {part: form.store(shifted(n, n)) for part, n in {"q": 256, "k": 128, "v": 128}.items()}
+    check(merged(config, **parts), torch.cat([stored.weight for stored in parts.values()]))
+
+
+@pytest.mark.usefixtures("rules_of")
+@pytest.mark.parametrize("first", ["q", "[kv]"])
+def test_parts_of_a_merged_layer_with_other_rules_are_refused(first: str) -> None:
+    forms = {"q": packed(symmetric=False), "[kv]": packed()}
+    targets = {f"re:.*[.]{part}_proj$": forms[part] for part in (first, *(set(forms) - {first}))}
+    with pytest.raises(
+        Refusal, match=r"^l.qkv_proj: the checkpoint quantises the parts of this merged layer differently"
+    ):
+        merged(grouped(**targets))
+
+
+@pytest.mark.usefixtures("rules_of")
+@pytest.mark.parametrize("target", ["re:.*[.]q_proj$", "re:.*[.][qk]_proj$"])
+def test_parts_of_a_merged_layer_without_a_rule_are_refused(target: str) -> None:
+    with pytest.raises(Refusal, match=r"^l.qkv_proj: .*differently, or only some of them; serve a checkpoint"):
+        merged(grouped(**{target: packed()}))
+
+
+@pytest.mark.usefixtures("rules_of")
+def test_a_rule_may_name_the_merged_layer() -> None:
+    parts = {part: stored_as("packed", n) for part, n in {"q": 256, "k": 128, "v": 128}.items()}
+    weight = torch.cat([stored.weight for stored in parts.values()])
+    check(merged(grouped(**{"l.qkv_proj": packed()}), **parts), weight)
+
+
+@pytest.mark.usefixtures("rules_of")
+def test_a_layer_without_a_rule_is_unquantised() -> None:
+    config = grouped(**{"re:.*language_model.*proj$": packed()})
+    method = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="visual.blocks.0.attn.proj").quant_method
+    assert isinstance(method, UnquantizedLinearMethod)
+
+
+@pytest.mark.parametrize(("form", "lost"), [
+    (packed(symmetric=False), "weight_zero_point"),
+    (packed(ordered=True), "weight_g_idx"),
+])  # fmt: skip
+def test_tensors_that_the_checkpoint_does_not_describe_are_refused(form: Format, lost: str) -> None:
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(packed()), prefix="l.o_proj")
+    with pytest.raises(
+        Refusal, match=rf"^l.o_proj: the checkpoint has {lost}, but .* describes this layer without .*; serve"
+    ):
+        load(layer, form.store(drawn(N, K)))
+
+
+@pytest.mark.parametrize("word", ["group", "dynamic"])
+def test_both_words_for_activation_order(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 refuses them when it reads the checkpoint, so they are put in later."""
+    form, config = packed(ordered=True), config_of(packed())
+    weights = form.config["config_groups"]["group_0"]["weights"] | {"actorder": word}
+    config.target_scheme_map["Linear"]["weights"] = QuantizationArgs.model_validate(weights)
+    stored = form.store(drawn(N, K))
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="l.o_proj")
+    load(layer, stored)
+    check(finish(layer), stored.weight)
+    pretend(monkeypatch, 0, 2)
+    with pytest.raises(Refusal, match=r"^l.down_proj: activation order .* divided among 2 ranks"):
+        RowParallelLinear(K, N, bias=False, quant_config=config, prefix="l.down_proj")
+
+
 def test_dummy_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(get_current_vllm_config().load_config, "load_format", "dummy")
     layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(awq()), prefix="l.o_proj")
@@ -353,9 +611,8 @@ def test_bad_values_end_in_a_sentence_with_the_layers_name() -> None:
     stored = stored_as("awq")
     stored.tensors["scales"] = stored.tensors["scales"].clone().fill_diagonal_(float("inf"))
     layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(awq()), prefix="l.o_proj")
-    load(layer, stored)
     with pytest.raises(Refusal, match=r"^l.o_proj: a scale is .* cannot hold, so the checkpoint is damaged"):
-        finish(layer)
+        load(layer, stored)
 
 
 def test_a_shape_that_no_kernel_takes_is_refused_with_the_layers_name() -> None:
