@@ -357,20 +357,24 @@ def before_profiling(worker: Any, callback: Callable[[Any, torch.nn.Module], Non
     """Call ``callback(vllm_config, model)`` after the weights are loaded and before vLLM first runs the model.
 
     All versions: on GPUs and NPUs, plugins have no hook between the two. The change is made in the worker process, and
-    only for features that need it.
+    only for features that need it. Callbacks run in the order of their first registration; each is registered once.
 
     Args:
         worker: the worker's class.
     """
-    if hasattr(worker, "_fastattention_before_profiling"):
+    callbacks = getattr(worker, "_fastattention_before_profiling", None)
+    if callbacks is not None:
+        if callback not in callbacks:
+            callbacks.append(callback)
         return
-    worker._fastattention_before_profiling = staticmethod(callback)
+    worker._fastattention_before_profiling = callbacks = [callback]
     determine = worker.determine_available_memory
 
     @functools.wraps(determine)
     def determine_available_memory(self: Any) -> int:
         with torch.inference_mode():
-            callback(self.vllm_config, self.model_runner.get_model())
+            for one in callbacks:
+                one(self.vllm_config, self.model_runner.get_model())
         available: int = determine(self)
         return available
 

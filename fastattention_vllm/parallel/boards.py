@@ -13,8 +13,12 @@ from fastattention_vllm.parallel.shared_segment import Exchange
 Result = TypeVar("Result")
 
 
+_registered: list[mmap.mmap] = []
+"""Segments that the driver knows. Unmapped memory would stay registered, and torch may get its addresses anew."""
+
+
 def in_gpu_memory(rank: int, size: int, exchange: Exchange) -> list[int]:
-    """``size`` bytes of each rank's GPU, not zeroed: their addresses for this rank. They live as long as the process.
+    """``size`` zeroed bytes of each rank's GPU: their addresses for this rank. They live as long as the process.
 
     Raises:
         DriverError: memory cannot be shared this way; raised on all ranks.
@@ -22,6 +26,7 @@ def in_gpu_memory(rank: int, size: int, exchange: Exchange) -> list[int]:
 
     def own() -> tuple[int, bytes]:
         address = cuda_driver.allocate(size)
+        cuda_driver.clear(address, size)
         return address, cuda_driver.handle_of(address)
 
     allocated = on_all(exchange, own)
@@ -36,11 +41,12 @@ def in_gpu_memory(rank: int, size: int, exchange: Exchange) -> list[int]:
 
 
 def on_gpus(segments: list[mmap.mmap], rank: int, size: int, exchange: Exchange) -> list[int]:
-    """The addresses at which this rank's GPU sees each rank's segment of ``size`` bytes.
+    """The addresses at which this rank's GPU sees each rank's segment of ``size`` bytes, as long as the process lives.
 
     Raises:
         DriverError: memory cannot be registered; raised on all ranks.
     """
+    _registered.extend(segments)
     return on_all(
         exchange,
         lambda: [

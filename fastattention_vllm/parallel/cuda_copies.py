@@ -39,8 +39,7 @@ class CudaCopies(Copies):
         all_boards = channels * board_bytes
         flag_bytes = -(-channels * PHASES * size * LINE // PAGE) * PAGE
         segment_bytes = flag_bytes + (0 if peer_to_peer else all_boards)
-        self._segments = share(segment_bytes, exchange)  # kept, for they are unmapped with the last reference
-        self._flags = boards.on_gpus(self._segments, rank, segment_bytes, exchange)
+        self._flags = boards.on_gpus(share(segment_bytes, exchange), rank, segment_bytes, exchange)
         if peer_to_peer:
             self._boards = boards.in_gpu_memory(rank, all_boards, exchange)
         else:

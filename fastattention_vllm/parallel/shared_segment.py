@@ -19,32 +19,53 @@ def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
     """Each rank's segment of ``size`` zeroed bytes, by rank. Their names in /dev/shm do not outlive this call.
 
     Raises:
-        OSError: /dev/shm is too small; raised on every rank.
+        OSError: /dev/shm is too small, or cannot be used; raised on every rank.
     """
+    path, failure = "", ""
+    try:
+        path = _create(size)
+    except OSError as error:
+        failure = f"has no room for {size} bytes ({error.strerror}); make it larger (with Docker: --shm-size)"
+    try:
+        paths = _all_succeed(exchange, path, failure)
+        segments: list[mmap.mmap] = []
+        try:
+            segments = [_open(name, size) for name in paths]
+        except OSError as error:
+            failure = f"cannot be mapped ({error.strerror}); give all ranks the same {FOLDER}"
+        _all_succeed(exchange, None, failure)
+    finally:
+        if path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    return segments
+
+
+def _all_succeed(exchange: Exchange, result: Any, failure: str) -> list[Any]:
+    """The results of all ranks, or an error on all of them."""
+    answers = exchange((result, failure))
+    for rank, (_, failed) in enumerate(answers):
+        if failed:
+            raise OSError(f"{FOLDER} of rank {rank} {failed}.")
+    return [found for found, _ in answers]
+
+
+def _create(size: int) -> str:
+    """The name of a new file of zeros."""
     handle, path = tempfile.mkstemp(prefix="fastattention-", dir=FOLDER)
     try:
-        failure = None
-        try:
-            os.posix_fallocate(handle, 0, size)
-        except OSError as error:
-            failure = error
-        answers = exchange((path, failure is None))
-        short = [rank for rank, (_, there) in enumerate(answers) if not there]
-        segments = []
-        if not short:
-            for name, _ in answers:
-                other = os.open(name, os.O_RDWR)
-                try:
-                    segments.append(mmap.mmap(other, size))
-                finally:
-                    os.close(other)
-        exchange(None)  # all have opened all
+        os.posix_fallocate(handle, 0, size)
+    except OSError:
+        os.unlink(path)
+        raise
     finally:
         os.close(handle)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-    if short:
-        raise OSError(
-            f"{FOLDER} has no room for {size} bytes on rank {short[0]}; make it larger (with Docker: --shm-size)."
-        )
-    return segments
+    return path
+
+
+def _open(path: str, size: int) -> mmap.mmap:
+    handle = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(handle, size)
+    finally:
+        os.close(handle)

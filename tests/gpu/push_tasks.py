@@ -7,7 +7,8 @@ import functools
 import torch
 import torch.distributed as dist
 
-from fastattention_vllm.parallel.push_sums import PushSums
+from fastattention_vllm.parallel import push_sums
+from fastattention_vllm.parallel.push_sums import PushSums, Timed
 from tests.parallel.tasks import exchange
 
 OPEN: dict[bool, PushSums] = {}
@@ -46,3 +47,9 @@ def sums(rank: int, peer_to_peer: bool, lengths: list[int], dtype: torch.dtype, 
             expected = functools.reduce(torch.add, (of_rank[at].float() for of_rank in parts)).to(dtype)
             right &= torch.equal(one.cpu(), expected)
     return right
+
+
+def measured(rank: int, peer_to_peer: bool) -> list[Timed]:
+    """Push beside itself."""
+    push = OPEN[peer_to_peer]
+    return push_sums.measure(push, push.sum, torch.float16, exchange)

@@ -229,3 +229,24 @@ def test_a_platform_without_functions_for_block_sizes_is_left_alone(monkeypatch:
     compat.settle_hybrid_block_size(config, object)
     compat.keep_block_size(config)
     assert vars(config.cache_config) == {"block_size": 784, "user_specified_block_size": False}
+
+
+def test_every_callback_runs_before_profiling_and_once() -> None:
+    class Worker:
+        vllm_config, model_runner = "config", SimpleNamespace(get_model=lambda: "model")
+
+        def determine_available_memory(self) -> int:
+            return 7
+
+    called: list[tuple[str, object, object]] = []
+
+    def first(config: object, model: object) -> None:
+        called.append(("first", config, model))
+
+    def second(config: object, model: object) -> None:
+        called.append(("second", config, model))
+
+    for callback in (first, second, first):
+        compat.before_profiling(Worker, callback)
+    assert Worker().determine_available_memory() == 7
+    assert called == [("first", "config", "model"), ("second", "config", "model")]

@@ -17,6 +17,9 @@ from kernels.volta.emulator import Emulation
 from kernels.volta.manifest import SOURCES
 from kernels.volta.push_variants import ALL, PushVariant
 
+KEPT: list[mmap.mmap] = []
+"""As the real function keeps them."""
+
 
 class EmulatedKernel:
     """Replaces ``cuda_driver.Kernel``. The emulator refuses addresses outside of what the parameters describe."""
@@ -61,6 +64,7 @@ def on_cpu() -> mock._patch[SimpleNamespace]:
     kernels = {dtypes[variant.number]: (EmulatedKernel(variant), variant.threads) for variant in ALL}
 
     def addresses(segments: list[mmap.mmap], rank: int, size: int, exchange: Exchange) -> list[int]:
+        KEPT.extend(segments)
         return [ctypes.addressof(ctypes.c_char.from_buffer(segment)) for segment in segments]
 
     return mock.patch.multiple(

@@ -1,8 +1,8 @@
 """``push_all_reduce``: vLLM's small tensor-parallel sums on GPUs by push, where that is faster than NCCL.
 
-vLLM asks the communicator's ``ca_comm`` first, which is its own kernel for such sums. It has none for more than two
-GPUs without NVLink between all of them, and none if it is disabled. Then this one takes its place, for the sizes for
-which it was measured to be faster at start.
+vLLM asks the communicator's ``ca_comm`` before NCCL. That is its own kernel for such sums, which it does not have for
+more than two GPUs without NVLink between all of them, nor for two that cannot access each other. Then this one takes
+its place, for the sizes for which it was measured to be faster at start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -26,8 +27,8 @@ from fastattention_vllm.parallel.push_sums import PushSums
 
 logger = init_logger("vllm.fastattention")
 
-VLLMS_OWN = ("ca_comm", "fi_pcie_ipc_ar_comm")
-"""Of the communicator: vLLM's kernels for small sums. The second one is in vLLM 0.32 and newer, with FlashInfer."""
+VLLMS_OWN = ("ca_comm", "fi_pcie_ipc_ar_comm", "fi_ar_comm")
+"""Of the communicator: its kernels for small sums. The last two are FlashInfer's, in newer versions, and come first."""
 
 
 class PushCommunicator:
@@ -71,14 +72,20 @@ def set_up(vllm_config: VllmConfig) -> None:
 
 
 def enable(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """Test and time sums by push, use them where they are faster, and log the choice. Every rank of the world calls
-    this, before the first graph is captured."""
+    """Test and time sums by push, use them where they are faster, and log the choice.
+
+    All ranks of a tensor-parallel group call this, before the first graph is captured.
+    """
+    if not asked_for(vllm_config):
+        return
     group = get_tp_group()
     communicator: Any = group.device_communicator
-    microbatches = vllm_config.parallel_config.use_ubatching
-    chosen = (
-        "microbatches sum on two streams at a time" if microbatches else _choose(group, vllm_config.model_config.dtype)
-    )
+    if vllm_config.parallel_config.use_ubatching:
+        chosen: PushCommunicator | str = "microbatches sum on two streams at a time"
+    elif envs.VLLM_BATCH_INVARIANT:
+        chosen = "it takes sums up to a size only, and VLLM_BATCH_INVARIANT is set"
+    else:
+        chosen = _choose(group, vllm_config.model_config.dtype)
     if isinstance(chosen, str):
         logger.info_once("Push all-reduce: not used, because %s.", chosen)
     else:
@@ -87,9 +94,9 @@ def enable(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
 def _choose(group: Any, dtype: torch.dtype) -> PushCommunicator | str:
     """All ranks get the same: a communicator, or why there is none, as the end of a sentence without a full stop."""
-    found = (getattr(group.device_communicator, name, None) for name in VLLMS_OWN)
-    if any(one is not None and not one.disabled for one in found):
-        return "vLLM's own kernel for small sums is in use"
+    found = [getattr(group.device_communicator, name, None) for name in VLLMS_OWN]
+    if any(exchange(any(one is not None and not one.disabled for one in found))):
+        return "vLLM's own kernel for small sums is enabled"
     if group.world_size > MOST_RANKS:
         return f"it sums over at most {MOST_RANKS} ranks, not {group.world_size}"
     if len(set(exchange(machine()))) > 1:
@@ -102,7 +109,7 @@ def _choose(group: Any, dtype: torch.dtype) -> PushCommunicator | str:
         return sums
     where = "GPU memory" if peer_to_peer else "host memory"
     if not sums.works(dtype, exchange):
-        return f"a test with boards in {where} gave wrong sums, or none within a second"
+        return f"a test with boards in {where} gave wrong sums, or none in time"
     timed = push_sums.measure(sums, group._all_reduce_out_place, dtype, exchange)
     limit = push_sums.limit(timed)
     microseconds = ", ".join(

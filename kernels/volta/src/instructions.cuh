@@ -124,14 +124,14 @@ FA_DEVICE u32 and_or(u32 a, u32 b, u32 c) {  // (a & b) | c, in one instruction
 }
 // 16 bytes that another GPU writes, or reads, meanwhile. Each half is written and read as a whole.
 FA_DEVICE void store_to_peer(uint4* to, const uint4& x) {
-  asm volatile("st.volatile.global.v4.u32 [%0],{%1,%2,%3,%4};"
+  asm volatile("{.reg .b64 a, b; mov.b64 a,{%1,%2}; mov.b64 b,{%3,%4}; st.volatile.global.v2.u64 [%0],{a,b};}"
                :
                : "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
 }
 FA_DEVICE uint4 load_from_peer(const uint4* from) {
   uint4 x;
-  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3},[%4];"
+  asm volatile("{.reg .b64 a, b; ld.volatile.global.v2.u64 {a,b},[%4]; mov.b64 {%0,%1},a; mov.b64 {%2,%3},b;}"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "l"(from)
                : "memory");

@@ -92,7 +92,12 @@ def test_it_is_used_up_to_the_size_for_which_it_is_faster(group: Any) -> None:
         ),
         ({"world_size": 16}, torch.float16, {}, "at most 8 ranks, not 16"),
         ({}, torch.float64, {}, "no kernel for torch.float64"),
-        ({}, torch.float16, {"exchange": lambda value: [value, ("another", "machine")]}, "on different machines"),
+        (
+            {},
+            torch.float16,
+            {"exchange": lambda value: [value, ("another", "machine") if isinstance(value, tuple) else value]},
+            "on different machines",
+        ),
     ],
     ids=["vLLM's own", "vLLM's over PCIe", "ranks", "dtype", "machines"],
 )
@@ -117,17 +122,25 @@ def test_wrong_sums_and_slow_ones_are_not_used(group: Any, monkeypatch: pytest.M
     disabled = SimpleNamespace(disabled=True)
     group.device_communicator.ca_comm = disabled
     monkeypatch.setattr(small_sums, "get_tp_group", lambda: group)
-    parallel = SimpleNamespace(use_ubatching=False)
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16), parallel_config=parallel)
+    parallel = SimpleNamespace(use_ubatching=False, tensor_parallel_size=2)
+    asked = {"fastattention": {"push_all_reduce": "auto"}}
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float16), parallel_config=parallel, additional_config=asked
+    )
     monkeypatch.setattr(push_sums, "measure", lambda *given: [Timed(4096, 20e-6, 20e-6)])
     assert small_sums._choose(group, torch.float16) == "vLLM's sums are as fast"
     small_sums.enable(config, torch.nn.Module())
     assert group.device_communicator.ca_comm is disabled
     monkeypatch.setattr(push_sums, "measure", lambda *given: [Timed(4096, 10e-6, 20e-6)])
-    parallel.use_ubatching = True
-    small_sums.enable(config, torch.nn.Module())
-    assert group.device_communicator.ca_comm is disabled
-    parallel.use_ubatching = False
+    for given, name, value in (
+        (parallel, "use_ubatching", True),
+        (small_sums, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)),
+        (config, "additional_config", {}),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(given, name, value)
+            small_sums.enable(config, torch.nn.Module())
+        assert group.device_communicator.ca_comm is disabled
     small_sums.enable(config, torch.nn.Module())
     assert isinstance(group.device_communicator.ca_comm, PushCommunicator)
     group.device_communicator.ca_comm = disabled
