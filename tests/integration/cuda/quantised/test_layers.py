@@ -1,24 +1,20 @@
 """vLLM's own linear layers with quantised weights, as models build and load them, against products in float64.
 
 The kernels' CPU reference multiplies. The capability is faked. `make conformance` runs this file with vLLM 0.19.1,
-0.23.0 and newer versions, so it needs no other file of tests/ than formats.py.
+0.23.0 and newer versions, so of tests/ it needs only formats.py and one_v100.py.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.config import get_current_vllm_config
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers import linear as layers
 from vllm.model_executor.layers.linear import (
@@ -31,8 +27,6 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised import config as common
@@ -41,35 +35,10 @@ from fastattention_vllm.integration.cuda.quantised import linear_method
 from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
 from fastattention_vllm.integration.refusal import Refusal
 from tests.integration.cuda.quantised.formats import FORMATS, Format, Stored, awq, floats, fp8, gptq, packed
+from tests.integration.cuda.quantised.one_v100 import one_rank, v100  # noqa: F401
 
 K, N = 256, 384
 MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-
-
-class Model:
-    """What vLLM's layers read of a model's configuration."""
-
-    dtype = torch.float16
-    is_moe = False
-    quantization = "fastattention"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    config = VllmConfig()
-    object.__setattr__(config, "model_config", Model())
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16)
-    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
-        init_distributed_environment(1, 0, f"file://{Path(folder) / 'ranks'}", 0, backend="gloo")
-        ensure_model_parallel_initialized(1, 1)
-        yield
-    torch.set_default_dtype(default)
-
-
-@pytest.fixture(autouse=True)
-def v100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(7, 0))
 
 
 def config_of(form: Format, **changes: Any) -> Any:

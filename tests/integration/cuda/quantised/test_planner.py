@@ -1,27 +1,19 @@
 """The planner refuses for a V100 what vLLM's layers with this package's configurations refuse, and nothing else.
 
 Both read the same config.json. The capability and the number of ranks are faked. `make conformance` runs this file with
-vLLM 0.19.1, the V100's version, so it needs no other file of tests/ than formats.py.
+vLLM 0.19.1, the V100's version, so of tests/ it needs only formats.py and one_v100.py.
 """
 
 from __future__ import annotations
 
 import copy
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers import linear as layers
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
-from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised import linear_method
@@ -33,6 +25,7 @@ from fastattention_vllm.linear.weights import BLOCK
 from fastattention_vllm.plan import refused
 from fastattention_vllm.plan.model import shape_of
 from tests.integration.cuda.quantised.formats import FORMATS, awq, floats, fp8, gptq, packed
+from tests.integration.cuda.quantised.one_v100 import one_rank, v100  # noqa: F401
 
 HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_SIZE = 512, 1536, 8, 4, 64
 MODEL: dict[str, Any] = {
@@ -47,32 +40,6 @@ MODEL: dict[str, Any] = {
 }
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PREFIX = "model.layers.0"
-
-
-class Model:
-    """What vLLM's layers read of a model's configuration."""
-
-    dtype = torch.float16
-    is_moe = False
-    quantization = "fastattention"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    config = VllmConfig()
-    object.__setattr__(config, "model_config", Model())
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16)
-    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
-        init_distributed_environment(1, 0, f"file://{Path(folder) / 'ranks'}", 0, backend="gloo")
-        ensure_model_parallel_initialized(1, 1)
-        yield
-    torch.set_default_dtype(default)
-
-
-@pytest.fixture(autouse=True)
-def v100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(7, 0))
 
 
 def by_the_engine(quantisation: dict[str, Any], wide: int) -> str | None:
