@@ -109,13 +109,13 @@ def _choose(group: Any, dtype: torch.dtype) -> PushCommunicator | str:
         return sums
     where = "GPU memory" if peer_to_peer else "host memory"
     if not sums.works(dtype, exchange):
-        return f"a test with boards in {where} gave wrong sums, or none in time"
+        return f"a test through {where} gave wrong sums, or none in time"
     timed = push_sums.measure(sums, group._all_reduce_out_place, dtype, exchange)
     limit = push_sums.limit(timed)
     microseconds = ", ".join(
         f"{one.bytes >> 10} KiB {one.seconds * 1e6:.1f} and {one.peer_seconds * 1e6:.1f}" for one in timed
     )
-    logger.info_once("Push all-reduce: microseconds with boards in %s, and vLLM's: %s.", where, microseconds)
+    logger.info_once("Push all-reduce: microseconds of a sum through %s, and of vLLM's: %s.", where, microseconds)
     if not limit:
         return "vLLM's sums are as fast"
     logger.info_once("Push all-reduce: used for sums of up to %d KiB.", limit >> 10)
