@@ -46,6 +46,7 @@ def engine(path: Path, options: argparse.Namespace, backend: str, length: int, g
         max_num_seqs=8,
         enable_prefix_caching=True,
         enforce_eager=options.enforce_eager,
+        tensor_parallel_size=options.ranks,
         kv_cache_memory_bytes=None if gib is None else int(gib * GIB),
         gpu_memory_utilization=0.85 if gib is None else 0.5,  # with a given KV cache size, it is only a start-up check
         **more,

@@ -12,26 +12,23 @@ Used by: host_layers.py.
               shared graph the same, and the GPU reads in place the share that the start-up measurement chose
               auto         pieces or the shared graph, by length, as the start-up measurement chose
 
-The limit of a decoding rate is a plain read of the host pool, by the same threads in the same rounds. With --speculate
-one read serves a token and the accepted drafts, which are counted.
+The limit of a decoding rate is a plain read of all ranks' host pools, by the same threads in the same rounds. With
+--speculate one read serves a token and the accepted drafts, which are counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import host_layers_ranks
 from host_layers_drafts import Drafts
 from host_layers_engines import GIB, NEEDLES, SHAPES, close, decode_seconds, engine, read
 
-from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
 from fastattention_vllm.bench.report import Row, compared
+from fastattention_vllm.placement.counters import Counters
 
 
 def stock(path: Path, options: argparse.Namespace) -> list[Row]:
@@ -84,9 +81,6 @@ def measure(
 
 
 def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
-    from fastattention_vllm.integration.host_layers import layers as host_layers
-    from fastattention_vllm.placement.stream_split import StreamSplit
-
     length = max(tokens * batch for tokens, batch in zip(options.tokens, options.batch, strict=True)) + 64 * max(
         options.batch
     )
@@ -108,32 +102,15 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
     )
     rows = []
     try:
-        layers = host_layers.find(llm.llm_engine.vllm_config)
-        assert layers is not None
-        chosen = layers.group.stream_split
-        until = layers.whole_steps_until
-        all_ways = {
-            "stream all": (StreamSplit(1.0), 0.0),
-            "CPU alone": (StreamSplit(0.0), 0.0),
-            "pieces": (chosen, 0.0),
-            "graph": (StreamSplit(0.0), math.inf),
-            "shared graph": (chosen, math.inf),
-            "auto": (chosen, until),
-        }
-        if layers.graph_calls is None:
-            del all_ways["graph"], all_ways["shared graph"], all_ways["auto"]
-        elif layers.graph_calls.over_link is None:
-            del all_ways["shared graph"]
-        ways = {name: way for name, way in all_ways.items() if name in options.ways}
-        print(f"one graph for contexts of up to {until / GIB:.3f} GiB a layer", flush=True)
-        placement = layers.placement
-        per_layer = placement.host_bytes_per_block // placement.device_size.block_size
-        per_token = per_layer * len(placement.host)
-        assert layers.pool is not None
-        plain = plain_read(layers.pool.memory)
+        ranks: list[host_layers_ranks.Rank] = llm.collective_rpc(host_layers_ranks.start)
+        ways = [way for way in ranks[0].ways if way in options.ways]
+        print(f"one graph for contexts of up to {ranks[0].until / GIB:.3f} GiB a layer", flush=True)
+        layer_bytes = sum(rank.token_bytes for rank in ranks)
+        per_token = layer_bytes * ranks[0].host_layers
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
             seconds, found = read(llm, tokens, batch)
-            case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {len(placement.host)} host layers"
+            case = f"fp16 (32,8,128) {tokens} tokens b{batch}, {ranks[0].host_layers} host layers"
+            case += f", {len(ranks)} GPUs" if len(ranks) > 1 else ""
             if options.resident_gib:
                 case += f", {options.resident_gib:g} GiB of copies, max_model_len {length}"
             case += f", {options.host_kv_dtype} on the host" if options.host_kv_dtype != "auto" else ""
@@ -147,22 +124,19 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
             cpu_rates: dict[str, list[float]] = {}
             accepted: dict[str, list[float | None]] = {}
             for _ in range(options.rounds):
-                rates.append(plain())
-                for way, (split, whole_until) in ways.items():
-                    layers.set_stream_split(split)
-                    layers.whole_steps_until = whole_until
-                    before = layers.counters()
+                rates.append(sum(llm.collective_rpc(host_layers_ranks.plain_read)))
+                for way in ways:
+                    llm.collective_rpc(host_layers_ranks.follow, args=(ranks, way))
+                    before = llm.collective_rpc(host_layers_ranks.counters)
                     drafts = Drafts(llm) if options.speculate else None
                     times.setdefault(way, []).append(decode_seconds(llm, tokens, batch, options))
                     accepted.setdefault(way, []).append(drafts.accepted_per_step() if drafts else None)
-                    spent = layers.counters().cpu_seconds - before.cpu_seconds
-                    read_bytes = layers.counters().cpu_bytes - before.cpu_bytes
-                    cpu_rates.setdefault(way, []).append(read_bytes / spent if spent else 0.0)
-            streamed = statistics.median(times[next(iter(ways))])
+                    after = llm.collective_rpc(host_layers_ranks.counters)
+                    cpu_rates.setdefault(way, []).append(sum(map(cpu_rate, before, after)))
+            first = statistics.median(times[ways[0]])
             limit = statistics.median(rates) / (per_token * tokens)  # of all requests, in tokens per second
-            for way, (split, whole_until) in ways.items():
+            for way in ways:
                 step = statistics.median(times[way])
-                read_bytes = per_layer * tokens * batch
                 drafted = [count for count in accepted[way] if count is not None]
                 tokens_per_read = 1 + (statistics.mean(drafted) if drafted else 0)
                 rows.append(
@@ -173,8 +147,8 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                         batch / step,
                         # The copies are read on the GPU, and have no part in that limit.
                         limit=None if options.resident_gib else limit * tokens_per_read,
-                        first_way=(next(iter(ways)), batch / streamed),
-                        share=round(split.in_graph() if whole_until > read_bytes else split.of(read_bytes), 3),
+                        first_way=(ways[0], batch / first),
+                        share=round(ranks[0].share(way, ranks[0].token_bytes * tokens * batch), 3),
                         step_ms=[round(1000 * value, 2) for value in times[way]],
                         host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
                         cpu_gb_per_s=[round(rate / 1e9, 1) for rate in cpu_rates[way]],
@@ -187,21 +161,10 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def plain_read(memory: torch.Tensor) -> Callable[[], float]:
-    """Read the whole pool and return bytes per second, with the method that was fastest at first."""
-    page = 1 << 20
-    reader = PageReader(
-        [memory.data_ptr() + offset for offset in range(0, memory.nbytes - page + 1, page)],
-        [page] * (memory.nbytes // page),
-    )
-
-    def rate(method: ReadMethod) -> float:
-        started = time.perf_counter()
-        reader.read(method)
-        return reader.total_bytes / (time.perf_counter() - started)
-
-    best = max((ReadMethod(streams=streams) for streams in (1, 2, 4)), key=rate)
-    return lambda: rate(best)
+def cpu_rate(before: Counters, after: Counters) -> float:
+    """Bytes per second of a rank's CPU attention."""
+    spent = after.cpu_seconds - before.cpu_seconds
+    return (after.cpu_bytes - before.cpu_bytes) / spent if spent else 0.0
 
 
 def row(

@@ -39,6 +39,7 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 512 << 20,
     "mamba_ssm_cache_dtype": "float32",
 }
+TILING = {"tiling_all_reduce": 3, "tiling_min_tokens": 128, "tiling_full_form": True}
 BLOCK, SMALL_BLOCK = 256, 144
 """Tokens per block: 268 288 bytes of a state are 131 tokens of 2 KV heads of 256. The least multiples of 128 and 16."""
 
@@ -236,3 +237,21 @@ def test_rejected_drafts_of_mtp_leave_no_trace(
         assert distance(steps(generate(llm, prompts)), expected) <= allowed
         drafted = sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_draft_tokens")
     assert drafted > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("section", [{}, {"volta_kernels": "ptx"}, TILING], ids=["flash", "volta", "tiling"])
+def test_two_gpus(
+    section: dict[str, Any],
+    eager: bool,
+    model: Path,
+    prompts: list[list[int]],
+    expected: Sequence[Answer],
+    bound: Bound,
+) -> None:
+    """Each rank has one KV head, half of each state, and a pool of its own."""
+    allowed = bound(eager)
+    ours = {"fastattention": section | {"host_kv_layers": 2}, "gdn_prefill_backend": "triton"}
+    with engine(model, **settings(2, enforce_eager=eager, additional_config=ours), tensor_parallel_size=2) as llm:
+        assert distance(steps(generate(llm, prompts)), expected) <= allowed
