@@ -24,6 +24,7 @@ from fastattention_vllm.placement import host_attention
 from fastattention_vllm.placement.stream_split import StreamSplit
 from tests import image_references
 from tests import reference_models as reference
+from tests.gpu.apart import apart
 from tests.gpu.test_engine import ALLOWED, LENGTHS, Steps
 from tests.gpu.test_volta_models import distance, saved
 from tests.integration.engine import MAX_TOKENS, engine, generate
@@ -109,6 +110,29 @@ def test_answers_equal_hugging_face(
         assert distance(steps(generate(llm, prompts)), expected) <= allowed
 
 
+def answer_apart(model: Path, prompts: list[list[int]], changes: dict[str, Any]) -> list[Steps]:
+    with engine(model, **changes) as llm:
+        return steps(generate(llm, prompts))
+
+
+@pytest.mark.parametrize("host", [0, 2])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_the_v2_runner(
+    host: int,
+    eager: bool,
+    model: Path,
+    prompts: list[list[int]],
+    expected: Sequence[Answer],
+    bound: Bound,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM chooses it for some models without Gated DeltaNet only, but it has such layers."""
+    allowed = bound(eager)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    found = apart(answer_apart, model, prompts, settings(host, enforce_eager=eager))
+    assert distance(found, expected) <= allowed
+
+
 def volta(host: int) -> dict[str, Any]:
     """The V100's kernels, from their PTX."""
     ours = {"host_kv_layers": host, "volta_kernels": "ptx"}
@@ -135,6 +159,7 @@ def test_text_for_a_model_with_images(host: int, prompts: list[list[int]], tmp_p
     text = config.text_config
     text.num_attention_heads, text.num_key_value_heads, text.head_dim = 12, 2, 256
     text.linear_key_head_dim = text.linear_value_head_dim = 128
+    text.rope_parameters["mrope_section"] = [16, 8, 8]  # of a quarter of the head
     path = image_references.save_with_processor(config, tmp_path)
     (file,) = path.glob("*.safetensors")
     save_file({name: w.half().float() for name, w in load_file(file).items()}, file, metadata={"format": "pt"})
