@@ -24,10 +24,19 @@ PAGE_BYTES = 1 << 20
 ROUNDS = 3
 
 
-def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype, tokens: int = 1) -> Rates:
+def alone() -> None:
+    """Nobody else reads this memory."""
+
+
+def measure(
+    layer: HostAttention, num_heads: int, dtype: torch.dtype, tokens: int = 1, *, together: Callable[[], object] = alone
+) -> Rates:
     """Read a sample of ``layer``'s pages, which are still zero, in all ways. Takes about a second.
 
-    ``tokens``: of one request in a decode step.
+    Args:
+        tokens: Of one request in a decode step.
+        together: Called before each read. Ranks of a tensor-parallel group wait there for each other: when decoding,
+            they read at the same time, and often from the same memory.
     """
     cache, link = layer.cache, layer.group.link
     blocks = min(cache.shape[0], max(1, SAMPLE_BYTES // cache[:1].nbytes))
@@ -45,8 +54,8 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype, tokens: in
     staging = layer.group.prefetcher.view(0, cache)
     some = torch.arange(min(len(staging), blocks))
     staged = len(some) * cache[:1].nbytes
-    cpu = _rate(lambda: cpu_kernels.run(problem), sample.nbytes)
-    up = _rate(lambda: link.wait_on_host(link.fetch(cache, some, staging, [])), staged)
+    cpu = _rate(lambda: cpu_kernels.run(problem), sample.nbytes, together)
+    up = _rate(lambda: link.wait_on_host(link.fetch(cache, some, staging, [])), staged, together)
     # Enough transfers to outlast the CPU, which the link may slow down to half its speed.
     transfers = 1 + int(2 * sample.nbytes / cpu * up / staged)
     cpu_beside, up_beside = _rates_together(
@@ -56,13 +65,16 @@ def measure(layer: HostAttention, num_heads: int, dtype: torch.dtype, tokens: in
         transfers * staged,
         link,
         up,
+        together,
     )
-    return Rates(
-        plain_read_rate(sample), cpu, up, cpu_beside, up_beside, in_place_rate(layer, num_heads, dtype, tokens)
-    )
+    plain = plain_read_rate(sample, together)
+    in_place = in_place_rate(layer, num_heads, dtype, tokens, together)
+    return Rates(plain, cpu, up, cpu_beside, up_beside, in_place)
 
 
-def in_place_rate(layer: HostAttention, num_heads: int, dtype: torch.dtype, queries: int) -> float:
+def in_place_rate(
+    layer: HostAttention, num_heads: int, dtype: torch.dtype, queries: int, together: Callable[[], object] = alone
+) -> float:
     """Bytes per second that the device's kernels read in ``layer``'s pages on the host; 0 if a graph cannot do that.
 
     ``queries``: of one request. With several, some kernels read a page more than once.
@@ -91,27 +103,34 @@ def in_place_rate(layer: HostAttention, num_heads: int, dtype: torch.dtype, quer
         device.run_in_graph(problem, tokens, queries)
         link.wait_on_host(link.mark())
 
-    return _rate(read, blocks * layer.cache[:1].nbytes)
+    return _rate(read, blocks * layer.cache[:1].nbytes, together)
 
 
-def plain_read_rate(sample: torch.Tensor) -> float:
+def plain_read_rate(sample: torch.Tensor, together: Callable[[], object] = alone) -> float:
     """Bytes per second of plain reads of ``sample`` by the attention threads, up to :data:`SAMPLE_BYTES` of it."""
     page = min(PAGE_BYTES, sample.nbytes)
     ends = range(page, min(sample.nbytes, SAMPLE_BYTES) + 1, page)
     reader = PageReader([sample.data_ptr() + end - page for end in ends], [page] * len(ends))
     methods = [ReadMethod(streams=streams) for streams in (1, 2, 4)]
-    return max(_rate(functools.partial(reader.read, method), reader.total_bytes) for method in methods)
+    return max(_rate(functools.partial(reader.read, method), reader.total_bytes, together) for method in methods)
 
 
 def _rates_together(
-    attend: Callable[[], object], attended: int, transfer: Callable[[], Any], moved: int, link: Link, alone: float
+    attend: Callable[[], object],
+    attended: int,
+    transfer: Callable[[], Any],
+    moved: int,
+    link: Link,
+    undisturbed: float,
+    together: Callable[[], object],
 ) -> tuple[float, float]:
     """The rates of ``attend`` and ``transfer`` together.
 
-    ``transfer`` begins first and ends last; after ``attend`` has ended, it runs at its rate ``alone``.
+    ``transfer`` begins first and ends last; after ``attend`` has ended, it runs at its rate ``undisturbed``.
     """
     rates = []
     for _ in range(ROUNDS):
+        together()
         started = time.perf_counter()
         point = transfer()
         both = time.perf_counter()
@@ -120,14 +139,15 @@ def _rates_together(
         link.wait_on_host(point)
         after = time.perf_counter() - cpu_done
         seconds = cpu_done - started
-        rates.append((attended / (cpu_done - both), max(0.0, moved - alone * after) / seconds))
+        rates.append((attended / (cpu_done - both), max(0.0, moved - undisturbed * after) / seconds))
     return max(rates, key=sum)
 
 
-def _rate(work: Callable[[], object], size: int) -> float:
+def _rate(work: Callable[[], object], size: int, together: Callable[[], object]) -> float:
     """The best rate of a few rounds."""
     best = float("inf")
     for _ in range(ROUNDS + 1):
+        together()
         started = time.perf_counter()
         work()
         best = min(best, time.perf_counter() - started)

@@ -53,7 +53,7 @@ ARGUMENTS = (
 ).split()
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 SHARED_MEMORY = Path("/dev/shm")
-OURS = ("fastattention", "sem.")
+OURS = "fastattention"
 """How names of this project's shared memory begin. vLLM's queues are psm_*, and its Ray executor leaves some behind."""
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """They may outlive their cluster by a minute, until they give up telling it that Ray's daemon has ended."""
@@ -157,7 +157,7 @@ def serving(model: Path, log: Path) -> Iterator[Server]:
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith((*OURS, "psm_"))}
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith((OURS, "psm_"))}
 
 
 def wait_for(condition: Callable[[], bool], limit: float, server: Server) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
+import pytest
 import torch
 
 from fastattention_vllm.attention.cpu import kernels as cpu
@@ -25,3 +27,21 @@ def test_measuring_the_rates_leaves_the_cache_unchanged() -> None:
     prefetcher = layer.group.prefetcher
     assert sorted(prefetcher.free) == [0, 1]
     assert not prefetcher.coming
+
+
+def waits(slowness: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a rank waits for others if its CPU attention takes so many seconds longer."""
+    model = Model(page_size=16)
+    cache = torch.zeros(500, model.num_kv_heads, model.page_size, 2 * model.head_size)
+    layer = HostAttention(HostLayerGroup(LocalLink(), cpu), model, cache, model.window)
+    met: list[None] = []
+    with monkeypatch.context() as patch:
+        run = cpu.run
+        patch.setattr(calibrate.cpu_kernels, "run", lambda problem: (time.sleep(slowness), run(problem)))
+        calibrate.measure(layer, model.num_heads, torch.float32, together=lambda: met.append(None))
+    return len(met)
+
+
+def test_ranks_wait_for_each_other_before_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often on a fast rank as on a slow one, or one would wait forever."""
+    assert waits(0.0, monkeypatch) == waits(0.002, monkeypatch) > 10

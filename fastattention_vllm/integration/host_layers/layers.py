@@ -189,7 +189,9 @@ class HostLayers:
         elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
             tokens = self.graph_calls.tokens if self.graph_calls else 1
-            self.rates = rates = calibrate.measure(layer.attention, layer.num_heads, self.dtype, tokens)
+            measured = calibrate.measure(layer.attention, layer.num_heads, self.dtype, tokens, together=wait_for_ranks)
+            # A step takes as long as the slowest rank, so all take the same share.
+            self.rates = rates = Rates(*smallest(*dataclasses.astuple(measured)))
             split = stream_split(rates)
             logger.info(
                 "Host memory: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
@@ -711,6 +713,15 @@ def _smallest_of_all_ranks(limits: Limits) -> Limits:
     """The smallest limits of all ranks, because every rank must make the same decision."""
     device_bytes, host_bytes = smallest(limits.device_bytes, limits.host_bytes)
     return replace(limits, device_bytes=int(device_bytes), host_bytes=int(host_bytes))
+
+
+def wait_for_ranks() -> None:
+    """All ranks call this, and go on together."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size > 1:
+        torch.distributed.barrier(group=group.cpu_group)
 
 
 def smallest(*numbers: float) -> list[float]:

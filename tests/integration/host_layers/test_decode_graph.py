@@ -29,7 +29,7 @@ from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import Batch
-from fastattention_vllm.placement.stream_split import StreamSplit
+from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +258,22 @@ def test_the_users_fraction_is_read_in_graphs_too(asked: float) -> None:
     found._divide_reading({})
     assert shared == [asked]
     assert found.group.stream_split == StreamSplit(asked)
+
+
+def test_ranks_share_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU of this rank needs no help, as measured alone; another one's does."""
+    fast = Rates(100e9, 99e9, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9, in_place=25e9)
+    slow = (100e9, 60e9, 50e9, 40e9, 30e9, 25e9)
+    monkeypatch.setattr(
+        host_layers, "smallest", lambda *numbers: [min(pair) for pair in zip(numbers, slow, strict=True)]
+    )
+    monkeypatch.setattr(host_layers.calibrate, "measure", lambda *given, **named: fast)
+    found = host_layers_of(None, stream_fraction="auto")
+    found.runtime = SimpleNamespace(pin=True)  # type: ignore[assignment]
+    found.targets = {"layer": "target"}
+    found._divide_reading({"layer": SimpleNamespace(impl=SimpleNamespace(attention=None, num_heads=4))})
+    assert found.rates == Rates(*slow)
+    assert found.group.stream_split == stream_split(Rates(*slow)) != stream_split(fast)
 
 
 def test_counters_are_of_both_ways() -> None:
