@@ -17,10 +17,11 @@ from tests import drafters
 from tests import reference_models as reference
 from tests.gpu.apart import apart
 from tests.gpu.test_decode_graph import ask
-from tests.gpu.test_engine import GPU, LAYERS, Steps, check
+from tests.gpu.test_engine import GPU, Steps, check
 from tests.integration.engine import counter, engine
 from tests.reference_models import random_prompts, save_random
 
+LAYERS = 3  # vLLM gives EAGLE-3 the states after layers 2, LAYERS / 2 and LAYERS - 3, which must differ
 TOKENS = 24
 LENGTHS = (1, 17, 130, 300, 900)
 HOST = 2
