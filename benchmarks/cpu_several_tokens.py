@@ -4,21 +4,24 @@
     python benchmarks/cpu_several_tokens.py --heads 32,8,128 --dtypes bf16 --contexts 65536 --tokens 2 4 8
 
 Run by: contributors who change the CPU kernels.
-Needs: a CPU, and memory for one layer of the longest context.
+Needs: a CPU, and memory for two layers of the longest context.
 
-One call reads the context once for all of its tokens. The peer is a call per token. The limit is the rate of
-multiply-adds that a chunk of a prompt reaches: 2048 query rows per KV head on a context of 4096 tokens. Calls take
-turns within one process. With one thread (the default) times are the thread's CPU time, because it depends little on
-what else runs on the machine; with more threads they are wall time. Ratios are medians over the rounds of what was
-measured in the same round.
+One call reads the context once for all of its tokens. Each call reads another layer than the call before, of so many
+that they are twice as large as the last-level cache, as a model's layers are. The peer is a call per token. The limit
+is the rate of multiply-adds that a chunk of a prompt reaches: 2048 query rows per KV head on a context of 4096 tokens.
+Calls take turns within one process. With one thread (the default) times are the thread's CPU time, because it depends
+little on what else runs on the machine; with more threads they are wall time. Ratios are medians over the rounds of
+what was measured in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +41,33 @@ PREFILL_ROWS, PREFILL_CONTEXT = 2048, 4096
 
 
 class Call:
-    """``tokens`` new tokens at the end of ``context``, in pages of a shuffled cache."""
+    """``tokens`` new tokens at the end of ``context``, in pages of a layer's shuffled cache."""
 
     def __init__(
-        self, dtypes: str, heads: tuple[int, int, int], context: int, tokens: int, cache: torch.Tensor
+        self, dtypes: str, heads: tuple[int, int, int], context: int, tokens: int, layers: Sequence[torch.Tensor]
     ) -> None:
         query_dtype, _, kv_dtype = dtypes.partition("/")
         self.heads, self.kv_heads, self.size = heads
         self.context, self.tokens = context, tokens
-        key, value = cache.view(DTYPES[kv_dtype or query_dtype]).transpose(1, 2).chunk(2, dim=-1)
         pages = -(-context // PAGE)
-        self.problem = AttentionProblem(
-            query=torch.randn(tokens, self.heads, self.size).to(DTYPES[query_dtype]),
-            key=key,
-            value=value,
-            query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
-            seq_lens=torch.tensor([context], dtype=torch.int32),
-            scale=self.size**-0.5,
-            causal=True,
-            block_table=torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)[None],
-        )
-        self.out = torch.empty_like(self.problem.query)
+        query = torch.randn(tokens, self.heads, self.size).to(DTYPES[query_dtype])
+        table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)[None]
+        self.problems = []
+        for cache in layers:
+            key, value = cache.view(DTYPES[kv_dtype or query_dtype]).transpose(1, 2).chunk(2, dim=-1)
+            self.problems.append(
+                AttentionProblem(
+                    query=query,
+                    key=key,
+                    value=value,
+                    query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+                    seq_lens=torch.tensor([context], dtype=torch.int32),
+                    scale=self.size**-0.5,
+                    causal=True,
+                    block_table=table,
+                )
+            )
+        self.out = torch.empty_like(query)
 
     @property
     def gigaflop(self) -> float:
@@ -66,10 +75,18 @@ class Call:
         seen = self.tokens * self.context - self.tokens * (self.tokens - 1) // 2
         return 4e-9 * self.size * self.heads * seen
 
-    def seconds(self, clock: Any) -> float:
+    def seconds(self, clock: Any, layer: int) -> float:
+        problem = self.problems[layer % len(self.problems)]
         began: float = clock()
-        cpu.run(self.problem, out=self.out)
+        cpu.run(problem, out=self.out)
         return float(clock()) - began
+
+
+def layers_of(heads: tuple[int, int, int], dtypes: str, context: int) -> list[torch.Tensor]:
+    """Caches that are twice as large as the last-level cache together, two at least."""
+    one = cache_of(heads, dtypes, context)
+    more = max(2, -(-2 * machine.last_level_cache() // one.nbytes)) - 1
+    return [one, *(one.clone() for _ in range(more))]
 
 
 def cache_of(heads: tuple[int, int, int], dtypes: str, context: int) -> torch.Tensor:
@@ -81,16 +98,17 @@ def cache_of(heads: tuple[int, int, int], dtypes: str, context: int) -> torch.Te
 
 
 def measure(heads: tuple[int, int, int], dtypes: str, context: int, options: argparse.Namespace) -> list[Row]:
-    cache = cache_of(heads, dtypes, context)
-    calls = {tokens: Call(dtypes, heads, context, tokens, cache) for tokens in (1, *options.tokens)}
+    layers = layers_of(heads, dtypes, context)
+    calls = {tokens: Call(dtypes, heads, context, tokens, layers) for tokens in (1, *options.tokens)}
     few_heads = (heads[0] // heads[1], 1, heads[2])
     chunk = PREFILL_ROWS // few_heads[0]
-    prefill = Call(dtypes, few_heads, PREFILL_CONTEXT, chunk, cache_of(few_heads, dtypes, PREFILL_CONTEXT))
+    prefill = Call(dtypes, few_heads, PREFILL_CONTEXT, chunk, [cache_of(few_heads, dtypes, PREFILL_CONTEXT)])
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     times: dict[int, list[float]] = {tokens: [] for tokens in (*calls, 0)}
+    layer = itertools.count()
     for turn in range(-1, options.rounds):
         for tokens, call in in_turn([*calls.items(), (0, prefill)], turn):
-            taken = call.seconds(clock)
+            taken = call.seconds(clock, next(layer))
             if turn >= 0:  # the first round touches the caches
                 times[tokens].append(taken)
     rows = []
