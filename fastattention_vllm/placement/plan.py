@@ -124,8 +124,30 @@ def blocks_needed(placement: LayerPlacement, limits: Limits) -> int:
 def longest_request(layers: Layers, size: KvSize, limits: Limits) -> int:
     """The longest request, up to ``limits.tokens``, of which ``limits.requests`` fit with "auto"; 0 if none does."""
     above = dataclasses.replace(limits, tokens=limits.tokens + size.block_size)
-    candidates = [c for c in _candidates(layers, size) if _keeps_full_layers(c, size)]
+    candidates = [c for c in all_splits(layers, size) if _keeps_full_layers(c, size)]
     return min(limits.tokens, _longest_request(candidates, above))
+
+
+def why_too_long(
+    placement: LayerPlacement, others: Sequence[LayerPlacement], tokens: int, device_bytes: int
+) -> str | None:
+    """Why a request of ``tokens`` tokens does not fit on the device, and what would, without a full stop; or None.
+
+    ``others``: what could be chosen instead of ``placement``. vLLM starts without room for its null block.
+    """
+    size = placement.device_size
+    need = size.of_request(tokens)
+    if device_bytes >= need - size.null_block():
+        return None
+    enough = [len(other.host) for other in others if other.device_size.of_request(tokens) <= device_bytes]
+    longest = size.longest_request(device_bytes)
+    ways = [f"set host_kv_layers to {min(enough)}"] if enough else []
+    ways += [f"pass --max-model-len {longest} or less"] if longest else []
+    return (
+        f"one request of max_model_len {tokens} needs {need / GIB:.2f} GiB for the KV cache on the device beside "
+        f"{len(placement.host)} host layers, where {device_bytes / GIB:.2f} GiB are free; "
+        f"{', or '.join(ways) or 'no number of host layers leaves room for one block'}"
+    )
 
 
 def spread(layers: Sequence[int], count: int) -> tuple[int, ...]:
@@ -166,7 +188,7 @@ def _of_count(layers: Layers, size: KvSize, count: int) -> LayerPlacement:
     """Of all splits with ``count`` host layers, the one with the least KV on the device."""
     if count == 0:
         return _placement(layers, size, set())
-    candidates = _candidates(layers, size)
+    candidates = all_splits(layers, size)
     fitting = [candidate for candidate in candidates if len(candidate.host) == count]
     if not fitting:
         possible = sorted({len(candidate.host) for candidate in candidates})
@@ -179,7 +201,7 @@ def _of_count(layers: Layers, size: KvSize, count: int) -> LayerPlacement:
 
 
 def _automatic(layers: Layers, size: KvSize, limits: Limits) -> LayerPlacement:
-    candidates = [c for c in _candidates(layers, size) if _keeps_full_layers(c, size)]
+    candidates = [c for c in all_splits(layers, size) if _keeps_full_layers(c, size)]
     on_device = [c for c in candidates if _need(c.device_size, limits) <= limits.device_bytes]
     fitting = [c for c in on_device if c.host_bytes(blocks_needed(c, limits)) <= limits.host_bytes]
     if fitting:
@@ -217,7 +239,7 @@ def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> in
 
 
 @functools.lru_cache(maxsize=1)
-def _candidates(layers: Layers, size: KvSize) -> Sequence[LayerPlacement]:
+def all_splits(layers: Layers, size: KvSize) -> Sequence[LayerPlacement]:
     """All splits that keep the block tables, with at least one layer of each kind on the device."""
     found = []
     for full in _device_counts(layers.full, layers.fixed):

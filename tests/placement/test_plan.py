@@ -19,10 +19,12 @@ from fastattention_vllm.placement.plan import (
     Layers,
     Limits,
     PlacementError,
+    all_splits,
     indices_text,
     longest_request,
     plan,
     spread,
+    why_too_long,
 )
 
 GIB = 1 << 30
@@ -180,6 +182,29 @@ def test_a_request_that_does_not_fit_is_refused_with_the_longest_that_does(
         assert try_plan(layers, size, "auto", with_tokens(limits, longest))
     if longest + 1 < limits.tokens:
         assert not try_plan(layers, size, "auto", with_tokens(limits, longest + 1))
+
+
+@given(models(), st.data(), st.integers(1, 5000))
+def test_a_length_that_does_not_fit_is_refused_with_what_would(
+    model: tuple[Layers, KvSize], data: st.DataObject, tokens: int
+) -> None:
+    layers, size = model
+    others = all_splits(layers, size)
+    placement = data.draw(st.sampled_from(others))
+    need = placement.device_size.of_request(tokens)
+    enough = need - placement.device_size.null_block()
+    assert why_too_long(placement, others, tokens, enough) is None
+    memory = data.draw(st.integers(0, max(0, enough - 1)))
+    text = why_too_long(placement, others, tokens, memory) or ""
+    assert bool(text) == (memory < enough)
+    if layer := re.search(r"set host_kv_layers to (\d+)", text):
+        assert plan(layers, size, int(layer[1]), PLENTY).device_size.of_request(tokens) <= memory
+    if text:
+        fewer = (other for other in others if not layer or len(other.host) < int(layer[1]))
+        assert all(other.device_size.of_request(tokens) > memory for other in fewer)
+    if length := re.search(r"pass --max-model-len (\d+) or less", text):
+        assert placement.device_size.of_request(int(length[1])) <= memory
+        assert int(length[1]) < tokens
 
 
 @given(models(), LIMITS)

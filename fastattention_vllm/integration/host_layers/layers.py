@@ -27,7 +27,13 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.claims import ImplClaims
 from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceRuntime
 from fastattention_vllm.integration.host_layers.metadata import NO_LIMIT, HostMetadata
-from fastattention_vllm.integration.host_layers.plan import check, host_budget, length_is_automatic, plan_layers
+from fastattention_vllm.integration.host_layers.plan import (
+    check,
+    host_budget,
+    length_is_automatic,
+    plan_layers,
+    size_of,
+)
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import Options, decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -40,7 +46,7 @@ from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
-from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, indices_text
+from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, all_splits, indices_text, why_too_long
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
@@ -78,6 +84,8 @@ class HostLayers:
     """None if they were not measured."""
     plain_read_rate: float | None = None
     """Bytes per second of plain reads of the pool; None before it is allocated."""
+    others: Sequence[LayerPlacement] = ()
+    """What could be chosen instead of ``placement``. Empty if vLLM chooses the maximum length."""
     graph_calls: GraphCalls | None = None
     """What host layers need inside CUDA graphs; None if there they are between graphs."""
     whole_steps_until: float = math.inf
@@ -91,8 +99,10 @@ class HostLayers:
         """Device memory for vLLM's KV cache, limited to the number of blocks that the host pool can hold.
 
         Raises:
-            Refusal: with this limit no request of the maximum length fits, and vLLM does not choose that length itself.
+            Refusal: no request of the maximum length fits, on the device or with this limit, and vLLM does not choose
+                that length itself.
         """
+        self.check_length(available)
         size = self.placement.device_size
         page = size.null_block()
         clamped = self.placement.usable(available, self.budget)
@@ -113,6 +123,16 @@ class HostLayers:
                 self.budget / GIB,
             )
         return clamped
+
+    def check_length(self, available: int) -> None:
+        """Refuse a maximum length that ``available`` bytes on the device cannot hold. vLLM would not name host layers.
+
+        Raises:
+            Refusal: they cannot, and vLLM does not choose that length itself.
+        """
+        why = why_too_long(self.placement, self.others, self.max_model_len, available) if self.others else None
+        if why:
+            raise Refusal(f"{why}.")
 
     def allocate(self, forward_context: dict[str, Any], kv_cache_config: Any) -> None:
         """Create the pool. Called when vLLM has allocated its own cache.
@@ -441,9 +461,12 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         vllm_config.model_config.dtype,
         TORCH_DTYPES.get(options.host_kv_dtype),
         length_is_automatic(vllm_config) and compat.fits_length_beside_null_block(),
+        others=() if length_is_automatic(vllm_config) else all_splits(layers, size_of(layers, vllm_config)),
         graph_calls=runtime.graph_calls(group.link),
         copies=allocate_copies(group, copies) if copies else None,
     )
+    if given := vllm_config.cache_config.kv_cache_memory_bytes:
+        host_layers.check_length(given)  # before the model is compiled and measured
     for name, target in targets.items():
         layer = context[name]
         layer.kv_sharing_target_layer_name = target

@@ -13,6 +13,7 @@ from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import FP8_CACHES
 from fastattention_vllm.placement.budget import host_kv_bytes
 from fastattention_vllm.placement.host_memory import GIB, available_bytes
+from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, PlacementError, plan
 
 if TYPE_CHECKING:
@@ -149,11 +150,15 @@ def longest_request(placement: LayerPlacement, vllm_config: VllmConfig, kv_bytes
 
 
 def plan_layers(layers: Layers, vllm_config: VllmConfig, wanted: Any, limits: Limits) -> LayerPlacement:
-    size = replace(kv_size_of(vllm_config), full_layers=len(layers.full), windowed_layers=len(layers.windowed))
     try:
-        return plan(layers, size, wanted, limits)
+        return plan(layers, size_of(layers, vllm_config), wanted, limits)
     except PlacementError as error:
         raise Refusal(str(error)) from error
+
+
+def size_of(layers: Layers, vllm_config: VllmConfig) -> KvSize:
+    """Of all layers, as if none was on the host."""
+    return replace(kv_size_of(vllm_config), full_layers=len(layers.full), windowed_layers=len(layers.windowed))
 
 
 def host_budget(asked_gib: float | None, local_ranks: int, spoken_for: int) -> int:

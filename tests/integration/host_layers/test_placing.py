@@ -5,6 +5,7 @@ No engine runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -295,7 +296,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Place = Callable[[list[Any], Any], tuple[Any, Runtime]]
+Place = Callable[..., tuple[Any, Runtime]]
 
 
 @pytest.fixture
@@ -303,7 +304,7 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(host_layers, "_smallest_of_all_ranks", lambda limits: limits)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", STAGING_BLOCKS * BLOCK_BYTES)
 
-    def placed(layers: list[Any], asked: Any) -> tuple[Any, Runtime]:
+    def placed(layers: list[Any], asked: Any, kv_bytes: int | None = None) -> tuple[Any, Runtime]:
         config = EngineArgs(
             model=str(llama),
             attention_backend="fastattention",
@@ -317,6 +318,8 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         ).create_engine_config()
         config.additional_config["fastattention"]["host_kv_layers"] = asked  # without a GPU, "auto" means none
         config.compilation_config.static_forward_context = model_of(layers)
+        if kv_bytes is not None:  # of a GPU: the CPU platform would refuse too few
+            config.cache_config.kv_cache_memory_bytes = kv_bytes
         runtime = Runtime()
         host_layers.set_up(config, runtime)
         return config, runtime
@@ -337,6 +340,20 @@ def test_a_special_layer_keeps_all_layers_on_the_device_by_default(place: Place)
     assert [one.attn_backend for one in layers] == [FastAttentionFlashBackend] * 3 + [WRAPPED]
     assert runtime.counting.taken == []
     assert not runtime.prepared
+
+
+def test_a_length_too_long_for_the_device_is_refused_before_the_model_is_compiled(place: Place) -> None:
+    """vLLM would refuse it after that, and would not name host layers."""
+    enough = 2 * -(-256 // BLOCK) * BLOCK_BYTES
+    config, _ = place([layer() for _ in range(LAYERS)], 2, enough)
+    fewest = LAYERS - 1
+    with pytest.raises(Refusal, match=f"beside 2 host layers.*set host_kv_layers to {fewest}, or pass") as caught:
+        place([layer() for _ in range(LAYERS)], 2, enough - 1)
+    assert re.fullmatch(r"[^\n]*[^.]\.", str(caught.value))
+    found = host_layers.find(config)
+    assert found is not None
+    with pytest.raises(Refusal, match="--max-model-len"):  # where vLLM has measured what is free
+        found.clamp(enough - 1)
 
 
 def test_host_layers_are_in_the_models_order(place: Place) -> None:
