@@ -313,7 +313,15 @@ PATCHES = (
         names=("ray._private.ray_constants.ENABLE_RAY_CLUSTER",),
         why="A cluster for one machine should listen only on 127.0.0.1, for which Ray has no option.",
         remove_when="ray.init has an option for the listening address",
-        sites=("cpu/ray_executor:_keep_to_this_machine:constants.ENABLE_RAY_CLUSTER",),
+        sites=("serving/ray_cluster:keep_to_this_machine:constants.ENABLE_RAY_CLUSTER",),
+    ),
+    Patch(
+        names=("vllm.v1.executor.ray_executor_v2.RayExecutorV2._init_executor",),
+        why="On GPUs, a cluster that vLLM starts for one machine listens on all addresses, and the shared memory of "
+        "workers' queues stays when Ray kills the workers.",
+        remove_when="vLLM starts such a cluster on 127.0.0.1, and removes the names of its queues",
+        versions="0.23 to 0.33",
+        sites=("serving/ray_cluster:change_executor:module.RayExecutorV2._init_executor",),
     ),
     Patch(
         names=("vllm_ascend.platform.NPUPlatform.get_attn_backend_cls",),

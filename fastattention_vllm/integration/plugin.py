@@ -14,7 +14,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.ascend import platform as ascend
 from fastattention_vllm.integration.cpu.stand_ins import vision
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
-from fastattention_vllm.integration.serving import engine_end, server_end, server_start
+from fastattention_vllm.integration.serving import engine_end, ray_cluster, server_end, server_start
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
 PLATFORM_GROUP = "vllm.platform_plugins"
@@ -42,6 +42,7 @@ def register() -> None:
         from fastattention_vllm.integration.cuda import start
 
         start.install()
+        ray_cluster.install()
     ascend.install()
     vision.spare_torchvision()
     server_end.install()

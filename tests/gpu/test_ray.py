@@ -54,7 +54,9 @@ ARGUMENTS = (
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 SHARED_MEMORY = Path("/dev/shm")
 OURS = "fastattention"
-"""How names of this project's shared memory begin. vLLM's queues are psm_*, and its Ray executor leaves some behind."""
+"""How names of this project's shared memory begin. vLLM's queues are psm_*."""
+WORKER = "ray::RayWo"
+"""Name of vLLM's worker (psutil truncates names). Its torch TCPStore listens on all addresses under every executor."""
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """They may outlive their cluster by a minute, until they give up telling it that Ray's daemon has ended."""
 
@@ -85,7 +87,7 @@ class Server:
         return self.log.read_text()[-6000:]
 
     def workers(self) -> list[psutil.Process]:
-        return [one for one in self.family if one.is_running() and one.name().startswith("ray::RayWo")]
+        return [one for one in self.family if one.is_running() and one.name().startswith(WORKER)]
 
     def running(self) -> list[str]:
         """Processes of the server that have not ended, without Ray's agents."""
@@ -256,4 +258,5 @@ def test_a_killed_worker_ends_the_server_with_a_reason_and_it_starts_again(tmp_p
     assert seen["processes left"] == []
     assert seen["second exit status"] == 0
     assert seen["processes left by the second"] == []
-    assert not [name for name in seen["shared memory left"] if name.startswith(OURS)]
+    assert [one for one in seen["listening"] if not one.startswith(WORKER)] == [], "reachable from other machines"
+    assert seen["shared memory left after the kill"] == seen["shared memory left"] == []

@@ -73,6 +73,7 @@ NOT_VLLMS = {
     "serving/engine_end:_record_at_shutdown:shutdown._fastattention": "a mark on our own function",
     "serving/engine_end:note_stops:shutdown._fastattention_notes": "a mark on our own function",
     "serving/engine_end:fail_with_the_engine:shutdown._fastattention_fails": "a mark on our own function",
+    "serving/ray_cluster:change_executor:_init_executor._fastattention": "a mark on our own function",
     "serving/server_end:tell_requests:shutdown._fastattention": "a mark on our own function",
     "serving/server_end:limit_waiting:shutdown._fastattention": "a mark on our own function",
     "serving/server_start:attach_at_start:startup._fastattention": "a mark on our own function",

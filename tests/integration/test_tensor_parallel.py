@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 
 from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
+from fastattention_vllm.integration.serving import ray_cluster
 from tests.integration.engine import MAX_TOKENS, check, engine, generate
 from tests.reference_models import hugging_face_answers, llama, random_prompts, save_random
 
 LENGTHS = (1, 17, 64, 130, 300)
 
 
+SHARED_MEMORY = Path("/dev/shm")
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
@@ -25,13 +29,25 @@ WORKER = "ray::RayWo"
 
 
 def listening() -> set[tuple[str, str]]:
-    """Programs started by this process, and the addresses on which they accept connections."""
+    """This process and programs started by it, and the addresses on which they accept connections."""
+    here = psutil.Process()
     return {
         (process.name(), connection.laddr.ip)
-        for process in psutil.Process().children(recursive=True)
+        for process in (here, *here.children(recursive=True))
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
+
+
+def check_listening() -> None:
+    found = {one for one in listening() if not one[0].startswith(WORKER)}
+    assert ("gcs_server", "::ffff:127.0.0.1") in found
+    assert [one for one in found if one[1] not in LOOPBACK] == [], "reachable from other machines"
+
+
+def queues() -> set[str]:
+    """The names of vLLM's queues in shared memory."""
+    return {path.name for path in SHARED_MEMORY.glob("psm_*")}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +62,46 @@ def test_two_ranks_equal_hugging_face(executor: str, model: Path) -> None:
     with engine(model, tensor_parallel_size=2, distributed_executor_backend=executor) as llm:
         check(generate(llm, prompts), expected)
         if executor == "ray":
-            found = {one for one in listening() if not one[0].startswith(WORKER)}
-            assert ("gcs_server", "::ffff:127.0.0.1") in found
-            assert [one for one in found if one[1] not in LOOPBACK] == [], "reachable from other machines"
+            check_listening()
     if executor == "ray":
         import ray
 
         ray.shutdown()
+
+
+@pytest.fixture
+def gpus_for_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM and Ray find two GPUs, and this plugin's changes for GPUs are installed and removed."""
+    import ray
+    from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
+    monkeypatch.setattr(type(current_platform), "device_count", lambda self: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # An earlier test of this process may have changed these.
+    monkeypatch.setenv(ray_cluster.SEVERAL_MACHINES, "1")
+    monkeypatch.delenv(ray_cluster.SEVERAL_MACHINES)
+    monkeypatch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(RayExecutorV2, "_init_executor", RayExecutorV2._init_executor)
+    ray_cluster.install()
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.full
+def test_the_ray_executor_for_gpus_listens_on_this_machine_and_leaves_no_queues(
+    gpus_for_ray: None, model: Path
+) -> None:
+    """vLLM's own executor, which runs on GPUs, with CPU workers."""
+    before = queues()
+    executor = "vllm.v1.executor.ray_executor_v2.RayExecutorV2"
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, MAX_TOKENS)
+    with engine(model, tensor_parallel_size=2, distributed_executor_backend=executor) as llm:
+        check(generate(llm, prompts), expected)
+        check_listening()
+        assert len(queues() - before) == 1, "the driver's own, which no kill of workers leaves behind"
+    assert queues() == before
 
 
 @pytest.mark.more

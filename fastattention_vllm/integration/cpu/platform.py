@@ -21,6 +21,7 @@ from fastattention_vllm.integration.cpu.stand_ins import sampling as cpu_samplin
 from fastattention_vllm.integration.host_layers import plan as host_plan
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.serving import ray_cluster
 from fastattention_vllm.integration.support import check_supported
 from fastattention_vllm.placement import cpu_claims
 from fastattention_vllm.placement import cpus as topology
@@ -170,12 +171,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
     def free_queue_names(vllm_config: VllmConfig) -> None:
         """Leave no shared memory behind if Ray kills this worker, whose tensor-parallel group is now connected."""
         if vllm_config.parallel_config.distributed_executor_backend == RAY_EXECUTOR:
-            from vllm.distributed.parallel_state import get_tp_group
-
-            # Not at the top: only this executor needs Ray.
-            from fastattention_vllm.integration.cpu import ray_executor
-
-            ray_executor.free_name(get_tp_group().mq_broadcaster)
+            ray_cluster.free_group_name()
 
     @staticmethod
     def _check_worker(vllm_config: VllmConfig) -> None:

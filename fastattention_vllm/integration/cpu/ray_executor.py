@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,9 +10,9 @@ import ray
 from vllm.platforms import current_platform
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
-SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+from fastattention_vllm.integration.serving import ray_cluster
+
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class CpuRayExecutor(RayExecutorV2):
@@ -30,7 +29,7 @@ class CpuRayExecutor(RayExecutorV2):
             if os.environ.get("RAY_ADDRESS"):
                 ray.init(runtime_env=runtime_env)
             else:
-                _keep_to_this_machine()
+                ray_cluster.keep_to_this_machine()
                 # "auto" would join any cluster that runs on this machine.
                 ray.init(
                     address="local",
@@ -40,23 +39,13 @@ class CpuRayExecutor(RayExecutorV2):
                 )
         super()._init_executor()
         for queue in self.response_mqs:
-            free_name(queue)
+            ray_cluster.free_name(queue)
 
     def shutdown(self) -> None:
         if not ray.is_initialized():
             # Ray ended first, and its workers with it. To kill them now, Ray would start another session.
             self.ray_worker_handles: list[Any] = []
         super().shutdown()
-
-
-def free_name(queue: Any) -> None:
-    """Remove the name of a worker's message queue in /dev/shm. Its memory is freed with the last process that has it.
-
-    Ray kills a worker together with the process that would remove the name. Call this once all readers have the queue
-    open. A queue to other machines only has no such memory.
-    """
-    if (memory := getattr(getattr(queue, "buffer", None), "shared_memory", None)) is not None:
-        (SHARED_MEMORY / memory.name).unlink(missing_ok=True)
 
 
 def choose_gloo_interface() -> None:
@@ -70,15 +59,3 @@ def choose_gloo_interface() -> None:
         if any(one.address == address for one in addresses):
             os.environ.setdefault(GLOO_INTERFACE, name)
             return
-
-
-def _keep_to_this_machine() -> None:
-    """Make a cluster that is started here listen on 127.0.0.1 instead of all addresses.
-
-    Ray has no option for this: 2.60 replaces ``_node_ip_address="127.0.0.1"`` by the machine's own address, except on
-    Windows and macOS, where it does not support clusters of several machines. The variable below controls that support.
-    Ray's processes read it when they start; this process read it when it imported Ray, so the constant is set, too.
-    """
-    if os.environ.setdefault(SEVERAL_MACHINES, "0") == "0":
-        constants: Any = ray._private.ray_constants
-        constants.ENABLE_RAY_CLUSTER = False

@@ -20,6 +20,7 @@ from fastattention_vllm.attention import xformers
 from fastattention_vllm.integration import compat, plugin
 from fastattention_vllm.integration.cuda import start
 from fastattention_vllm.integration.refusal import Refusal, sentence
+from fastattention_vllm.integration.serving import ray_cluster
 
 SHAPE = {
     "vocab_size": 64,
@@ -219,11 +220,12 @@ def test_newer_gpus_refuse_only_models_that_no_kernel_computes(
     kind.apply_config_platform_defaults(latent)
 
 
-@pytest.mark.parametrize(("platform", "times"), [("cuda", 1), ("cpu", 0)])
-def test_the_plugin_installs_it_on_nvidia_gpus(platform: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("platform", "times"), [("cuda", 2), ("cpu", 0)])
+def test_the_plugin_installs_both_on_nvidia_gpus(platform: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(compat, "backend_path", lambda: compat.BACKENDS.get(platform, compat.BACKEND_PATH))
-    monkeypatch.setattr(start, "install", lambda: calls.append(True))
+    for module in (start, ray_cluster):
+        monkeypatch.setattr(module, "install", lambda: calls.append(True))
     plugin.register()
     assert len(calls) == times
 
