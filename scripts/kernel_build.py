@@ -33,6 +33,15 @@ def emulate_amx() -> bool:
     return "avx512_bf16" in flags and "amx_bf16" not in flags
 
 
+def emulated() -> str | None:
+    """CMake's option for what this machine lacks of AVX-512 and AMX; None if it lacks nothing, or cannot emulate it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    if emulate_amx():
+        return "FASTATTENTION_EMULATE_AMX"
+    return "FASTATTENTION_EMULATE_AVX512" if "avx2" in flags and "avx512f" not in flags else None
+
+
 class KernelBuild:
     def __init__(self, tree: Path, directory: Path) -> None:
         self.source, self.directory = tree / KERNELS, directory
