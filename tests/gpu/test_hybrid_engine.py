@@ -25,6 +25,7 @@ from fastattention_vllm.placement.stream_split import StreamSplit
 from tests import image_references
 from tests import reference_models as reference
 from tests.gpu.apart import apart
+from tests.gpu.test_decode_graph import TILING
 from tests.gpu.test_engine import ALLOWED, LENGTHS, Steps
 from tests.gpu.test_volta_models import distance, saved
 from tests.integration.engine import MAX_TOKENS, engine, generate
@@ -40,7 +41,6 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 512 << 20,
     "mamba_ssm_cache_dtype": "float32",
 }
-TILING = {"tiling_all_reduce": 3, "tiling_min_tokens": 128, "tiling_full_form": True}
 BLOCK, SMALL_BLOCK = 256, 144
 """Tokens per block: 268 288 bytes of a state are 131 tokens of 2 KV heads of 256. The least multiples of 128 and 16."""
 

@@ -19,7 +19,10 @@ pytestmark = [
     # Without AVX-512, it takes five minutes to compile and eight to run on two cores; otherwise a minute and a half.
     pytest.mark.more if emulate_amx() else pytest.mark.full,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(emulated() is None or CMAKE is None, reason="needs cmake, and a processor with AVX2 but no AMX"),
+    pytest.mark.skipif(
+        emulated() is None or CMAKE is None,
+        reason="needs cmake, and a processor whose lack of AMX or AVX-512 is emulated",
+    ),
 ]
 
 
