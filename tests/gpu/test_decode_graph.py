@@ -303,17 +303,19 @@ def test_batches_of_every_size_and_steps_in_pieces_between(turns: int | None, mo
 TILING = {"tiling_all_reduce": 3, "tiling_min_tokens": 128, "tiling_full_form": True}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("gpus", [2, 4], ids=["two_gpus", "four_gpus"])
 @pytest.mark.parametrize("kernels", [{}, {"volta_kernels": "ptx"}], ids=["flash", "volta"])
 @pytest.mark.parametrize("sums", [{}, TILING, {"push_all_reduce": "auto"}], ids=["vllms", "tiling", "push"])
-def test_two_gpus(kernels: dict[str, Any], sums: dict[str, Any], model: Path) -> None:  # noqa: F811
+def test_several_gpus(kernels: dict[str, Any], sums: dict[str, Any], gpus: int, model: Path) -> None:  # noqa: F811
     """Each rank has a thread and a bell of its own. The answers are those of one GPU."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
     alone = kernels | {"host_kv_layers": 2}
     expected, _ = apart(answer, model, random_prompts(LENGTHS), additional_config={"fastattention": alone})
-    changes = {"additional_config": {"fastattention": alone | sums}, "tensor_parallel_size": 2}
+    changes = {"additional_config": {"fastattention": alone | sums}, "tensor_parallel_size": gpus}
     # vLLM's own kernel would come before sums by push.
     changes["disable_custom_all_reduce"] = "push_all_reduce" in sums
     found, calls = apart(answer_of_ranks, model, random_prompts(LENGTHS), **changes)
     check(found, expected)
-    assert len(calls) == 2
+    assert len(calls) == gpus
     assert min(calls) > 0, "most decode steps are graphs"
