@@ -99,6 +99,14 @@ class Server:
                     left.append(f"{one.name()} ({one.pid})")
         return left
 
+    def shared_memory(self) -> set[str]:
+        """Names of shared memory that the server uses now."""
+        paths = set()
+        for one in self.family:
+            with contextlib.suppress(psutil.Error):
+                paths.update(Path(found.path) for found in one.memory_maps())
+        return {path.name for path in paths if path.parent == SHARED_MEMORY and path.name.startswith((OURS, "psm_"))}
+
     def host_layers(self) -> list[str]:
         """The metric of each rank."""
         metrics = self.client.get("/metrics").text
@@ -158,8 +166,9 @@ def serving(model: Path, log: Path) -> Iterator[Server]:
             process.wait()
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith((OURS, "psm_"))}
+def left_of(names: set[str]) -> list[str]:
+    """Which of this shared memory still exists."""
+    return sorted(name for name in names if (SHARED_MEMORY / name).exists())
 
 
 def wait_for(condition: Callable[[], bool], limit: float, server: Server) -> float:
@@ -224,7 +233,6 @@ def kill_a_worker(server: Server, seen: dict[str, Any]) -> None:
 
 def test_a_killed_worker_ends_the_server_with_a_reason_and_it_starts_again(tmp_path: Path) -> None:
     model = build_demo_model(tmp_path / "demo", DemoModelSpec(**SHAPE))
-    before = shared_memory()
     seen: dict[str, Any] = {}
     try:
         with serving(model, tmp_path / "first.log") as server:
@@ -233,17 +241,20 @@ def test_a_killed_worker_ends_the_server_with_a_reason_and_it_starts_again(tmp_p
             wait_for(lambda: len(server.host_layers()) == 2, ERROR_S, server)
             seen["host layers"] = server.host_layers()
             seen["listening"] = server.listening()
+            memory = server.shared_memory()
             kill_a_worker(server, seen)
-        seen["shared memory left after the kill"] = sorted(shared_memory() - before)
+        seen["shared memory"] = len(memory)
+        seen["shared memory left after the kill"] = left_of(memory)
         with serving(model, tmp_path / "second.log") as server:
             seen["second start s"] = time.monotonic() - server.started
             seen["found again"] = server.found()
+            memory = server.shared_memory()
             stopped = time.monotonic()
             server.process.terminate()
             seen["second exit status"] = server.process.wait(END_S)
             seen["second exit after s"] = time.monotonic() - stopped
             seen["processes left by the second"] = left_after(END_S, server)
-        seen["shared memory left"] = sorted(shared_memory() - before)
+        seen["shared memory left"] = left_of(memory)
     finally:
         print(json.dumps(seen))
     assert seen["found"] == seen["found again"] == NEEDLES
@@ -259,4 +270,5 @@ def test_a_killed_worker_ends_the_server_with_a_reason_and_it_starts_again(tmp_p
     assert seen["second exit status"] == 0
     assert seen["processes left by the second"] == []
     assert [one for one in seen["listening"] if not one.startswith(WORKER)] == [], "reachable from other machines"
+    assert seen["shared memory"]
     assert seen["shared memory left after the kill"] == seen["shared memory left"] == []
