@@ -118,15 +118,18 @@ class Layer:
         self.heads, self.kv_heads = shape.heads // ranks, max(1, shape.kv_heads // ranks)
         size, wide = shape.head_size, shape.intermediate // ranks
 
-        def matrix(outputs: int, inputs: int) -> torch.Tensor:
-            spread = inputs**-0.5
+        def matrix(outputs: int, inputs: int, spread: float) -> torch.Tensor:
             return torch.empty(outputs, inputs, dtype=dtype, device=context.device).uniform_(-spread, spread)
 
-        self.qkv_weight = matrix((self.heads + 2 * self.kv_heads) * size, shape.hidden)
-        self.o_weight = matrix(shape.hidden, self.heads * size)
-        self.gate_up_weight = matrix(2 * wide, shape.hidden)
-        self.down_weight = matrix(shape.hidden, wide)
-        self.x = matrix(tokens, shape.hidden)
+        def weight(outputs: int, inputs: int, gain: float = 1.0) -> torch.Tensor:
+            return matrix(outputs, inputs, gain * (3 / inputs) ** 0.5)
+
+        self.qkv_weight = weight((self.heads + 2 * self.kv_heads) * size, shape.hidden)
+        # Attention to many random values makes small ones, of whose products fp16 would keep a few bits.
+        self.o_weight = weight(shape.hidden, self.heads * size, 8.0)
+        self.gate_up_weight = weight(2 * wide, shape.hidden)
+        self.down_weight = weight(shape.hidden, wide)
+        self.x = matrix(tokens, shape.hidden, 3**0.5)
 
     def qkv(self) -> list[torch.Tensor]:
         """[1, heads, tokens, head size] each."""

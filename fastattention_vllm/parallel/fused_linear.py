@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from fastattention_vllm.parallel.calibrate import MANY_ROUNDS, MIN_HIDDEN, SLOW
+from fastattention_vllm.parallel.calibrate import MANY_ROUNDS, SLOW, gains
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.layer_timer import LayerTimer, OutOfTimeError, Work
 from fastattention_vllm.parallel.plan import MIN_GAIN
@@ -40,7 +40,7 @@ def _trial(trial: Trial, timer: LayerTimer, name: str, layer: Linear) -> Trial:
     works: list[Work] = [timer.plain(rows), best, whole]
     plain, before, _ = timer.timed(works, MANY_ROUNDS)
     seconds = timer.timed(works, MANY_ROUNDS, SLOW)[2].effective_seconds
-    if plain.seconds - seconds < max(MIN_GAIN * plain.seconds, MIN_HIDDEN * trial.hideable_seconds):
+    if not gains(seconds, plain.seconds, trial.hideable_seconds):
         return trial
     if trial.collective and before.effective_seconds - seconds < MIN_GAIN * before.effective_seconds:
         return trial

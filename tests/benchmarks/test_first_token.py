@@ -36,11 +36,25 @@ def test_sums_over_more_move_more_bytes_in_more_steps() -> None:
     for ranks in (4, 8):
         expected = (ranks - 1) * step + 2 * (ranks - 1) / ranks * per_row * 5000
         assert first_token_prediction.over(ranks, of_two)(5000) == pytest.approx(expected)
+    of_four = first_token_prediction.over(4, of_two)
+    assert first_token_prediction.over(8, of_four, 4)(5000) == pytest.approx(expected)
+
+
+def test_sums_of_as_many_ranks_are_the_measured_ones() -> None:
+    of_two, of_four = affine(0, 1e-6), affine(0, 5e-6)
+    sums = {("nccl", 2): of_two, ("nccl", 4): of_four, ("copies", 2): of_two}
+    found = first_token_prediction.Parts({}, sums, dict(zip(sums, (1.0, 1.5, 2.0), strict=True)))
+    assert list(found.of(4)) == ["nccl", "copies"]
+    times, slow = found.of(4)["nccl"]
+    assert (times(TOKENS), slow) == (pytest.approx(of_four(TOKENS)), 1.5)
+    assert found.of(2)["nccl"][0](TOKENS) == pytest.approx(of_two(TOKENS))
+    assert found.of(8)["nccl"][0](TOKENS) == pytest.approx(of_four(TOKENS) * 7 / 6)
+    assert found.of(4)["copies"][0](TOKENS) == pytest.approx(of_two(TOKENS) * 3 / 2)
 
 
 def parts(matmul: Times, sums: Times, slowdown: float = 1.0) -> Any:
     names = [(name, ranks) for name in ("o_proj", "down_proj", "gate_up") for ranks in (1, 2, 4, 8)]
-    return first_token_prediction.Parts(dict.fromkeys(names, matmul), {"nccl": sums}, {"nccl": slowdown})
+    return first_token_prediction.Parts(dict.fromkeys(names, matmul), {("nccl", 2): sums}, {("nccl", 2): slowdown})
 
 
 @given(matmul=AFFINE_TIMES, sums=AFFINE_TIMES, slowdown=st.floats(1, 8), ranks=st.sampled_from([2, 4, 8]))
@@ -54,17 +68,20 @@ def test_tiling_is_never_predicted_to_lose_or_to_hide_more_than_there_is(
     one, two = (min(count * matmul(TOKENS), all_reduce) for count in (1, 2))
     assert off - 8 * 2 * one * (1 + 1e-9) <= found["auto"] <= off
     assert off - 8 * (one + two) * (1 + 1e-9) <= found["full"] <= off
-    assert off == pytest.approx(0.5 / ranks + 8 * 2 * (matmul(TOKENS) + all_reduce))
+    assert off == pytest.approx(0.5 / ranks + 8 * 2 * (matmul(TOKENS) + all_reduce) + all_reduce)
 
 
 def test_time_that_two_gpus_do_not_divide_is_constant() -> None:
     """0.1 s is spent on every rank, and 0.4 s is divided among the ranks."""
     matmul, sums = affine(0, 1e-7), affine(0, 2e-7)
-    layers = {ranks: 8 * 2 * (matmul(TOKENS) + first_token_prediction.over(ranks, sums)(TOKENS)) for ranks in (2, 8)}
-    measured = {1: 8 * 2 * matmul(TOKENS) + 0.5, 2: layers[2] + 0.3}
+    known = {
+        ranks: 8 * 2 * matmul(TOKENS) + (8 * 2 + 1) * first_token_prediction.over(ranks, sums)(TOKENS)
+        for ranks in (2, 8)
+    }
+    measured = {1: 8 * 2 * matmul(TOKENS) + 0.5, 2: known[2] + 0.3}
     for ranks, rest in ((2, 0.3), (8, 0.15)):
         found = first_token_prediction.predicted(parts(matmul, sums), measured, 8, TOKENS, ranks)
-        assert found["off"] == pytest.approx(rest + layers[ranks])
+        assert found["off"] == pytest.approx(rest + known[ranks])
 
 
 def test_rows_compare_with_the_same_gpus_without_tiling() -> None:

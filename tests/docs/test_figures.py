@@ -96,25 +96,49 @@ def test_the_range_of_cpu_decoding_in_the_readme() -> None:
     assert f"{sum(ratio < 1 for ratio in worst)} of {len(worst)} cases lose, the worst at {min(worst):.2f}x" in text
 
 
+NUMBERS = {2: "two", 4: "four"}
+
+
 @pytest.mark.parametrize(
-    ("name", "link"),
-    [("2026-11-23-first-token-host-2-h200", "host memory"), ("2026-11-22-first-token-nvlink-2-h200", "NVLink")],
+    ("name", "gpu", "ranks"),
+    [
+        ("2026-11-23-first-token-host-2-h200", "H200", 2),
+        ("2026-11-22-first-token-nvlink-2-h200", "H200", 2),
+        ("2026-11-26-first-token-host-4-h100", "H100", 2),
+        ("2026-11-26-first-token-host-4-h100", "H100", 4),
+        ("2026-11-26-first-token-nvlink-4-h100", "H100", 2),
+        ("2026-11-26-first-token-nvlink-4-h100", "H100", 4),
+    ],
 )
-def test_first_token(name: str, link: str) -> None:
-    lines = PERFORMANCE.read_text().splitlines()
-    measured = [one for one in rows(name) if "predicted" not in one["case"] and one["case"].endswith(("auto", "full"))]
-    assert len(measured) == 2
-    for one in measured:
-        cell = f"{one['ours']:.1f} ms, {one['ratio']:.2f}x"
-        assert any(line.startswith(f"| {link} |") and cell in line for line in lines), cell
+def test_first_token(name: str, gpu: str, ranks: int) -> None:
+    """One line has the times with one GPU, without tiling, with "auto" and with the full form."""
+    measured = [one for one in rows(name) if "predicted" not in one["case"]]
+    one, off, auto, full = (
+        next(row for row in measured if f" {count} ranks" in row["case"] and row["case"].endswith(f"tiling {way}"))
+        for count, way in ((1, "off"), (ranks, "off"), (ranks, "auto"), (ranks, "full"))
+    )
+    cells = f"| {NUMBERS[ranks]} {gpu} | {one['ours']:.1f} ms | {off['ours']:.1f} ms |"
+    cells += "".join(f" {row['ours']:.1f} ms, {row['ratio']:.2f}x" + " |" for row in (auto, full))
+    assert cells in PERFORMANCE.read_text()
 
 
-@pytest.mark.parametrize("link", ["host", "nvlink"])
-def test_tiled_layers(link: str) -> None:
+@pytest.mark.parametrize("name", ["layer-host-2-h200", "layer-nvlink-2-h200", "layer-4-h100"])
+def test_tiled_layers(name: str) -> None:
     text = PERFORMANCE.read_text()
-    for one in rows(f"2026-11-22-tiling-layer-{link}-2-h200"):
-        if one["ratio"] and "2 ranks" in one["case"] and one["case"].split(", ")[-1] in ("linear", "full"):
+    date = "2026-11-26" if name.endswith("h100") else "2026-11-22"
+    for one in rows(f"{date}-tiling-{name}"):
+        if one["ratio"] and " 1 ranks" not in one["case"] and one["case"].split(", ")[-1] in ("linear", "full"):
             assert f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" in text, one["case"]
+
+
+def test_small_sums_by_push() -> None:
+    """The time by push, that by NCCL, and their ratio are in a cell of the size's line."""
+    lines = (DOCS / "tiling-allreduce.md").read_text().splitlines()
+    for one in rows("2026-11-26-push-all-reduce-4-h100"):
+        size = one["case"].split()[1]
+        if size in ("4", "32", "128", "256"):
+            line = next(line for line in lines if line.startswith(f"| {size} KiB |"))
+            assert f"{one['ours']:.1f}, {one['peer']:.1f} us ({one['ratio']:.2f}x)" in line, one["case"]
 
 
 PREFILL_256 = "2026-11-25-volta-simulated-prefill-256"

@@ -59,8 +59,11 @@ def answered(path: Path, prompts: list[list[int]], changes: dict[str, Any]) -> A
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("method", HEADS)
 def test_drafts_change_no_answer(
-    method: str, eager: bool, kernels: dict[str, Any], model: Path, tmp_path: Path
+    method: str, eager: bool, kernels: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if method.startswith("eagle") and not eager and not kernels:
+        # Up to 0.24 the second runner captures a head's graphs with stale metadata of FlashAttention 3 (vLLM 47561).
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     save, layers = HEADS[method]
     drafter = {"method": method, "model": str(save(model, tmp_path / method)), "num_speculative_tokens": 3}
     alike = {"enforce_eager": eager, "additional_config": {"fastattention": kernels | {"host_kv_layers": HOST}}}

@@ -116,6 +116,20 @@ def test_a_split_takes_at_least_its_launch_time(enqueue_seconds: float, least: i
     assert found.plain_seconds == pytest.approx(2e-3)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "plain", "hideable", "clear"),
+    [
+        (2.02, 2.48, 1.18, True),  # 39 % hidden, 1.23x
+        (3.43, 3.80, 1.49, False),  # 25 % hidden, 9.7 % saved
+        (0.96, 1.0, 0.09, True),  # 44 % hidden
+        (0.98, 1.0, 0.02, False),  # all hidden, but less than 3 % saved
+        (1.2, 1.0, 0.5, False),
+    ],
+)
+def test_a_split_must_clearly_gain(seconds: float, plain: float, hideable: float, clear: bool) -> None:
+    assert calibrate.gains(seconds, plain, hideable) == clear
+
+
 @given(st.integers(1, 100_000))
 def test_rows_are_doubled_until_the_longest_step_is_covered(most: int) -> None:
     numbers = row_counts(most)
