@@ -42,7 +42,10 @@ class Parts:
     """The factor by which matmul and sum slow down when they run concurrently."""
 
     def of(self, ranks: int) -> dict[str, tuple[Times, float]]:
-        """By collective: its sums over so many ranks, and its slowdown. Of more than were measured: a prediction."""
+        """By collective: the times of its sums over this many ranks, and its slowdown.
+
+        Where they were not measured, they are predicted from those of the largest smaller number.
+        """
         found = {}
         for collective in dict.fromkeys(name for name, _ in self.sums):
             base = max(size for name, size in self.sums if name == collective and size <= ranks)
@@ -105,7 +108,10 @@ def measured_parts(link: str, options: argparse.Namespace) -> dict[str, Any] | N
     for size in sorted({2, *(ranks for ranks in options.ranks if ranks > 2)}):
         told: list[dict[str, Any]] = []
         if not rank_processes.run(measure_parts, size, (link, options, size), LINKS[link], options.limit, told.append):
-            print(f"first_token: the parts of a layer were not measured within {options.limit:.0f} s.", flush=True)
+            print(
+                f"first_token: the parts of a layer were not measured on {size} ranks within {options.limit:.0f} s.",
+                flush=True,
+            )
             return None
         (row,) = [one for one in told if "sums" in one]
         for name, rows in found.items():
@@ -114,6 +120,8 @@ def measured_parts(link: str, options: argparse.Namespace) -> dict[str, Any] | N
 
 
 def parts_of(raw: Mapping[str, Any]) -> Parts:
+    """From the ``parts`` of a report. Reports until 2026-11-26 have sums of two ranks only, in another form."""
+
     def times(points: Sequence[Sequence[float]]) -> Times:
         return Times.measured([(int(rows), seconds) for rows, seconds in points])
 
@@ -125,7 +133,7 @@ def parts_of(raw: Mapping[str, Any]) -> Parts:
 
 
 def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace, int]) -> None:
-    """Runs on each rank. All matmuls are measured beside the sums of two ranks."""
+    """Runs on each rank. The matmuls of all shapes are kept from the run on two ranks, and only sums from others."""
     link, options, size = said
     here = join(rank, folder, link, collectives_of(link), size)
     shape = TINY if options.tiny else MODELS[options.model]
@@ -136,7 +144,9 @@ def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace, i
     matmuls, sums, slow = [], [], []
     for ranks in (1, *PREDICTED) if size == 2 else (size,):
         shapes = {"o_proj": (hidden, attended // ranks), "down_proj": (hidden, wide // ranks)}
-        for name, sizes in (shapes | {"gate_up": (2 * wide // ranks, hidden)}).items():
+        if size == 2:
+            shapes["gate_up"] = (2 * wide // ranks, hidden)
+        for name, sizes in shapes.items():
             weight = torch.empty(*sizes, dtype=dtype, device=here.device).uniform_(-1, 1)
             timer = LayerTimer(here.collectives, rank_processes.plain_layer, weight, options.tokens)
             seconds = timer.seconds([timer.matmul(rows) for rows in numbers], 3)

@@ -125,7 +125,7 @@ class Layer:
             return matrix(outputs, inputs, gain * (3 / inputs) ** 0.5)
 
         self.qkv_weight = weight((self.heads + 2 * self.kv_heads) * size, shape.hidden)
-        # Attention to many random values makes small ones, of whose products fp16 would keep a few bits.
+        # The mean of many random values is small, and fp16 would keep few bits of the products of such numbers.
         self.o_weight = weight(shape.hidden, self.heads * size, 8.0)
         self.gate_up_weight = weight(2 * wide, shape.hidden)
         self.down_weight = weight(shape.hidden, wide)

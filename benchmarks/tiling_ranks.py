@@ -78,8 +78,8 @@ def join(rank: int, folder: str, link: str, names: Sequence[str], size: int) -> 
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest difference, relative to the largest expected number."""
-    return ((expected - found).abs().max() / expected.abs().max().clamp_min(1e-20)).item()
+    """The largest difference of two ``[rows, numbers]``, relative to the largest expected number of its row."""
+    return ((expected - found).abs().amax(1) / expected.abs().amax(1).clamp_min(1e-20)).max().item()
 
 
 def hardware(link: str) -> str:

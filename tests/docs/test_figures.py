@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,49 +97,72 @@ def test_the_range_of_cpu_decoding_in_the_readme() -> None:
     assert f"{sum(ratio < 1 for ratio in worst)} of {len(worst)} cases lose, the worst at {min(worst):.2f}x" in text
 
 
-NUMBERS = {2: "two", 4: "four"}
+NUMBERS = {1: "one", 2: "two", 4: "four"}
+LINKS = {"host": "host memory", "nvlink": "NVLink"}
+
+
+def table_rows(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the table under this line of column names. An empty first cell repeats the one above."""
+    lines = page.read_text().splitlines()
+    found: list[list[str]] = []
+    for line in lines[lines.index(heading) + 2 :]:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found.append([cells[0] or found[-1][0], *cells[1:]])
+    return found
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu", "ranks"),
+    ("name", "link", "gpu", "ranks"),
     [
-        ("2026-11-23-first-token-host-2-h200", "H200", 2),
-        ("2026-11-22-first-token-nvlink-2-h200", "H200", 2),
-        ("2026-11-26-first-token-host-4-h100", "H100", 2),
-        ("2026-11-26-first-token-host-4-h100", "H100", 4),
-        ("2026-11-26-first-token-nvlink-4-h100", "H100", 2),
-        ("2026-11-26-first-token-nvlink-4-h100", "H100", 4),
+        ("2026-11-23-first-token-host-2-h200", "host", "H200", 2),
+        ("2026-11-22-first-token-nvlink-2-h200", "nvlink", "H200", 2),
+        ("2026-11-26-first-token-host-4-h100", "host", "H100", 2),
+        ("2026-11-26-first-token-host-4-h100", "host", "H100", 4),
+        ("2026-11-26-first-token-nvlink-4-h100", "nvlink", "H100", 2),
+        ("2026-11-26-first-token-nvlink-4-h100", "nvlink", "H100", 4),
     ],
 )
-def test_first_token(name: str, gpu: str, ranks: int) -> None:
-    """One line has the times with one GPU, without tiling, with "auto" and with the full form."""
+def test_first_token(name: str, link: str, gpu: str, ranks: int) -> None:
     measured = [one for one in rows(name) if "predicted" not in one["case"]]
     one, off, auto, full = (
         next(row for row in measured if f" {count} ranks" in row["case"] and row["case"].endswith(f"tiling {way}"))
         for count, way in ((1, "off"), (ranks, "off"), (ranks, "auto"), (ranks, "full"))
     )
-    cells = f"| {NUMBERS[ranks]} {gpu} | {one['ours']:.1f} ms | {off['ours']:.1f} ms |"
-    cells += "".join(f" {row['ours']:.1f} ms, {row['ratio']:.2f}x" + " |" for row in (auto, full))
-    assert cells in PERFORMANCE.read_text()
+    cells = [LINKS[link], f"{NUMBERS[ranks]} {gpu}", f"{one['ours']:.1f} ms", f"{off['ours']:.1f} ms"]
+    cells += [f"{row['ours']:.1f} ms, {row['ratio']:.2f}x" for row in (auto, full)]
+    table = table_rows(PERFORMANCE, '| link | GPUs | one GPU | off | `"auto"` | full form |')
+    assert cells in table
 
 
-@pytest.mark.parametrize("name", ["layer-host-2-h200", "layer-nvlink-2-h200", "layer-4-h100"])
-def test_tiled_layers(name: str) -> None:
-    text = PERFORMANCE.read_text()
-    date = "2026-11-26" if name.endswith("h100") else "2026-11-22"
-    for one in rows(f"{date}-tiling-{name}"):
-        if one["ratio"] and " 1 ranks" not in one["case"] and one["case"].split(", ")[-1] in ("linear", "full"):
-            assert f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" in text, one["case"]
+@pytest.mark.parametrize(
+    ("name", "links"), [("layer-host-2-h200", ["host"]), ("layer-nvlink-2-h200", ["nvlink"]), ("layer-4-h100", LINKS)]
+)
+def test_tiled_layers(name: str, links: list[str]) -> None:
+    date, gpu, ranks = ("2026-11-26", "H100", 4) if name.endswith("h100") else ("2026-11-22", "H200", 2)
+    table = table_rows(PERFORMANCE, "| link | GPUs | model | plain | row-parallel layers tiled | full form |")
+    for link in links:
+        for model in ("8B", "70B"):
+            case = f"{model} layer, 8192 tokens, {ranks} ranks, {link}"
+            plain, *tiled = (
+                row(f"{date}-tiling-{name}", f"{case}, {way}", "overlap layer") for way in ("plain", "linear", "full")
+            )
+            cells = [LINKS[link], f"{NUMBERS[ranks]} {gpu}", f"{model} shape", f"{plain['ours']:.2f} ms"]
+            assert [*cells, *(f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" for one in tiled)] in table
 
 
 def test_small_sums_by_push() -> None:
-    """The time by push, that by NCCL, and their ratio are in a cell of the size's line."""
-    lines = (DOCS / "tiling-allreduce.md").read_text().splitlines()
-    for one in rows("2026-11-26-push-all-reduce-4-h100"):
-        size = one["case"].split()[1]
-        if size in ("4", "32", "128", "256"):
-            line = next(line for line in lines if line.startswith(f"| {size} KiB |"))
-            assert f"{one['ours']:.1f}, {one['peer']:.1f} us ({one['ratio']:.2f}x)" in line, one["case"]
+    heading = "| sums of | 2 GPUs, NVLink | 4 GPUs, NVLink | 2 GPUs, host memory | 4 GPUs, host memory |"
+    table = table_rows(DOCS / "tiling-allreduce.md", heading)
+    assert len(table) == 4
+    for size, *cells in table:
+        for (link, place, ranks), cell in zip(
+            [("nvlink", "GPU", 2), ("nvlink", "GPU", 4), ("host", "host", 2), ("host", "host", 4)], cells, strict=True
+        ):
+            case = f"fp16 {size}, {ranks} ranks, {link}, boards in {place} memory"
+            one = row("2026-11-26-push-all-reduce-4-h100", case, "decode sum")
+            assert cell == f"{one['ours']:.1f}, {one['peer']:.1f} us ({one['ratio']:.2f}x)"
 
 
 PREFILL_256 = "2026-11-25-volta-simulated-prefill-256"

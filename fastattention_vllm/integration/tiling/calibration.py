@@ -85,7 +85,7 @@ def key_of(
     max_rows: int,
     fused_linears: Mapping[str, Linear],
 ) -> str:
-    """A text with everything that the measured times and candidates depend on."""
+    """A text with everything that the measured times, the candidates and the choice depend on."""
     if weight.device.type == "cpu":
         device = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
         device += f", {torch.get_num_threads()} threads"
@@ -103,6 +103,7 @@ def key_of(
         f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*collectives, *fused_linears])}, "
         f"{min_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
+        f"gains of {calibrate.MIN_GAIN:.0%}, {calibrate.SURE_GAIN:.0%} or {calibrate.MIN_HIDDEN:.0%} hidden, "
         f"torch {torch.__version__}, fastattention {__version__}"
     )
 
