@@ -18,6 +18,7 @@ from fastattention_vllm.parallel import calibrate, calibration_file, fused_linea
 from fastattention_vllm.parallel.choice import Choice
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.layer_timer import LayerTimer
+from fastattention_vllm.parallel.plan import MIN_GAIN
 from fastattention_vllm.parallel.tiled_linear import Linear
 
 logger = init_logger("vllm.fastattention")
@@ -103,7 +104,7 @@ def key_of(
         f"{inputs} to {outputs} {dtype}, {ranks} ranks by {' '.join([*collectives, *fused_linears])}, "
         f"{min_rows} to {calibrated} tokens, "
         f"{device} of {platform.node()}, "
-        f"gains of {calibrate.MIN_GAIN:.0%}, {calibrate.SURE_GAIN:.0%} or {calibrate.MIN_HIDDEN:.0%} hidden, "
+        f"gains of {MIN_GAIN:.0%}, {calibrate.SURE_GAIN:.0%} or {calibrate.MIN_HIDDEN:.0%} hidden, "
         f"torch {torch.__version__}, fastattention {__version__}"
     )
 
