@@ -15,7 +15,7 @@ from cycler import cycler
 
 from fastattention_vllm.bench import plots
 
-POWERS_OF_TWO = [1 << exponent for exponent in range(14, 20)]
+POWERS_OF_TWO = [1 << exponent for exponent in range(10, 20)]
 """Tokens marked in the chart, because the number that fits on the device is not round."""
 
 LIMIT = "limit: a plain read"
@@ -32,9 +32,12 @@ def draw(path: Path, results: list[Path]) -> None:
             if each.get("limit") and ", " not in found[2]:  # of 16 bits, without drafts
                 lines.setdefault(LIMIT, []).append((float(found[1]), each["limit"]))
 
+    tokens = [x for line in lines.values() for x, _ in line]
+    marked = [x for x in POWERS_OF_TWO if min(tokens) <= x <= max(tokens)]
+
     def dress(axes: Any) -> None:
         plots.by_context("tokens per second, one request")(axes)
-        axes.set_xticks(*zip(*((x, f"{x // 1024}K") for x in POWERS_OF_TWO), strict=True))
+        axes.set_xticks(marked, [f"{x // 1024}K" for x in marked])
         axes.set_yscale("log")
 
     long = {name: sorted(line) for name, line in lines.items()}
