@@ -92,6 +92,8 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
         section |= {"resident_kv_gib": options.resident_gib}
     if options.host_kv_dtype != "auto":
         section |= {"host_kv_dtype": options.host_kv_dtype}
+    if options.cpu_threads:
+        section |= {"cpu_threads": options.cpu_threads}
     llm = engine(
         path,
         options,
