@@ -13,7 +13,8 @@ printed next to the measurements and show how good the predictions are.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +134,7 @@ def parts_of(raw: Mapping[str, Any]) -> Parts:
 
 
 def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace, int]) -> None:
-    """Runs on each rank. The matmuls of all shapes are kept from the run on two ranks, and only sums from others."""
+    """Runs on each rank. Sums are over this run's ranks; two ranks also time the matmuls of all numbers of ranks."""
     link, options, size = said
     here = join(rank, folder, link, collectives_of(link), size)
     shape = TINY if options.tiny else MODELS[options.model]
@@ -141,27 +142,28 @@ def measure_parts(rank: int, folder: str, said: tuple[str, argparse.Namespace, i
     attended = shape["num_attention_heads"] * shape["head_dim"]
     numbers = [rows for rows in calibrate.row_counts(options.tokens) if rows <= options.tokens]
     dtype = torch.float32 if here.device == "cpu" else torch.float16
-    matmuls, sums, slow = [], [], []
-    for ranks in (1, *PREDICTED) if size == 2 else (size,):
+
+    def timer_of(outputs: int, inputs: int) -> LayerTimer:
+        weight = torch.empty(outputs, inputs, dtype=dtype, device=here.device).uniform_(-1, 1)
+        return LayerTimer(here.collectives, rank_processes.plain_layer, weight, options.tokens)
+
+    def points(timer: LayerTimer, work: Callable[[int], Callable[[], object]]) -> list[tuple[int, float]]:
+        return list(zip(numbers, timer.seconds([work(rows) for rows in numbers], 3), strict=True))
+
+    matmuls = []
+    for ranks in (1, *PREDICTED) if size == 2 else ():
         shapes = {"o_proj": (hidden, attended // ranks), "down_proj": (hidden, wide // ranks)}
-        if size == 2:
-            shapes["gate_up"] = (2 * wide // ranks, hidden)
-        for name, sizes in shapes.items():
-            weight = torch.empty(*sizes, dtype=dtype, device=here.device).uniform_(-1, 1)
-            timer = LayerTimer(here.collectives, rank_processes.plain_layer, weight, options.tokens)
-            seconds = timer.seconds([timer.matmul(rows) for rows in numbers], 3)
-            points = list(zip(numbers, seconds, strict=True))
-            if size == 2:
-                matmuls.append((name, ranks, points))
-            if (name, ranks) == ("down_proj", size):
-                matmul = Times.measured(points)
-                blocks = even(options.tokens, 4)
-                for collective in here.collectives:
-                    seconds = timer.seconds([timer.all_reduce(collective, rows) for rows in numbers], 3)
-                    sums.append((collective, size, list(zip(numbers, seconds, strict=True))))
-                    alone = Times.measured(sums[-1][2])
-                    (took,) = timer.seconds([timer.cut(collective, blocks)])
-                    part = took / (matmul(options.tokens) + alone(options.tokens))
-                    slow.append((collective, size, calibrate.slowdown(matmul, alone, blocks, part)))
+        for name, (outputs, inputs) in (shapes | {"gate_up": (2 * wide // ranks, hidden)}).items():
+            timer = timer_of(outputs, inputs)
+            matmuls.append((name, ranks, points(timer, timer.matmul)))
+    timer, blocks = timer_of(hidden, wide // size), even(options.tokens, 4)
+    matmul = Times.measured(points(timer, timer.matmul))
+    sums, slow = [], []
+    for collective in here.collectives:
+        sums.append((collective, size, points(timer, functools.partial(timer.all_reduce, collective))))
+        alone = Times.measured(sums[-1][2])
+        (took,) = timer.seconds([timer.cut(collective, blocks)])
+        part = took / (matmul(options.tokens) + alone(options.tokens))
+        slow.append((collective, size, calibrate.slowdown(matmul, alone, blocks, part)))
     here.tell({"matmul": matmuls, "sums": sums, "slowdown": slow})
     rank_processes.leave(here)

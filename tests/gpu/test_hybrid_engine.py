@@ -25,6 +25,7 @@ from fastattention_vllm.placement.stream_split import StreamSplit
 from tests import image_references
 from tests import reference_models as reference
 from tests.gpu.apart import apart
+from tests.gpu.test_decode_graph import TILING
 from tests.gpu.test_engine import ALLOWED, LENGTHS, Steps
 from tests.gpu.test_volta_models import distance, saved
 from tests.integration.engine import MAX_TOKENS, engine, generate
@@ -95,8 +96,8 @@ def bound(model: Path, prompts: list[list[int]], expected: Sequence[Answer]) -> 
 
 
 Bound = Callable[[bool], float]
-TILING = {"tiling_all_reduce": 3, "tiling_min_tokens": 128}
-"""Not in the full form, which refuses experts."""
+TILED_LAYERS = TILING | {"tiling_full_form": False}
+"""The full form refuses experts."""
 
 
 @pytest.mark.parametrize("host", [0, 2])
@@ -281,7 +282,7 @@ def test_rejected_drafts_of_mtp_leave_no_trace(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("section", [{}, {"volta_kernels": "ptx"}, TILING], ids=["flash", "volta", "tiling"])
+@pytest.mark.parametrize("section", [{}, {"volta_kernels": "ptx"}, TILED_LAYERS], ids=["flash", "volta", "tiling"])
 def test_two_gpus(
     section: dict[str, Any],
     eager: bool,

@@ -10,8 +10,6 @@ import torch
 from tests.gpu import tiling_tasks
 from tests.parallel.ranks import Ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
 COLLECTIVES = ["nccl", "nccl:4", "copies:2x1"]
 
 
