@@ -66,7 +66,7 @@ class Options(BaseModel):
     push_all_reduce: Literal["auto", "off"] = "off"
     """"auto": small sums of tensor parallelism, as in decoding, are made by a kernel that writes to the other GPUs of
     the machine, where that was measured at start to be faster than NCCL. Without effect where vLLM's own kernels for
-    such sums are enabled, as on two GPUs that can access each other. NVIDIA GPUs only; run on two H100."""
+    such sums are enabled, as on two GPUs that can access each other. NVIDIA GPUs only; run on two and four H100."""
 
     volta_kernels: Literal["auto", "ptx", "ptx-sm_75"] = "auto"
     """"auto": the V100 or Turing kernels on GPUs below compute capability 8.0. "ptx": the V100 kernels on any newer
