@@ -42,9 +42,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="--tensor-parallel-size, with one GPU for each")
     parser.add_argument("--host-layers", type=int, help="instead of as many as the longest request needs")
     parser.add_argument("--host-gib", type=float, help="bound of the host pool")
-    parser.add_argument(
-        "--cpu-threads", type=int, default=0, help="for attention, of each rank; 0: one for each core but one"
-    )
+    parser.add_argument("--cpu-threads", type=int, default=0, help="for attention, of each rank; 0: as vLLM runs it")
     parser.add_argument("--resident-gib", type=float, default=0, help="GPU memory for copies, beside --device-gib")
     parser.add_argument("--host-kv-dtype", default="auto", help="of the host pool")
     parser.add_argument("--max-model-len", type=int, default=0, help="of host layers' engine, if longer than --tokens")

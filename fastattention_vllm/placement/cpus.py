@@ -11,6 +11,9 @@ from fastattention_vllm.placement import cgroups, host_memory
 from fastattention_vllm.placement.cgroups import read_text
 
 NODES = Path("/sys/devices/system/node")
+MANY_CPUS = 8
+"""Where a rank has so many CPUs, attention leaves a second one to vLLM. Estimated; 16 were measured
+(benchmarks/notes/host_layers.md)."""
 
 
 def physical_cpus() -> list[int]:
@@ -70,6 +73,16 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
         return [[cpus[rank % len(cpus)]] for rank in range(ranks)]
     bounds = [rank * len(cpus) // ranks for rank in range(ranks + 1)]
     return [list(cpus[low:high]) for low, high in pairwise(bounds)]
+
+
+def beside_a_device(cpus: Sequence[int], ranks: int) -> list[int]:
+    """Those of a rank's CPUs that its attention threads run on. The others are for vLLM, whose threads wait by spinning.
+
+    One rank alone is one spinning thread. Of several, each has one, and the engine and the thread that returns answers
+    have one more each. A thread that finds no free CPU takes half of an attention thread's, and the rank waits for it.
+    """
+    left = min(2 if ranks > 1 and len(cpus) >= MANY_CPUS else 1, len(cpus) - 1)
+    return list(cpus[left:])
 
 
 def share_of_rank(local_rank: int, ranks: int) -> int:

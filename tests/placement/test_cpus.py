@@ -22,6 +22,15 @@ def test_every_rank_gets_cpus_and_shares_none_if_there_are_enough(cpus: set[int]
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
+@pytest.mark.parametrize(
+    ("count", "ranks", "left"),
+    [(1, 1, 0), (1, 2, 0), (2, 1, 1), (16, 1, 1), (2, 2, 1), (7, 2, 1), (8, 2, 2), (16, 4, 2)],
+)
+def test_attention_leaves_cpus_to_vllm(count: int, ranks: int, left: int) -> None:
+    cpus = list(range(16, 16 + count))
+    assert topology.beside_a_device(cpus, ranks) == cpus[left:]
+
+
 @pytest.fixture
 def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)

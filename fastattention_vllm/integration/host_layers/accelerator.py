@@ -47,13 +47,15 @@ class AcceleratorRuntime:
         """The CPU that the attention threads leave to their caller, or -1."""
 
     def cpus(self) -> list[int]:
-        ranks = self.vllm_config.parallel_config.local_world_size
-        return topology.split_cpus(topology.physical_cpus(), ranks)[local_rank()]
+        return topology.split_cpus(topology.physical_cpus(), self._ranks())[local_rank()]
+
+    def _ranks(self) -> int:
+        return int(self.vllm_config.parallel_config.local_world_size)
 
     def prepare(self) -> None:
-        """Start the CPU threads, leave one core to the engine and the API server, and hook into vLLM's worker."""
+        """Start the CPU threads, leave cores to vLLM, and hook into its worker."""
         cpus = self.cpus()
-        own = cpus[1:] if len(cpus) > 1 else cpus
+        own = topology.beside_a_device(cpus, self._ranks())
         threads = options_of(self.vllm_config).cpu_threads or len(own)
         if binding.floats() or topology.quota_is_smaller():
             own = []
