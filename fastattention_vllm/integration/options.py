@@ -21,8 +21,8 @@ class Options(BaseModel):
 
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Attention threads per rank. Not set: one thread for each CPU that VLLM_CPU_OMP_THREADS_BIND assigns to the rank;
-    by default these are the rank's physical cores. With a GPU or NPU: one fewer than the rank's physical cores; two fewer
-    with several ranks on a machine and at least 8 cores for each."""
+    by default these are the rank's physical cores. With a GPU or NPU: one fewer than the rank's physical cores, or two
+    fewer with several ranks on a machine and at least 8 cores for each."""
 
     host_kv_layers: Literal["auto"] | Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = "auto"
     """Layers whose KV cache is kept in host memory: a number of layers or a list of layer indices. "auto": as few as

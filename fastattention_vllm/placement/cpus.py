@@ -76,7 +76,7 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def beside_a_device(cpus: Sequence[int], ranks: int) -> list[int]:
-    """Those of a rank's CPUs that its attention threads run on. The others are for vLLM, whose threads wait by spinning.
+    """The CPUs of a rank that its attention threads run on. The others are for vLLM, whose threads wait by spinning.
 
     One rank alone is one spinning thread. Of several, each has one, and the engine and the thread that returns answers
     have one more each. A thread that finds no free CPU takes half of an attention thread's, and the rank waits for it.
