@@ -28,6 +28,10 @@ LSE_TOLERANCE = (1e-6, 4e-6)
 # times query heads per KV head) are computed in fp32 instead:
 BF16_ISAS = {"amx": 2, "avx512_bf16": 4}
 SPLIT_ISAS = {"amx": 6}
+# Over an 8-bit cache, bf16 queries use the bf16 matrix unit if a work item has this many rows and the head size is a
+# multiple of 32. All others are computed in fp32.
+BYTES_ISAS = {"amx": range(5, 65)}
+ROW_BLOCK = 256
 WEIGHT_ROUNDING = {torch.bfloat16: 2**-8 + 8.6e-5, torch.float16: 2**-17}
 
 
@@ -97,6 +101,10 @@ def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
     isa = cpu.isa()
     rounding = torch.zeros(len(problem.query), dtype=torch.float64)
     dtype = problem.query.dtype
+    if dtype == torch.bfloat16 and problem.key.element_size() == 1:
+        rounded = _rows_of_items(problem, BYTES_ISAS.get(isa, range(0)))
+        rounding[: len(rounded)][rounded] = WEIGHT_ROUNDING[dtype]
+        return rounding
     few = {torch.bfloat16: BF16_ISAS, torch.float16: SPLIT_ISAS}.get(dtype, {}).get(isa)
     if few is None or problem.key.dtype != dtype or problem.scale <= 0:
         return rounding
@@ -105,6 +113,20 @@ def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
     many = torch.repeat_interleave(tokens * group > few, tokens)
     rounding[: len(many)][many] = WEIGHT_ROUNDING[dtype]
     return rounding
+
+
+def _rows_of_items(problem: AttentionProblem, few: range) -> torch.Tensor:
+    """Whether each token over an 8-bit cache is in a work item whose number of rows is in ``few``, ``[tokens]`` bool."""
+    if problem.scale <= 0 or problem.query.shape[-1] % 32:
+        few = range(0)
+    group = problem.query.shape[1] // problem.key.shape[-2]
+    tokens = max(1, ROW_BLOCK // group)
+    found: list[bool] = []
+    for q_len in torch.diff(problem.query_start_loc).tolist():
+        for first in range(0, q_len, tokens):
+            of_item = min(tokens, q_len - first)
+            found += [of_item * group in few] * of_item
+    return torch.tensor(found, dtype=torch.bool)
 
 
 def assert_matches(

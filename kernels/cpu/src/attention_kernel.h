@@ -208,10 +208,10 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
         if (boundary) {
           keep_visible(scores, step_begin, step_end, column(visible.begin(token)), column(visible.end(token)));
         }
-        rescale[r] = softmax_row<Weight>(scores, step_begin, step_end, adjusted ? 1.0f : factor, weights + r * kKvTile,
-                                         scratch.reference[row], scratch.sums + static_cast<size_t>(row) * kWidth);
+        rescale[r] = softmax_row(scores, step_begin, step_end, adjusted ? 1.0f : factor, row_factors,
+                                 weights + r * kKvTile, scratch.reference[row],
+                                 scratch.sums + static_cast<size_t>(row) * kWidth);
       }
-      row_factors.multiply_weights(weights, panel_rows, step_begin, step_end);
       // Only the visible columns: V rows that no row of the panel sees must not even be multiplied by zero, because
       // zero times a NaN in an unwritten page is NaN.
       panels.add_values(first_row, panel_rows, weights, begin, end, rescale);
@@ -274,6 +274,12 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
   }
 #endif
 #if defined(FA_AMX)
+  if constexpr (sizeof(T) == 1) {
+    const bool few = num_rows > kTuning.max_fma_rows_bytes && num_rows <= kTuning.max_amx_bytes_rows;
+    if (problem.dtype == FA_BF16 && ordered && few && AmxBytePanels<T>::can_run(problem)) {
+      return attend_with<T, AmxBytePanels<T>>(problem, item, following, memory);
+    }
+  }
   if constexpr (kIsSumOfTwoBf16<T>) {
     if (problem.dtype == FA_F16 && ordered) {
       const bool even = AmxSplitPanels<T>::can_run(problem);

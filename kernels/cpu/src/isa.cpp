@@ -44,17 +44,18 @@ std::vector<const KernelTable*> detect() {
   __builtin_cpu_init();  // the builtins also check that the operating system saves the wide registers
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #if defined(FASTATTENTION_EMULATE_AVX512)
-  const bool avx512 = avx2, bf16 = avx2;
+  const bool avx512 = avx2, bf16 = avx2, vbmi = avx2;
 #else
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");  // all processors with AMX have it
 #endif
   if (avx512) {
     // On AMD's Zen 4 the bf16 dot product runs at twice the rate of fp32 multiply-adds. On Intel's Sapphire and Emerald
     // Rapids it runs at half the rate (88 against 178 GFLOPS per core), and bf16 is faster only with AMX.
     const bool bf16_is_faster = __builtin_cpu_is("amd");
-    if (bf16 && has_amx()) kernels.push_back(&kAmx);
+    if (bf16 && vbmi && has_amx()) kernels.push_back(&kAmx);
     if (bf16 && bf16_is_faster) kernels.push_back(&kAvx512Bf16);
     kernels.push_back(&kAvx512);
     if (bf16 && !bf16_is_faster) kernels.push_back(&kAvx512Bf16);

@@ -17,6 +17,8 @@
 #include "panel_amx.h"
 #include "panel_amx_direct.h"
 #include "panel_amx_split.h"
+#include "bytes_to_bf16.h"
+#include "panel_amx_bytes.h"
 #endif
 #include "panel_direct.h"
 #if defined(FA_BF16_PAIRS)

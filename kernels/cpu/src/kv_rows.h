@@ -84,36 +84,34 @@ class RowFactors {
  public:
   explicit RowFactors(const KvRows<T>&) {}
   void multiply_scores(float*, int, int, int) const {}
-  template <class Weight>
-  void multiply_weights(Weight*, int, int, int) const {}
+  Vec weighted(Vec weights, int) const { return weights; }
 };
 template <>
 class RowFactors<Int8> {
  public:
   explicit RowFactors(const KvRows<Int8>& rows) {
     for (int i = 0; i < rows.count; ++i) {
-      key_[i] = *rows.key_factor[i];
-      value_[i] = *rows.value_factor[i];
+      key_[i] = plain(*rows.key_factor[i]);
+      value_[i] = plain(*rows.value_factor[i]);
     }
     // Columns past the tile's tokens are masked, or not read.
     for (int i = rows.count; i < round_up(rows.count, kColumnStep); ++i) key_[i] = value_[i] = 0.0f;
   }
-  void multiply_scores(float* scores, int rows, int begin, int end) const { multiply(key_, scores, rows, begin, end); }
-  // The softmax's sums have been taken of the weights before. Outside of what the panel sees, products may be NaN;
-  // these weights are not read.
-  void multiply_weights(float* weights, int rows, int begin, int end) const {
-    multiply(value_, weights, rows, begin, end);
-  }
-
- private:
-  static void multiply(const float* factors, float* numbers, int rows, int begin, int end) {
+  void multiply_scores(float* scores, int rows, int begin, int end) const {
     for (int column = begin; column < end; column += kWidth) {
-      const Vec factor = load(factors + column);
+      const Vec factor = load(key_ + column);
       for (int r = 0; r < rows; ++r) {
-        store(numbers + r * kKvTile + column, mul(load(numbers + r * kKvTile + column), factor));
+        store(scores + r * kKvTile + column, mul(load(scores + r * kKvTile + column), factor));
       }
     }
   }
+  // What multiplies the values: weights of which the softmax has taken the sums, before they are rounded. Outside of
+  // what the panel sees, products may be NaN; these weights are not read.
+  Vec weighted(Vec weights, int column) const { return mul(weights, load(value_ + column)); }
+
+ private:
+  // Replaces any NaN by the one that rounding to bf16 keeps; see odd_pair in panel_amx_direct.h.
+  static float plain(float factor) { return factor == factor ? factor : __builtin_nanf(""); }
   alignas(64) float key_[kKvTile];
   alignas(64) float value_[kKvTile];
 };

@@ -12,7 +12,9 @@ constexpr int kTransposedAccumulators = kTuning.transposed_accumulators;
 constexpr int kDirectTile = kTuning.direct_tile;
 constexpr int kAmxDirectTile = kTuning.amx_direct_tile;
 constexpr int kAmxSplitTile = kTuning.amx_split_tile;
-static_assert(kDirectTile <= kKvTile && 2 * kAmxDirectTile <= kKvTile && 2 * kAmxSplitTile <= kKvTile,
+constexpr int kAmxBytesTile = kTuning.amx_bytes_tile;
+static_assert(kDirectTile <= kKvTile && 2 * kAmxDirectTile <= kKvTile && 2 * kAmxSplitTile <= kKvTile &&
+                  kAmxBytesTile <= kKvTile,
               "scratch memory holds tiles of kKvTile tokens");
 static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth,
               "direct panels split their rows into powers of two");
@@ -23,7 +25,8 @@ constexpr int kStrip = kPanelVectors * kWidth;
 static_assert(kKvTile % kStrip == 0, "a tile is a whole number of strips");
 // Scores are computed and turned into weights for whole groups of this many KV tokens.
 constexpr int kColumnStep = kStrip;
-static_assert(kDirectTile % kColumnStep == 0 && kAmxDirectTile % kColumnStep == 0 && kAmxSplitTile % kColumnStep == 0,
+static_assert(kDirectTile % kColumnStep == 0 && kAmxDirectTile % kColumnStep == 0 && kAmxSplitTile % kColumnStep == 0 &&
+                  kAmxBytesTile % kColumnStep == 0,
               "a tile is a whole number of column steps");
 
 // Rows and dimensions are padded to a multiple of this: a pair of AMX tiles has 32 rows, and one AMX product spans 32

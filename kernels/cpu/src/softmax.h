@@ -49,9 +49,9 @@ inline void keep_visible(float* scores, int begin, int end, int visible_begin, i
 // Turns scores[begin .. end) of one row, times factor, into unnormalised weights. reference is the score that the row's
 // weights are relative to, and sums holds the sum of its weights per lane. Updates both, and returns the factor for
 // everything that was summed before.
-template <class Weight>
-inline float softmax_row(const float* scores, int begin, int end, float factor, Weight* weights, float& reference,
-                         float* sums) {
+template <class Weight, class Factors>
+inline float softmax_row(const float* scores, int begin, int end, float factor, const Factors& row_factors,
+                         Weight* weights, float& reference, float* sums) {
   // The exponential only needs the precision of the weights.
   constexpr int kDegree = kFullWeights<Weight> ? 5 : 3;
   Vec highest = splat(-kInfinity), next = highest;
@@ -72,7 +72,8 @@ inline float softmax_row(const float* scores, int begin, int end, float factor, 
   Vec even = splat(0.0f), odd = splat(0.0f);
   for (int column = begin; column < end; column += 2 * kWidth) {
     const Vec first = weight(column), second = weight(column + kWidth);
-    store_weights(weights + column, first, second);
+    store_weights(weights + column, row_factors.weighted(first, column),
+                  row_factors.weighted(second, column + kWidth));
     even = add(even, first);
     odd = add(odd, second);
   }

@@ -18,6 +18,7 @@ struct Tuning {
   int direct_tile;
   int amx_direct_tile = 0;  // for 9 to 16 rows; twice that for fewer
   int amx_split_tile = 0;   // for up to 8 rows; twice that for more
+  int amx_bytes_tile = 0;
   // Direct panels: rows per pass (a power of two, at most the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
@@ -47,6 +48,10 @@ struct Tuning {
   int max_amx_direct_rows = 0;
   // The same limit for fp16.
   int max_amx_split_rows = 0;
+  // With bf16 queries over an 8-bit cache, AMX is used from more than the first to the second number of query rows.
+  // Fewer and more rows are computed in fp32. Neither limit has been measured.
+  int max_fma_rows_bytes = 0;
+  int max_amx_bytes_rows = 0;
 };
 
 constexpr Tuning kTuningAvx512 = {
@@ -87,6 +92,7 @@ constexpr Tuning kTuningAmx = {
     .direct_tile = 64,
     .amx_direct_tile = 32,
     .amx_split_tile = 64,
+    .amx_bytes_tile = 128,
     .direct_rows = 8,
     .direct_accumulators = 16,
     .max_direct_rows = 6,
@@ -100,6 +106,8 @@ constexpr Tuning kTuningAmx = {
     .max_transposed_k_rows_pairs = 64,
     .max_amx_direct_rows = 64,
     .max_amx_split_rows = 48,
+    .max_fma_rows_bytes = 4,
+    .max_amx_bytes_rows = 64,
 };
 constexpr Tuning kTuningAvx2 = {
     .kv_tile = 128,
