@@ -36,7 +36,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"FASTATTENTION_CPU_LIBRARY": str(build / LIBRARY)}
 
 
-@pytest.mark.parametrize("file", ["test_attention.py", "test_threads.py"])
+@pytest.mark.parametrize("file", ["test_attention.py", "test_bytes.py", "test_threads.py"])
 def test_kernels_are_right_over_emulated_operations(environment: dict[str, str], file: str) -> None:
     """Run all tests of a file that select what is emulated by name, or use the best instruction set."""
     code = "from fastattention_vllm.attention.cpu import kernels as cpu; print(cpu.isa())"
