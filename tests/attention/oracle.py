@@ -116,7 +116,7 @@ def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
 
 
 def _rows_of_items(problem: AttentionProblem, few: range) -> torch.Tensor:
-    """Whether each token over an 8-bit cache is in a work item whose number of rows is in ``few``, ``[tokens]`` bool."""
+    """Whether each token over an 8-bit cache is in a work item with ``few`` rows, ``[num_tokens]`` bool."""
     if problem.scale <= 0 or problem.query.shape[-1] % 32:
         few = range(0)
     group = problem.query.shape[1] // problem.key.shape[-2]

@@ -307,6 +307,32 @@ FA_OPERATION __m512i permutex2var_epi16(__m512i a, __m512i order, __m512i b) {
   }
   return si(to);
 }
+template <class Of>
+inline __m512i each_byte(Of of) {
+  uint8_t to[64];
+  for (int k = 0; k < 64; ++k) to[k] = of(k);
+  return part<__m512i>(to, 0);
+}
+inline uint8_t byte(__m512i a, int k) { return part<uint8_t>(a, k); }
+FA_OPERATION __m512i permutexvar_epi8(__m512i order, __m512i a) {
+  return each_byte([&](int k) { return byte(a, byte(order, k) & 63); });
+}
+FA_OPERATION __m512i permutex2var_epi8(__m512i a, __m512i order, __m512i b) {
+  return each_byte([&](int k) {
+    const int from = byte(order, k);
+    return byte(from & 64 ? b : a, from & 63);
+  });
+}
+FA_OPERATION __m512i unpacklo_epi8(__m512i a, __m512i b) {
+  return each_byte([&](int k) { return byte(k % 2 == 0 ? a : b, k / 16 * 16 + k % 16 / 2); });
+}
+FA_OPERATION __m512i unpackhi_epi8(__m512i a, __m512i b) {
+  return each_byte([&](int k) { return byte(k % 2 == 0 ? a : b, k / 16 * 16 + 8 + k % 16 / 2); });
+}
+FA_OPERATION __m512i castsi256_si512(__m256i a) { return joined<__m512i>(a, a); }
+FA_OPERATION __m512i inserti64x4(__m512i a, __m256i b, int place) {
+  return place == 0 ? joined<__m512i>(b, part<__m256i>(a, 1)) : joined<__m512i>(part<__m256i>(a, 0), b);
+}
 FA_OPERATION __m256i ternarylogic_epi32_256(__m256i a, __m256i b, __m256i c, int table) {
   if (table != 0x78) __builtin_trap();
   return _mm256_xor_si256(a, _mm256_and_si256(b, c));
@@ -335,6 +361,8 @@ FA_OPERATION __m256i ternarylogic_epi32_256(__m256i a, __m256i b, __m256i c, int
 #define _mm512_castps512_ps256 emulated512::castps512_ps256
 #undef _mm512_castps_si512
 #define _mm512_castps_si512 emulated512::castps_si512
+#undef _mm512_castsi256_si512
+#define _mm512_castsi256_si512 emulated512::castsi256_si512
 #undef _mm512_castsi512_ps
 #define _mm512_castsi512_ps emulated512::castsi512_ps
 #undef _mm512_cmp_ps_mask
@@ -371,6 +399,8 @@ FA_OPERATION __m256i ternarylogic_epi32_256(__m256i a, __m256i b, __m256i c, int
 #define _mm512_fmadd_ps emulated512::fmadd_ps
 #undef _mm512_insertf32x8
 #define _mm512_insertf32x8 emulated512::insertf32x8
+#undef _mm512_inserti64x4
+#define _mm512_inserti64x4 emulated512::inserti64x4
 #undef _mm512_load_ps
 #define _mm512_load_ps emulated512::load_ps
 #undef _mm512_load_si512
@@ -405,8 +435,12 @@ FA_OPERATION __m256i ternarylogic_epi32_256(__m256i a, __m256i b, __m256i c, int
 #define _mm512_or_si512 emulated512::or_si512
 #undef _mm512_permutex2var_epi16
 #define _mm512_permutex2var_epi16 emulated512::permutex2var_epi16
+#undef _mm512_permutex2var_epi8
+#define _mm512_permutex2var_epi8 emulated512::permutex2var_epi8
 #undef _mm512_permutex2var_ps
 #define _mm512_permutex2var_ps emulated512::permutex2var_ps
+#undef _mm512_permutexvar_epi8
+#define _mm512_permutexvar_epi8 emulated512::permutexvar_epi8
 #undef _mm512_reduce_add_ps
 #define _mm512_reduce_add_ps emulated512::reduce_add_ps
 #undef _mm512_reduce_max_ps
@@ -449,8 +483,12 @@ FA_OPERATION __m256i ternarylogic_epi32_256(__m256i a, __m256i b, __m256i c, int
 #define _mm512_sub_epi32 emulated512::sub_epi32
 #undef _mm512_sub_ps
 #define _mm512_sub_ps emulated512::sub_ps
+#undef _mm512_unpackhi_epi8
+#define _mm512_unpackhi_epi8 emulated512::unpackhi_epi8
 #undef _mm512_unpackhi_ps
 #define _mm512_unpackhi_ps emulated512::unpackhi_ps
+#undef _mm512_unpacklo_epi8
+#define _mm512_unpacklo_epi8 emulated512::unpacklo_epi8
 #undef _mm512_unpacklo_ps
 #define _mm512_unpacklo_ps emulated512::unpacklo_ps
 #undef _mm512_zextps256_ps512

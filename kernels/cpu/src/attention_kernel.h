@@ -208,9 +208,9 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
         if (boundary) {
           keep_visible(scores, step_begin, step_end, column(visible.begin(token)), column(visible.end(token)));
         }
-        rescale[r] = softmax_row(scores, step_begin, step_end, adjusted ? 1.0f : factor, row_factors,
-                                 weights + r * kKvTile, scratch.reference[row],
-                                 scratch.sums + static_cast<size_t>(row) * kWidth);
+        rescale[r] =
+            softmax_row(scores, step_begin, step_end, adjusted ? 1.0f : factor, row_factors, weights + r * kKvTile,
+                        scratch.reference[row], scratch.sums + static_cast<size_t>(row) * kWidth);
       }
       // Only the visible columns: V rows that no row of the panel sees must not even be multiplied by zero, because
       // zero times a NaN in an unwritten page is NaN.

@@ -1,5 +1,5 @@
-// Rows of an 8-bit cache as bf16 numbers for AMX, exactly: every int8, e4m3 and e5m2 number is a bf16 number, and none is
-// a subnormal one, which AMX would treat as zero.
+// Rows of an 8-bit cache as bf16 numbers for AMX, exactly: every int8, e4m3 and e5m2 number is a bf16 number, and none
+// is a subnormal one, which AMX would treat as zero.
 //
 // fp8: two tables of 128 bytes have the upper and the lower byte of each magnitude, and the sign is or-ed in. A lookup
 // (vpermi2b) ignores the top bit of a code, so the sign needs no masking. int8: conversion to fp32 takes as many
@@ -58,7 +58,8 @@ constexpr CodeOrder code_order(Paired paired) {
   for (int vector = 0; vector < 2; ++vector) {
     for (int word = 0; word < 32; ++word) {
       const int lane = word / 2, second = word % 2;
-      const int from = paired == Paired::kWithinRows ? 32 * vector + 16 * second + lane : 32 * second + 16 * vector + lane;
+      const int from =
+          paired == Paired::kWithinRows ? 32 * vector + 16 * second + lane : 32 * second + 16 * vector + lane;
       order.from[word / 8 * 16 + vector * 8 + word % 8] = static_cast<uint8_t>(from);
     }
   }
@@ -73,8 +74,7 @@ class BytesToBf16 {
   PairsOfRows operator()(const T* a, const T* b) const {
     const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
     const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
-    const __m512i codes =
-        _mm512_permutexvar_epi8(order_, _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
+    const __m512i codes = _mm512_permutexvar_epi8(order_, _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
     const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi32(static_cast<int>(0x80808080)));
     const __m512i upper = _mm512_or_si512(_mm512_permutex2var_epi8(upper_[0], codes, upper_[1]), signs);
     const __m512i lower = _mm512_permutex2var_epi8(lower_[0], codes, lower_[1]);

@@ -36,7 +36,7 @@ template <>
 struct Fp8Format<Float8E4M3> : Fp8Rounding<3, 7> {
   static constexpr float kLargest = 448.0f;
   static constexpr uint32_t kLargestCode = 0x7e;
-  static constexpr uint32_t kInfinityCode = 0;  // has none
+  static constexpr uint32_t kInfinityCode = 0;         // has none
   static constexpr float kSmallestNormal = 0.015625f;  // 2^-6
   // In an fp32 number of this size the last bit is worth 2^-9, the unit of the subnormals. Adding it rounds to that
   // unit.

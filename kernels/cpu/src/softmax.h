@@ -72,8 +72,7 @@ inline float softmax_row(const float* scores, int begin, int end, float factor, 
   Vec even = splat(0.0f), odd = splat(0.0f);
   for (int column = begin; column < end; column += 2 * kWidth) {
     const Vec first = weight(column), second = weight(column + kWidth);
-    store_weights(weights + column, row_factors.weighted(first, column),
-                  row_factors.weighted(second, column + kWidth));
+    store_weights(weights + column, row_factors.weighted(first, column), row_factors.weighted(second, column + kWidth));
     even = add(even, first);
     odd = add(odd, second);
   }

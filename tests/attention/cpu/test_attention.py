@@ -227,9 +227,7 @@ def test_rows_are_not_read_past_their_end(isa: str, dtype: torch.dtype, head_siz
 
 @pytest.mark.parametrize(("rows", "head_size"), [(8, 64), (40, 128), (40, 80), (128, 64), (128, 80)])
 @pytest.mark.parametrize("cache", [{}, {"kv_dtype": E4M3}, {"row_factors": True}], ids=["bf16", "e4m3", "int8"])
-def test_errors_of_bf16_weights_are_those_of_rounding(
-    cache: dict[str, Any], rows: int, head_size: int
-) -> None:
+def test_errors_of_bf16_weights_are_those_of_rounding(cache: dict[str, Any], rows: int, head_size: int) -> None:
     """Checks for systematic errors, which the bound per element cannot see.
 
     A number rounded to bf16 is off by up to half a unit in the last place, that is 2^-8 of its power of two, uniformly

@@ -34,9 +34,9 @@ def test_every_number_of_rows(rows: int, page_size: int, kv_dtype: torch.dtype) 
 
 
 @KV_DTYPES
-@pytest.mark.parametrize("page_size", [0, 1, 16, 17, 784])
-@pytest.mark.parametrize("rows", [4, 5, 8, 9, 16, 17, 32, 33, 48, 64, 65, 270])
-@pytest.mark.parametrize("head_size", [32, 80, 96, 128, 256])
+@pytest.mark.parametrize("page_size", [0, 16, 17, 128])
+@pytest.mark.parametrize("rows", [5, 8, 16, 17, 33, 64, 270])
+@pytest.mark.parametrize("head_size", [32, 80, 96, 256])
 def test_many_tokens_of_every_head_size(head_size: int, rows: int, page_size: int, kv_dtype: torch.dtype) -> None:
     """Each row sees one key more than the one before it. 270 rows: the last of two blocks has 14."""
     kv_lens = (rows, rows + 33, rows + 256 - rows % 2)
