@@ -12,6 +12,7 @@ from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.attention.problem import AttentionProblem
 from tests.attention import oracle
 from tests.attention.cpu.test_attention import BF16, E4M3, E5M2, FEATURES, check, each_isa
+from tests.attention.isa import set_isa
 from tests.attention.oracle import Case
 
 INT8 = torch.int8
@@ -134,6 +135,25 @@ def test_what_no_row_sees_does_not_matter(rows: int, kv_dtype: torch.dtype) -> N
     expected = oracle.attention(problem)
     for _ in each_isa():
         oracle.assert_matches(problem, *cpu.run(problem, return_lse=True), expected)
+
+
+@KV_DTYPES
+def test_nan_in_a_value_reaches_only_panels_that_see_it(kv_dtype: torch.dtype) -> None:
+    """Two tokens of 32 rows, which are a panel each on AMX. One key is seen by the first only, and one by the second."""
+    problem = case(kv_dtype, (2,), (300,), num_heads=32, num_kv_heads=1, page_size=0, window=(70, -1)).build()
+    assert problem.kv_start_loc is not None
+    before = cpu.isa()
+    try:
+        set_isa("amx") if "amx" in cpu.usable_isas() else pytest.skip("panels of other instruction sets are smaller")
+        for position, token in ((299, 1), (228, 0)):
+            name = "value_factors" if kv_dtype == INT8 else "value"
+            broken = getattr(problem, name).float().clone()
+            broken[int(problem.kv_start_loc[0]) + position] = math.nan
+            out, _ = cpu.run(replace(problem, **{name: broken.to(getattr(problem, name).dtype)}))
+            assert out[token].isnan().all()
+            assert out[1 - token].isfinite().all()
+    finally:
+        set_isa(before)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1], ids=hex)
