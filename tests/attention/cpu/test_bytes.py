@@ -139,7 +139,7 @@ def test_what_no_row_sees_does_not_matter(rows: int, kv_dtype: torch.dtype) -> N
 
 @KV_DTYPES
 def test_nan_in_a_value_reaches_only_panels_that_see_it(kv_dtype: torch.dtype) -> None:
-    """Two tokens of 32 rows, which are a panel each on AMX. One key is seen by the first only, and one by the second."""
+    """Two tokens of 32 rows, a panel each on AMX. One key is seen by the first only, and one by the second."""
     problem = case(kv_dtype, (2,), (300,), num_heads=32, num_kv_heads=1, page_size=0, window=(70, -1)).build()
     assert problem.kv_start_loc is not None
     before = cpu.isa()
