@@ -25,7 +25,7 @@ LSE_TOLERANCE = (1e-6, 4e-6)
 # shorter exponential (8.6e-5). For fp16 a weight is the sum of two bf16 numbers: the first is off by at most 2^-8 of
 # it, and half a unit in the last place of the rest is 2^-17. (FlashAttention-2 rounds weights to fp16, by 2^-11.) That
 # is the only difference; queries, keys, values and sums are as exact as elsewhere. Up to this many rows (query tokens
-# times query heads per KV head) are computed in fp32 instead:
+# times query heads per KV head) are computed in fp32 instead, with avx512_bf16 only where a row is no number of lines:
 BF16_ISAS = {"amx": 2, "avx512_bf16": 4}
 SPLIT_ISAS = {"amx": 6}
 # Over an 8-bit cache, bf16 queries use the bf16 matrix unit if a work item has this many rows and the head size is a
@@ -93,20 +93,28 @@ def _gather(problem: AttentionProblem, cache: torch.Tensor, seq: int, kv_len: in
     return cache[problem.block_table[seq, position // page_size].long(), position % page_size]
 
 
+def bf16_rows_in_fp32(isa: str, head_size: int) -> float:
+    """Up to this many rows of bf16 have weights in fp32: all, where the instruction set has no products of bf16."""
+    return 0 if isa == "avx512_bf16" and head_size % 32 == 0 else BF16_ISAS.get(isa, math.inf)
+
+
 def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
     """The relative error allowed for each token's weights with the instruction set in use, ``[num_tokens]`` float64.
 
     A few rows are computed in fp32: always those of a short sequence, sometimes those of a long sequence's last block.
     """
-    isa = cpu.isa()
     rounding = torch.zeros(len(problem.query), dtype=torch.float64)
     dtype = problem.query.dtype
     if dtype == torch.bfloat16 and problem.key.element_size() == 1:
-        rounded = _rows_of_items(problem, BYTES_ISAS.get(isa, range(0)))
+        rounded = _rows_of_items(problem, BYTES_ISAS.get(cpu.isa(), range(0)))
         rounding[: len(rounded)][rounded] = WEIGHT_ROUNDING[dtype]
         return rounding
-    few = {torch.bfloat16: BF16_ISAS, torch.float16: SPLIT_ISAS}.get(dtype, {}).get(isa)
-    if few is None or problem.key.dtype != dtype or problem.scale <= 0:
+    few = math.inf
+    if dtype == torch.bfloat16:
+        few = bf16_rows_in_fp32(cpu.isa(), problem.query.shape[2])
+    elif dtype == torch.float16:
+        few = SPLIT_ISAS.get(cpu.isa(), math.inf)
+    if few == math.inf or problem.key.dtype != dtype or problem.scale <= 0:
         return rounding
     group = problem.query.shape[1] // problem.key.shape[-2]
     tokens = torch.diff(problem.query_start_loc)

@@ -333,6 +333,13 @@ FA_OPERATION __m512i castsi256_si512(__m256i a) { return joined<__m512i>(a, a); 
 FA_OPERATION __m512i inserti64x4(__m512i a, __m256i b, int place) {
   return place == 0 ? joined<__m512i>(b, part<__m256i>(a, 1)) : joined<__m512i>(part<__m256i>(a, 0), b);
 }
+inline __m512i unpacked_epi16(__m512i a, __m512i b, int first) {
+  Halves to;
+  for (int k = 0; k < 32; ++k) to[k] = (k % 2 == 0 ? h(a) : h(b))[k / 8 * 8 + first + k % 8 / 2];
+  return si(to);
+}
+FA_OPERATION __m512i unpacklo_epi16(__m512i a, __m512i b) { return unpacked_epi16(a, b, 0); }
+FA_OPERATION __m512i unpackhi_epi16(__m512i a, __m512i b) { return unpacked_epi16(a, b, 4); }
 FA_OPERATION __m256i ternarylogic_epi32_256(__m256i a, __m256i b, __m256i c, int table) {
   if (table != 0x78) __builtin_trap();
   return _mm256_xor_si256(a, _mm256_and_si256(b, c));
@@ -483,10 +490,14 @@ FA_OPERATION __m256i ternarylogic_epi32_256(__m256i a, __m256i b, __m256i c, int
 #define _mm512_sub_epi32 emulated512::sub_epi32
 #undef _mm512_sub_ps
 #define _mm512_sub_ps emulated512::sub_ps
+#undef _mm512_unpackhi_epi16
+#define _mm512_unpackhi_epi16 emulated512::unpackhi_epi16
 #undef _mm512_unpackhi_epi8
 #define _mm512_unpackhi_epi8 emulated512::unpackhi_epi8
 #undef _mm512_unpackhi_ps
 #define _mm512_unpackhi_ps emulated512::unpackhi_ps
+#undef _mm512_unpacklo_epi16
+#define _mm512_unpacklo_epi16 emulated512::unpacklo_epi16
 #undef _mm512_unpacklo_epi8
 #define _mm512_unpacklo_epi8 emulated512::unpacklo_epi8
 #undef _mm512_unpacklo_ps

@@ -208,6 +208,7 @@ void attend_tiles(const fa_attention_problem& problem, const WorkItem& item, con
         if (boundary) {
           keep_visible(scores, step_begin, step_end, column(visible.begin(token)), column(visible.end(token)));
         }
+        if constexpr (kTuning.values_into_l1) panels.during_softmax(r, panel_rows);
         rescale[r] =
             softmax_row(scores, step_begin, step_end, adjusted ? 1.0f : factor, row_factors, weights + r * kKvTile,
                         scratch.reference[row], scratch.sums + static_cast<size_t>(row) * kWidth);
@@ -261,6 +262,13 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
   // maximum is taken of unscaled scores.
   const bool ordered = problem.scale > 0.0f;
   if constexpr (kExactInBf16<T>) {
+    if constexpr (kTuning.max_dot_rows > 0) {
+      if (problem.dtype == FA_BF16 && ordered && num_rows <= kTuning.max_dot_rows && can_dot(problem)) {
+        return problem.head_size > kTuning.dot_tile_head_size
+                   ? attend_with<T, DotPanels<T, kTuning.dot_tile>>(problem, item, following, memory)
+                   : attend_with<T, DotPanels<T, 2 * kTuning.dot_tile>>(problem, item, following, memory);
+      }
+    }
     if (problem.dtype == FA_BF16 && ordered && num_rows > kTuning.max_direct_rows_bf16) {
 #if defined(FA_AMX)
       if (num_rows <= kTuning.max_amx_direct_rows && AmxDirectPanels<T>::can_run(problem)) {

@@ -20,6 +20,9 @@
 #include "bytes_to_bf16.h"
 #include "panel_amx_bytes.h"
 #endif
+#if defined(FA_AVX512_BF16)
+#include "panel_dot.h"
+#endif
 #include "panel_direct.h"
 #if defined(FA_BF16_PAIRS)
 #include "panel_pairs.h"

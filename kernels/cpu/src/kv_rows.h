@@ -77,6 +77,18 @@ void locate(const fa_attention_problem& problem, const WorkItem& item, int64_t f
   for (int i = count; i < round_up(count, kColumnStep); ++i) rows.key[i] = rows.key[count - 1];
 }
 
+// Fetches one of `parts` parts of the tile's V from L2 into L1, in address order. Always inlined: to GCC, a function
+// that only prefetches has no effect, and it drops the call.
+template <class T>
+inline __attribute__((always_inline)) void fetch_values(const KvRows<T>& rows, int head_size, int part, int parts) {
+  const int bytes = head_size * static_cast<int>(sizeof(T));
+  const int end = rows.count * (part + 1) / parts;
+  for (int i = rows.count * part / parts; i < end; ++i) {
+    const char* line = reinterpret_cast<const char*>(rows.value[i]);
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch(line + b, 0, 3);
+  }
+}
+
 // The factors of one tile's rows, read once for all panels. A key's factor multiplies its scores and a value's factor
 // its weights, so that K and V themselves need no multiplication.
 template <class T>

@@ -96,7 +96,12 @@ struct DirectPanels {
   const KvRows<T>* current = nullptr;
   Prefetch<T> upcoming{};
 
-  static int tile_tokens(int) { return kDirectTile; }
+  static int tile_tokens([[maybe_unused]] int num_rows) {
+    if constexpr (kTuning.max_short_tile_rows > 0 && sizeof(T) == 2) {
+      if (num_rows <= kTuning.max_short_tile_rows) return kColumnStep;
+    }
+    return kDirectTile;
+  }
   static int query_stride(int head_size) { return round_up(head_size, kWidth); }
   static int output_stride(int head_size) { return round_up(head_size, kWidth); }
 
@@ -141,6 +146,9 @@ struct DirectPanels {
       direct_values<T, R, value_vectors(R)>(weights + r * kKvTile, current->value, upcoming, stride, head_size, begin,
                                             end, 0, rescale + r, output + r * stride);
     });
+  }
+  inline __attribute__((always_inline)) void during_softmax(int row, int rows) const {
+    if (sizeof(T) == 2 && rows <= kTuning.max_short_tile_rows) fetch_values(*current, head_size, row, rows);
   }
   void finish() { upcoming.rest(); }
   void arrange_queries(int) {}

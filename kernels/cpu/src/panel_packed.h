@@ -195,6 +195,7 @@ struct PackedPanels {
                                                   scratch.output + static_cast<size_t>(first_row) * stride, upcoming);
     });
   }
+  void during_softmax(int, int) const {}  // V is packed already
   void finish() { upcoming.rest(); }
   void arrange_queries(int) {}
   void arrange_output(int) {}

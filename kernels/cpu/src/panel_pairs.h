@@ -151,6 +151,7 @@ struct PairPanels {
                                         rescale + r, output + r * head_size);
     });
   }
+  void during_softmax(int, int) const {}
   void finish() { upcoming.rest(); }
 
   // Pairs of vectors that are summed at the same time: as many accumulators as elsewhere, or a whole row of head size

@@ -169,6 +169,9 @@ struct TransposedKPanels {
                                                         head_size, begin, end, rescale + r, output + r * stride);
     });
   }
+  inline __attribute__((always_inline)) void during_softmax(int row, int rows) const {
+    if constexpr (sizeof(T) == 2) fetch_values(*current, head_size, row, rows);
+  }
   void finish() { upcoming.rest(); }
 
  private:

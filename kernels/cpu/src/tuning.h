@@ -30,6 +30,16 @@ struct Tuning {
   int max_direct_rows;
   int whole_direct_rows = 0;
   int max_direct_rows_bf16;
+  // Up to this many bf16 query rows over a bf16 cache, dot products take K and V as they lie. V of a tile should fit
+  // L1, so tiles have twice as many tokens up to dot_tile_head_size.
+  int max_dot_rows = 0;
+  int dot_tile = 0;
+  int dot_tile_head_size = 0;
+  // Where V in 16 bits is read in place, its rows are fetched from L2 into L1 during the softmax: Zen 4 is slow to
+  // fetch lines that came from memory and are read a part of each row at a time. Direct panels gain by it up to
+  // max_short_tile_rows rows, for which tiles have one column step only. With more rows, multiply-adds are the limit.
+  bool values_into_l1 = false;
+  int max_short_tile_rows = 0;
   // With fp16 operands, fp32 arithmetic is faster than AMX on two bf16 parts up to this many query rows. The first
   // limit is for head sizes that are a multiple of 32, where K and V are split without packing; the second for other
   // head sizes, where they are packed.
@@ -79,6 +89,11 @@ constexpr Tuning kTuningAvx512Bf16 = {
     .max_direct_rows = 6,
     .whole_direct_rows = 8,
     .max_direct_rows_bf16 = 4,
+    .max_dot_rows = 48,
+    .dot_tile = 32,
+    .dot_tile_head_size = 64,
+    .values_into_l1 = true,
+    .max_short_tile_rows = 2,
     .max_pair_rows = 4,
     .max_transposed_k_rows = 40,
     .max_transposed_k_rows_fp8 = 40,

@@ -65,6 +65,21 @@ def test_query_heads_per_kv_head(shape: str, group: int) -> None:
     check(Case(**SHAPES[shape], num_heads=group * kv_heads, num_kv_heads=kv_heads, head_size=32))
 
 
+@pytest.mark.parametrize("rows", [*range(1, 10), 12, 16, 17, 31, 33, 48, 49])
+@pytest.mark.parametrize("head_size", [32, 96, 160, 256])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_any_few_rows_over_any_number_of_keys(rows: int, head_size: int, tokens: int) -> None:
+    """Each number of rows has its own registers. Keys end in the middle of a pair, a page, a step and a tile.
+
+    With a window, the keys of the second token begin in the middle of a pair, and end with a tile.
+    """
+    lens = [1, 2, 31, 33, 64, 113, 161]
+    lens = [length for length in lens if length >= tokens]
+    case = Case([tokens] * len(lens), lens, rows, 1, head_size, dtype=BF16)
+    check(case)
+    check(replace(case, window=(36, -1), softcap=3.0, sinks=1.0))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [0, 1, 16, 17, 32, 784])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -166,12 +181,13 @@ def test_scales_that_are_not_positive(shape: str, dtype: torch.dtype, scale: flo
     check(Case(**SHAPES[shape], dtype=dtype, scale=scale, softcap=2.0, alibi="shared"))
 
 
-@pytest.mark.parametrize("rows", [1, 8, 40, 100])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 40, 100])
+@pytest.mark.parametrize("head_size", [64, 72])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_rows_after_the_last_token_are_ignored(isa: str, dtype: torch.dtype, rows: int) -> None:
+def test_rows_after_the_last_token_are_ignored(isa: str, dtype: torch.dtype, head_size: int, rows: int) -> None:
     """Tiles are padded to whole steps with tokens of weight 0, and 0 times infinity would be NaN."""
     for kv_len in (17, 129, 300):
-        problem = Case((rows,), (kv_len,), 1, 1, 72, page_size=0, dtype=dtype, causal=False).build()
+        problem = Case((rows,), (kv_len,), 1, 1, head_size, page_size=0, dtype=dtype, causal=False).build()
         problem.value[int(problem.kv_start_loc[0]) + kv_len - 1] = math.inf  # type: ignore[index]
         out, _ = cpu.run(problem)
         assert (out == math.inf).all()
@@ -225,7 +241,7 @@ def test_rows_are_not_read_past_their_end(isa: str, dtype: torch.dtype, head_siz
     oracle.assert_matches(problem, *cpu.run(problem, return_lse=True), expected)
 
 
-@pytest.mark.parametrize(("rows", "head_size"), [(8, 64), (40, 128), (40, 80), (128, 64), (128, 80)])
+@pytest.mark.parametrize(("rows", "head_size"), [(1, 128), (3, 64), (8, 64), (40, 128), (40, 80), (128, 64), (128, 80)])
 @pytest.mark.parametrize("cache", [{}, {"kv_dtype": E4M3}, {"row_factors": True}], ids=["bf16", "e4m3", "int8"])
 def test_errors_of_bf16_weights_are_those_of_rounding(cache: dict[str, Any], rows: int, head_size: int) -> None:
     """Checks for systematic errors, which the bound per element cannot see.
