@@ -62,6 +62,8 @@ def test_every_row_of_host_layers_is_in_the_table(cell: str) -> None:
 CPU = {
     ("2026-11-23-cpu-peers-decode-2-cores", "decode bf16"),
     ("2026-11-23-cpu-peers-decode-2-cores", "decode fp16"),
+    ("2026-11-27-cpu-peers-decode-zen4", "decode bf16"),
+    ("2026-11-27-cpu-peers-decode-zen4", "decode fp16"),
     ("2026-11-22-cpu-peers-avx512-1-thread", "prefill bf16"),
     ("2026-11-22-cpu-peers-avx512-1-thread", "prefill fp16"),
     ("2026-11-23-cpu-peers-2-of-16-cores-keys-first", "decode bf16"),
