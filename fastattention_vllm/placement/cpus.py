@@ -12,8 +12,8 @@ from fastattention_vllm.placement.cgroups import read_text
 
 NODES = Path("/sys/devices/system/node")
 MANY_CPUS = 8
-"""Where a rank has so many CPUs, attention leaves a second one to vLLM. Estimated; 16 were measured
-(benchmarks/notes/host_layers.md)."""
+"""From this many CPUs of a rank on, attention leaves a second one to vLLM. An estimate: with 16, leaving one and leaving
+three were measured (benchmarks/notes/host_layers.md)."""
 
 
 def physical_cpus() -> list[int]:
@@ -78,8 +78,8 @@ def split_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
 def beside_a_device(cpus: Sequence[int], ranks: int) -> list[int]:
     """The CPUs of a rank that its attention threads run on. The others are for vLLM, whose threads wait by spinning.
 
-    One rank alone is one spinning thread. Of several, each has one, and the engine and the thread that returns answers
-    have one more each. A thread that finds no free CPU takes half of an attention thread's, and the rank waits for it.
+    A single rank has one spinning thread. With several ranks, each has one, the engine has one, and one more returns
+    answers. A thread that finds no free CPU shares an attention thread's, and the other threads of the rank wait.
     """
     left = min(2 if ranks > 1 and len(cpus) >= MANY_CPUS else 1, len(cpus) - 1)
     return list(cpus[left:])

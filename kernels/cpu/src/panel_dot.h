@@ -1,9 +1,9 @@
 // Few query rows in bf16 over a bf16 cache, with the bf16 dot product on K and V as they lie. It multiplies and adds
-// two numbers per lane, so nothing is widened, and where it runs at the rate of fp32 multiply-adds (Zen 4), two rows
-// take the time of one.
+// two numbers per lane, so nothing is widened. Where as many of these instructions run in a cycle as of fp32
+// multiply-adds (Zen 4), two rows take the time of one.
 //
 // K: neighbouring dimensions are pairs already. Up to kMaxRowsByLine rows multiply whole cache lines, and kWidth sums
-// are reduced together. For more rows the reductions would take longer than to transpose K, a strip at a time.
+// are reduced together. For more rows reducing would take longer than transposing K a strip at a time.
 // V: pairs are two tokens. Their lines are interleaved on the way to registers, once for a group of rows. The
 // instructions that interleave within 128-bit lanes change the order of dimensions, which is undone in the output.
 namespace fastattention {
