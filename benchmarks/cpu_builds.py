@@ -3,12 +3,13 @@
     python benchmarks/cpu_builds.py --before old/libfastattention_cpu.so --after new/libfastattention_cpu.so --json FILE
 
 Run by: contributors who change the CPU kernels.
-Needs: a CPU, two builds of the library, and memory for two sets of keys and values: each build has 512 MiB, or twice the
-last-level cache if that is more.
+Needs: a CPU, two builds of the library, and memory for two sets of keys and values: each build has 512 MiB, or twice
+the last-level cache if that is more.
 
-Each build has a process of its own, and the processes take turns. Each call reads the next of several
-layers, as in a model, so that no cache helps. With one thread, times are the thread's CPU time, because it depends little on what else runs on the machine; with more threads they are wall time.
-Ratios are medians over the rounds of what was measured in the same round.
+Each build has a process of its own, and the processes take turns. Each call reads the next of several layers, as in a
+model, so that no cache helps. With one thread, times are the thread's CPU time, because it depends little on what else
+runs on the machine; with more threads they are wall time. Ratios are medians over the rounds of what was measured in
+the same round.
 """
 
 from __future__ import annotations

@@ -311,8 +311,8 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "fp8 KV cache",
-        "`--kv-cache-dtype fp8_e4m3` (or `fp8`) and `fp8_e5m2`; computed in fp32, on AMX with "
-        "bf16 queries [in part in bf16](configuration.md#rounding-on-cpus); each layer has one scale for K and one for V",
+        "`--kv-cache-dtype fp8_e4m3` (or `fp8`) and `fp8_e5m2`; computed in fp32, on AMX with bf16 queries "
+        "[in part in bf16](configuration.md#rounding-on-cpus); each layer has one scale for K and one for V",
         "tests/integration/test_fp8_kv_cache.py::test_answers_equal_those_over_rounded_keys_and_values",
     ),
     Supported(

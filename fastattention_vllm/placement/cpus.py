@@ -12,8 +12,8 @@ from fastattention_vllm.placement.cgroups import read_text
 
 NODES = Path("/sys/devices/system/node")
 MANY_CPUS = 8
-"""From this many CPUs of a rank on, attention leaves a second one to vLLM. An estimate: with 16, leaving one and leaving
-three were measured (benchmarks/notes/host_layers.md)."""
+"""From this many CPUs of a rank on, attention leaves a second one to vLLM. An estimate: with 16 CPUs, leaving one and
+leaving three were measured (benchmarks/notes/host_layers.md)."""
 
 
 def physical_cpus() -> list[int]:
