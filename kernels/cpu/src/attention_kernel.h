@@ -260,7 +260,7 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
 #if defined(FA_AVX512_BF16)
   // These panels need operands that one bf16, or a sum of two, holds exactly. They also need a positive scale: the
   // maximum is taken of unscaled scores.
-  const bool ordered = problem.scale > 0.0f;
+  const bool ordered = score_factor(problem, static_cast<const BFloat16*>(nullptr)) > 0.0f;
   if constexpr (kExactInBf16<T>) {
     if constexpr (kTuning.max_dot_rows > 0) {
       if (problem.dtype == FA_BF16 && ordered && num_rows <= kTuning.max_dot_rows && can_dot(problem)) {

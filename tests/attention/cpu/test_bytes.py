@@ -25,6 +25,11 @@ def case(kv_dtype: torch.dtype, q_lens: tuple[int, ...], kv_lens: tuple[int, ...
     return Case(q_lens, kv_lens, dtype=BF16, **(stored | changes))  # type: ignore[arg-type]
 
 
+def test_scales_whose_product_is_too_small_for_fp32() -> None:
+    """All scores are 0. Masked ones must not become 0 times infinity."""
+    check(case(E4M3, (1,), (40,), num_heads=8, num_kv_heads=1, head_size=64, scale=1e-30, key_scale=1e-20))
+
+
 # One token of up to 64 query heads per KV head, as in decoding.
 @KV_DTYPES
 @pytest.mark.parametrize("page_size", [16, 128])
