@@ -28,7 +28,7 @@ inline __attribute__((always_inline)) void multiply_add(const float* a, int row_
 template <class F>
 inline void for_panels(int count, F f) {
   for (int first = 0; first < count; first += kPanelRows) {
-    with_panel_rows(count - first < kPanelRows ? count - first : kPanelRows, [&](auto rows) { f(first, rows); });
+    with_rows<kPanelRows>(count - first < kPanelRows ? count - first : kPanelRows, [&](auto rows) { f(first, rows); });
   }
 }
 

@@ -156,7 +156,7 @@ struct DotPanels {
     for (int row = 0; row < num_rows; row += kRows) {
       const int panel_rows = num_rows - row < kRows ? num_rows - row : kRows;
       if (panel_rows > kMaxRowsByLine) steps += columns / kWidth * lines * kStepsPerBlock;
-      split(panel_rows, [&](int, auto count) {
+      for_row_groups<kGroup>(panel_rows, [&](int, auto count) {
         constexpr int R = decltype(count)::value;
         constexpr int N = value_lines(R);
         steps += panel_rows > kMaxRowsByLine ? columns / kStrip : columns / kDotTokensAbreast<R> * lines;
@@ -178,7 +178,7 @@ struct DotPanels {
       for (int token = 0; token < kStrip; token += kWidth) {
         Bf16Unit::pack_keys(*current, column + token, head_size, strip + token * Bf16Unit::kDepth, kStrip, upcoming);
       }
-      split(rows, [&](int r, auto count) {
+      for_row_groups<kGroup>(rows, [&](int r, auto count) {
         strip_scores<decltype(count)::value>(query + r * head_size, head_size, strip, scores + r * kKvTile + column,
                                              upcoming);
       });
@@ -186,7 +186,7 @@ struct DotPanels {
   }
   void add_values(int first_row, int rows, const BFloat16* weights, int begin, int end, const float* rescale) {
     float* output = scratch.output + static_cast<size_t>(first_row) * head_size;
-    split(rows, [&](int r, auto count) {
+    for_row_groups<kGroup>(rows, [&](int r, auto count) {
       constexpr int R = decltype(count)::value;
       dot_values<T, R, value_lines(R)>(weights + r * kKvTile, current->value, upcoming, head_size, begin, end, 0,
                                        rescale + r, output + r * head_size);
@@ -205,24 +205,6 @@ struct DotPanels {
   static int softmax_steps(int rows) { return 12 / rows; }
   // Lines that are summed at the same time, in up to 16 registers.
   static constexpr int value_lines(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
-  // Groups of about the same size: a small group would wait for its own sums.
-  template <class F>
-  static void split(int rows, F f) {
-    const int groups = (rows + kGroup - 1) / kGroup;
-    for (int group = 0; group < groups; ++group) {
-      const int first = rows * group / groups;
-      with_rows(rows * (group + 1) / groups - first, [&](auto count) { f(first, count); });
-    }
-  }
-  // Calls f with the row count as a compile-time constant.
-  template <int R = kGroup, class F>
-  static void with_rows(int rows, F f) {
-    if (rows == R) {
-      f(Constant<R>());
-    } else if constexpr (R > 1) {
-      with_rows<R - 1>(rows, f);
-    }
-  }
 };
 
 }  // namespace

@@ -85,13 +85,24 @@ inline void for_strips(int begin, int end, Tile tile) {
   }
 }
 
-// Calls f with the row count as a compile-time constant, 1 <= rows <= kPanelRows.
-template <int R = kPanelRows, class F>
-inline void with_panel_rows(int rows, F f) {
+// Calls f with the row count as a compile-time constant, 1 <= rows <= R.
+template <int R, class F>
+inline void with_rows(int rows, F f) {
   if (rows == R) {
     f(Constant<R>());
   } else if constexpr (R > 1) {
-    with_panel_rows<R - 1>(rows, f);
+    with_rows<R - 1>(rows, f);
+  }
+}
+
+// Calls f(first row, Constant<count>) for groups of about the same size, of up to R rows: a small group would wait for
+// its own sums.
+template <int R, class F>
+inline void for_row_groups(int rows, F f) {
+  const int groups = (rows + R - 1) / R;
+  for (int group = 0; group < groups; ++group) {
+    const int first = rows * group / groups;
+    with_rows<R>(rows * (group + 1) / groups - first, [&](auto count) { f(first, count); });
   }
 }
 
@@ -182,14 +193,14 @@ struct PackedPanels {
   void scores(int first_row, int rows, int begin, int end, float* scores) {
     const int depth = query_stride(head_size);
     const Element* query = static_cast<const Element*>(scratch.query) + static_cast<size_t>(first_row) * depth;
-    with_panel_rows(rows, [&](auto count) {
+    with_rows<kPanelRows>(rows, [&](auto count) {
       packed_scores<Unit, decltype(count)::value>(query, depth, static_cast<const Element*>(scratch.keys), depth, begin,
                                                   end, scores, upcoming);
     });
   }
   void add_values(int first_row, int rows, const Element* weights, int begin, int end, const float* rescale) {
     const int stride = output_stride(head_size);
-    with_panel_rows(rows, [&](auto count) {
+    with_rows<kPanelRows>(rows, [&](auto count) {
       packed_values<Unit, decltype(count)::value>(weights, static_cast<const Element*>(scratch.values), stride, begin,
                                                   end, rescale,
                                                   scratch.output + static_cast<size_t>(first_row) * stride, upcoming);

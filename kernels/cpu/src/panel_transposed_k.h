@@ -142,7 +142,7 @@ struct TransposedKPanels {
     int steps = 0;
     for (int row = 0; row < num_rows; row += kRows) {
       steps += strips * Keys::turn_steps(head_size);
-      split(num_rows - row < kRows ? num_rows - row : kRows, [&](int, auto count) {
+      for_row_groups<kTransposedRows>(num_rows - row < kRows ? num_rows - row : kRows, [&](int, auto count) {
         steps += strips * ((head_size + Keys::kDimensions - 1) / Keys::kDimensions);
         steps += Keys::template value_steps<decltype(count)::value>(head_size, rows.count);
       });
@@ -155,7 +155,7 @@ struct TransposedKPanels {
     auto* strip = static_cast<typename Keys::Element*>(scratch.keys);
     for (int column = begin; column < end; column += kStrip) {
       Keys::turn(*current, column, head_size, strip, upcoming);
-      split(rows, [&](int r, auto count) {
+      for_row_groups<kTransposedRows>(rows, [&](int r, auto count) {
         transposed_k_scores<Keys, decltype(count)::value>(query + r * stride, stride, head_size, strip, upcoming,
                                                           scores + r * kKvTile + column);
       });
@@ -164,7 +164,7 @@ struct TransposedKPanels {
   void add_values(int first_row, int rows, const float* weights, int begin, int end, const float* rescale) {
     const int stride = output_stride(head_size);
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
-    split(rows, [&](int r, auto count) {
+    for_row_groups<kTransposedRows>(rows, [&](int r, auto count) {
       Keys::template add_values<decltype(count)::value>(weights + r * kKvTile, current->value, upcoming, stride,
                                                         head_size, begin, end, rescale + r, output + r * stride);
     });
@@ -173,26 +173,6 @@ struct TransposedKPanels {
     if constexpr (sizeof(T) == 2) fetch_values(*current, head_size, row, rows);
   }
   void finish() { upcoming.rest(); }
-
- private:
-  // Groups of about the same size, up to kTransposedRows rows: a small group would wait for its own sums.
-  template <class F>
-  static void split(int rows, F f) {
-    const int groups = (rows + kTransposedRows - 1) / kTransposedRows;
-    for (int group = 0; group < groups; ++group) {
-      const int first = rows * group / groups;
-      with_rows(rows * (group + 1) / groups - first, [&](auto count) { f(first, count); });
-    }
-  }
-  // Calls f with the row count as a compile-time constant.
-  template <int R = kTransposedRows, class F>
-  static void with_rows(int rows, F f) {
-    if (rows == R) {
-      f(Constant<R>());
-    } else if constexpr (R > 1) {
-      with_rows<R - 1>(rows, f);
-    }
-  }
 };
 
 }  // namespace
