@@ -60,6 +60,8 @@ WAYS: dict[str, dict[str, Any]] = {
 WARM_UP = 2
 ENDING = 5.0
 """Seconds that an engine gets to end by itself."""
+SETTLE = 0.1
+"""Seconds between the resumption of an engine and its prompt."""
 
 
 class EngineError(Exception):
@@ -119,7 +121,15 @@ class Engine:
         seconds, _ = self._answer(time.monotonic() + limit)
         return float(seconds)
 
+    def pause(self) -> None:
+        """Stop all of its processes, which would disturb another engine: vLLM's wait for work by spinning."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
     def end(self) -> None:
+        self.resume()
         if self._connection is not None and self._process.poll() is None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 self._connection.send(None)
@@ -166,7 +176,7 @@ class Engine:
 
 
 def measure(link: str, folder: Path, logs: Path, options: argparse.Namespace) -> dict[tuple[int, str], list[float]]:
-    """Seconds of each round, by number of ranks and variant. All engines are measured in turn.
+    """Seconds of each round, by number of ranks and variant. The engines are measured in turn; the others are paused.
 
     Raises:
         EngineError: An engine has ended or does not answer.
@@ -199,10 +209,15 @@ def measure(link: str, folder: Path, logs: Path, options: argparse.Namespace) ->
             ready(kind)
         took: dict[tuple[int, str], list[float]] = {kind: [] for kind in kinds}
         numbers = random.Random(0)
+        for engine in engines.values():
+            engine.pause()
         for turn in range(WARM_UP + options.rounds):
             prompt = [numbers.randrange(10, 900) for _ in range(options.tokens)]
             for kind in in_turn(kinds, turn + 1):
+                engines[kind].resume()
+                time.sleep(SETTLE)
                 seconds = engines[kind].ask(prompt, options.limit)
+                engines[kind].pause()
                 if turn >= WARM_UP:
                     took[kind].append(seconds)
         middle = {kind: f"{1e3 * statistics.median(times):.1f} ms" for kind, times in took.items()}

@@ -28,9 +28,9 @@ LSE_TOLERANCE = (1e-6, 4e-6)
 # times query heads per KV head) are computed in fp32 instead, with avx512_bf16 only where a row is no number of lines:
 BF16_ISAS = {"amx": 2, "avx512_bf16": 4}
 SPLIT_ISAS = {"amx": 6}
-# Over an 8-bit cache, bf16 queries use the bf16 matrix unit if a work item has this many rows and the head size is a
-# multiple of 32. All others are computed in fp32.
-BYTES_ISAS = {"amx": range(5, 65)}
+# Over an 8-bit cache, bf16 queries use the bf16 matrix unit if the head size is a multiple of 32 and a work item has
+# more rows than this. All others are computed in fp32.
+BYTES_ISAS = {"amx": {torch.int8: 4, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0}}
 ROW_BLOCK = 256
 WEIGHT_ROUNDING = {torch.bfloat16: 2**-8 + 8.6e-5, torch.float16: 2**-17}
 
@@ -106,7 +106,8 @@ def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
     rounding = torch.zeros(len(problem.query), dtype=torch.float64)
     dtype = problem.query.dtype
     if dtype == torch.bfloat16 and problem.key.element_size() == 1:
-        rounded = _rows_of_items(problem, BYTES_ISAS.get(cpu.isa(), range(0)))
+        few_by_dtype = BYTES_ISAS.get(cpu.isa(), {})
+        rounded = _rows_of_items(problem, few_by_dtype.get(problem.key.dtype, math.inf))
         rounding[: len(rounded)][rounded] = WEIGHT_ROUNDING[dtype]
         return rounding
     few = math.inf
@@ -123,17 +124,17 @@ def weight_rounding(problem: AttentionProblem) -> torch.Tensor:
     return rounding
 
 
-def _rows_of_items(problem: AttentionProblem, few: range) -> torch.Tensor:
-    """Whether each token over an 8-bit cache is in a work item with ``few`` rows, ``[num_tokens]`` bool."""
+def _rows_of_items(problem: AttentionProblem, few: float) -> torch.Tensor:
+    """Whether each token over an 8-bit cache is in a work item of more than ``few`` rows, ``[num_tokens]`` bool."""
     if problem.scale <= 0 or problem.query.shape[-1] % 32:
-        few = range(0)
+        few = math.inf
     group = problem.query.shape[1] // problem.key.shape[-2]
     tokens = max(1, ROW_BLOCK // group)
     found: list[bool] = []
     for q_len in torch.diff(problem.query_start_loc).tolist():
         for first in range(0, q_len, tokens):
             of_item = min(tokens, q_len - first)
-            found += [of_item * group in few] * of_item
+            found += [of_item * group > few] * of_item
     return torch.tensor(found, dtype=torch.bool)
 
 

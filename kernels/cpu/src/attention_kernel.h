@@ -254,6 +254,12 @@ void attend_with(const fa_attention_problem& problem, const WorkItem& item, cons
   }
 }
 
+// Up to this many query rows over an 8-bit cache, AMX is not used.
+template <class T>
+constexpr int kRowsInFp32 = 0;
+template <>
+constexpr int kRowsInFp32<Int8> = kTuning.max_fma_rows_int8;
+
 template <class T>
 void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const WorkItem* following, void* memory) {
   const int num_rows = item.num_tokens * (problem.num_heads / problem.num_kv_heads);
@@ -283,9 +289,9 @@ void attend_kv(const fa_attention_problem& problem, const WorkItem& item, const 
 #endif
 #if defined(FA_AMX)
   if constexpr (sizeof(T) == 1) {
-    const bool few = num_rows > kTuning.max_fma_rows_bytes && num_rows <= kTuning.max_amx_bytes_rows;
-    if (problem.dtype == FA_BF16 && ordered && few && AmxBytePanels<T>::can_run(problem)) {
-      return attend_with<T, AmxBytePanels<T>>(problem, item, following, memory);
+    if (problem.dtype == FA_BF16 && ordered && num_rows > kRowsInFp32<T> && AmxBytePanels<T>::can_run(problem)) {
+      return num_rows <= kTuning.max_amx_bytes_rows ? attend_with<T, AmxBytePanels<T>>(problem, item, following, memory)
+                                                    : attend_with<T, AmxPanels<T>>(problem, item, following, memory);
     }
   }
   if constexpr (kIsSumOfTwoBf16<T>) {

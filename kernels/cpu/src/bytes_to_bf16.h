@@ -99,5 +99,31 @@ class BytesToBf16<Int8, kPaired> {
   static __m512i pairs(const Int8* a, const Int8* b) { return pairs_of(bits(load(a)), bits(load(b))); }
 };
 
+constexpr CodeOrder twice_each() {
+  CodeOrder order{};
+  for (int byte = 0; byte < 64; ++byte) order.from[byte] = static_cast<uint8_t>(byte / 2);
+  return order;
+}
+constexpr CodeOrder kTwiceEach = twice_each();
+
+// 32 numbers in their order, for Bf16Unit. Head sizes are multiples of 32 here, so none is left out. A word of the
+// index holds a code twice, for the lookups of its lower and its upper byte.
+template <class T>
+__m512i load_bf16(const T* p, int) {
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m512i twice = _mm512_permutexvar_epi8(_mm512_load_si512(kTwiceEach.from), _mm512_castsi256_si512(codes));
+  const auto look_up = [&](const uint8_t* table) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), twice, _mm512_load_si512(table + 64));
+  };
+  const __m512i uppers = _mm512_set1_epi16(static_cast<short>(0xff00));
+  const __m512i magnitude = _mm512_or_si512(_mm512_and_si512(look_up(kBf16Bytes<T>.upper), uppers),
+                                            _mm512_andnot_si512(uppers, look_up(kBf16Bytes<T>.lower)));
+  return _mm512_or_si512(magnitude, _mm512_and_si512(twice, _mm512_set1_epi16(static_cast<short>(0x8000))));
+}
+template <>
+inline __m512i load_bf16(const Int8* p, int) {
+  return (__m512i)_mm512_cvtne2ps_pbh(load(p + kWidth), load(p));
+}
+
 }  // namespace
 }  // namespace fastattention

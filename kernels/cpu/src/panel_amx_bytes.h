@@ -30,7 +30,7 @@ struct AmxBytePanels {
   AmxTiles tiles{};
 
   static bool can_run(const fa_attention_problem& problem) { return problem.head_size % kTileDepth == 0; }
-  static int tile_tokens(int) { return kAmxBytesTile; }
+  static int tile_tokens(int num_rows) { return num_rows <= kTileRows ? kAmxBytesTile : 2 * kAmxBytesTile; }
   static int query_stride(int head_size) { return head_size; }
   static int output_stride(int head_size) { return head_size; }
 

@@ -14,7 +14,7 @@ constexpr int kAmxDirectTile = kTuning.amx_direct_tile;
 constexpr int kAmxSplitTile = kTuning.amx_split_tile;
 constexpr int kAmxBytesTile = kTuning.amx_bytes_tile;
 static_assert(kDirectTile <= kKvTile && 2 * kAmxDirectTile <= kKvTile && 2 * kAmxSplitTile <= kKvTile &&
-                  kAmxBytesTile <= kKvTile,
+                  2 * kAmxBytesTile <= kKvTile,
               "scratch memory holds tiles of kKvTile tokens");
 static_assert((kDirectRows & (kDirectRows - 1)) == 0 && kDirectRows <= kWidth,
               "direct panels split their rows into powers of two");

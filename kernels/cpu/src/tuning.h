@@ -18,7 +18,7 @@ struct Tuning {
   int direct_tile;
   int amx_direct_tile = 0;  // for 9 to 16 rows; twice that for fewer
   int amx_split_tile = 0;   // for up to 8 rows; twice that for more
-  int amx_bytes_tile = 0;
+  int amx_bytes_tile = 0;   // for up to 16 rows; twice that for more
   // Direct panels: rows per pass (a power of two, at most the vector width), and accumulators for the values.
   int direct_rows;
   int direct_accumulators;
@@ -58,9 +58,10 @@ struct Tuning {
   int max_amx_direct_rows = 0;
   // The same limit for fp16.
   int max_amx_split_rows = 0;
-  // With bf16 queries over an 8-bit cache, AMX is used from more than the first to the second number of query rows.
-  // Fewer and more rows are computed in fp32. Neither limit has been measured.
-  int max_fma_rows_bytes = 0;
+  // With bf16 queries over an int8 cache, fp32 arithmetic is faster than AMX up to this many query rows. It never is
+  // over fp8.
+  int max_fma_rows_int8 = 0;
+  // Up to this many bf16 query rows AMX reads an 8-bit cache without packing.
   int max_amx_bytes_rows = 0;
 };
 
@@ -121,8 +122,8 @@ constexpr Tuning kTuningAmx = {
     .max_transposed_k_rows_pairs = 64,
     .max_amx_direct_rows = 64,
     .max_amx_split_rows = 48,
-    .max_fma_rows_bytes = 4,
-    .max_amx_bytes_rows = 64,
+    .max_fma_rows_int8 = 4,
+    .max_amx_bytes_rows = 128,
 };
 constexpr Tuning kTuningAvx2 = {
     .kv_tile = 128,
