@@ -16,10 +16,10 @@ time and prefilled in one step; the time ends with the answer of one token. The 
     host    "off", half of the layers on the host
     both    full and host together
 
-All engines are started and then measured in turn, each round with another prompt, while the others are paused: next to
-running ones an engine is up to a quarter slower. Results are medians. The link "host" sets NCCL_P2P_DISABLE=1. An
-engine that is not ready after --limit seconds is ended; its log (--logs) shows where its processes were. Rows with
-"predicted" in their name were not run: see first_token_prediction.py.
+All engines are started and then measured in turn, each round with another prompt, while the others are paused: beside
+six running ones, an engine on two H100 took up to 1.5 times as long. Results are medians. The link "host" sets
+NCCL_P2P_DISABLE=1. An engine that is not ready after --limit seconds is ended; its log (--logs) shows where its
+processes were. Rows with "predicted" in their name were not run: see first_token_prediction.py.
 """
 
 from __future__ import annotations

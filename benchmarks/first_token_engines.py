@@ -98,6 +98,9 @@ class Engine:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # Reads until this process ends, however it ends: paused processes would not notice.
+        end_all = f"read _; kill -s KILL -- -{self._process.pid}"
+        self._watch = subprocess.Popen(["sh", "-c", end_all], stdin=subprocess.PIPE, start_new_session=True)
 
     def wait_until_ready(self, until: float) -> None:
         """Wait until the engine is ready.
@@ -117,12 +120,15 @@ class Engine:
     def ask(self, prompt: Sequence[int], limit: float) -> float:
         """Seconds to the first token."""
         assert self._connection is not None
-        self._connection.send(list(prompt))
+        try:
+            self._connection.send(list(prompt))
+        except OSError:
+            raise EngineError(self._failure("has ended")) from None
         seconds, _ = self._answer(time.monotonic() + limit)
         return float(seconds)
 
     def pause(self) -> None:
-        """Stop all of its processes, which would disturb another engine: vLLM's wait for work by spinning."""
+        """Stop all of its processes. They spin while they wait for work, which slows the measured engine down."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -136,6 +142,8 @@ class Engine:
                 self._process.wait(ENDING)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self._watch.kill()
+        self._watch.wait()
         self._listener.close()
 
     def _answer(self, until: float) -> Any:
@@ -144,7 +152,7 @@ class Engine:
             self._look(until)
         try:
             return self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise EngineError(self._failure("has ended")) from None
 
     def _print_new_lines(self) -> None:
@@ -187,18 +195,20 @@ def measure(link: str, folder: Path, logs: Path, options: argparse.Namespace) ->
     kinds.sort(key=lambda kind: kind[1] != "auto")
     engines: dict[tuple[int, str], Engine] = {}
     began = time.monotonic()
+    ends = contextlib.ExitStack()
 
     def start(kind: tuple[int, str]) -> None:
         name = f"{link} {kind[0]} {kind[1]}"
         environment = LINKS[link] | {"VLLM_CACHE_ROOT": str(folder / "cache")}
         settings = settings_of(model, *kind, options)
         engines[kind] = Engine(name, settings, environment, folder, logs / f"{name.replace(' ', '-')}.log")
+        ends.callback(engines[kind].end)
 
     def ready(kind: tuple[int, str]) -> None:
         engines[kind].wait_until_ready(time.monotonic() + options.limit)
         print(f"{engines[kind].name} is ready after {time.monotonic() - began:.0f} s", flush=True)
 
-    try:
+    with ends:
         first = [kind for kind in kinds if kind[1] == "auto"]
         for kind in first:
             start(kind)
@@ -223,9 +233,6 @@ def measure(link: str, folder: Path, logs: Path, options: argparse.Namespace) ->
         middle = {kind: f"{1e3 * statistics.median(times):.1f} ms" for kind, times in took.items()}
         print(f"{link}: {middle}, after {time.monotonic() - began:.0f} s", flush=True)
         return took
-    finally:
-        for engine in engines.values():
-            engine.end()
 
 
 def save_config(folder: Path, options: argparse.Namespace) -> Path:

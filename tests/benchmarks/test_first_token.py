@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import first_token_engines
 import first_token_prediction
 import first_token_rows
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +136,72 @@ def test_an_engine_that_does_not_start_is_ended_with_its_traceback(
             engine.wait_until_ready(time.monotonic())
     finally:
         engine.end()
+
+
+ANSWERS = """
+import sys
+from multiprocessing.connection import Client
+with Client(sys.argv[1], "AF_UNIX") as parent:
+    parent.send("ready")
+    while (prompt := parent.recv()) is not None:
+        parent.send((len(prompt), 1))
+"""
+
+
+@pytest.fixture
+def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[first_token_engines.Engine]:
+    """A process that answers a prompt with its length in place of seconds."""
+    script = tmp_path / "answers.py"
+    script.write_text(ANSWERS)
+    monkeypatch.setattr(first_token_engines, "__file__", str(script))
+    engine = first_token_engines.Engine("one", {}, {}, tmp_path, tmp_path / "log")
+    engine.wait_until_ready(time.monotonic() + 60)
+    yield engine
+    engine.end()
+
+
+def test_a_paused_engine_answers_when_it_is_resumed(answering: first_token_engines.Engine) -> None:
+    process = psutil.Process(answering._process.pid)
+    for _ in range(2):
+        answering.pause()
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        answering.resume()
+        assert answering.ask([1, 2, 3], 60) == 3.0
+
+
+def test_an_engine_that_has_ended_while_it_was_paused(answering: first_token_engines.Engine) -> None:
+    answering.pause()
+    answering._process.kill()
+    answering._process.wait()
+    answering.resume()
+    with pytest.raises(first_token_engines.EngineError, match="one has ended"):
+        answering.ask([1, 2, 3], 60)
+
+
+def test_paused_engines_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    code = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import first_token_engines
+folder = Path(sys.argv[2])
+first_token_engines.__file__ = str(folder / "answers.py")
+engine = first_token_engines.Engine("one", {}, {}, folder, folder / "log")
+engine.wait_until_ready(time.monotonic() + 60)
+engine.pause()
+print(engine._process.pid, flush=True)
+time.sleep(600)
+"""
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    command = [sys.executable, "-c", code, str(BENCHMARKS), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        engine = psutil.Process(int(benchmark.stdout.readline()))
+        benchmark.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while engine.status() != psutil.STATUS_ZOMBIE:  # an orphan may have no one who collects it
+            time.sleep(0.05)
 
 
 @pytest.mark.full

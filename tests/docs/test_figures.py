@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -120,8 +121,8 @@ def table_rows(page: Path, heading: str) -> list[list[str]]:
     [
         ("2026-11-23-first-token-host-2-h200", "host", "H200", 2),
         ("2026-11-22-first-token-nvlink-2-h200", "nvlink", "H200", 2),
-        ("2026-11-26-first-token-host-4-h100", "host", "H100", 2),
-        ("2026-11-26-first-token-host-4-h100", "host", "H100", 4),
+        ("2026-11-27-first-token-host-2-h100-others-paused", "host", "H100", 2),
+        ("2026-11-27-first-token-host-4-h100", "host", "H100", 4),
         ("2026-11-26-first-token-nvlink-4-h100", "nvlink", "H100", 2),
         ("2026-11-26-first-token-nvlink-4-h100", "nvlink", "H100", 4),
     ],
@@ -139,19 +140,22 @@ def test_first_token(name: str, link: str, gpu: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "links"), [("layer-host-2-h200", ["host"]), ("layer-nvlink-2-h200", ["nvlink"]), ("layer-4-h100", LINKS)]
+    ("name", "models", "links"),
+    [
+        ("2026-11-22-tiling-layer-host-2-h200", ["8B", "70B"], ["host"]),
+        ("2026-11-22-tiling-layer-nvlink-2-h200", ["8B", "70B"], ["nvlink"]),
+        ("2026-11-26-tiling-layer-4-h100", ["70B"], LINKS),
+        ("2026-11-27-tiling-layer-4-h100", ["8B"], LINKS),
+    ],
 )
-def test_tiled_layers(name: str, links: list[str]) -> None:
-    date, gpu, ranks = ("2026-11-26", "H100", 4) if name.endswith("h100") else ("2026-11-22", "H200", 2)
+def test_tiled_layers(name: str, models: list[str], links: list[str]) -> None:
+    ranks, gpu = int(name.split("-")[-2]), name.split("-")[-1].upper()
     table = table_rows(PERFORMANCE, "| link | GPUs | model | plain | row-parallel layers tiled | full form |")
-    for link in links:
-        for model in ("8B", "70B"):
-            case = f"{model} layer, 8192 tokens, {ranks} ranks, {link}"
-            plain, *tiled = (
-                row(f"{date}-tiling-{name}", f"{case}, {way}", "overlap layer") for way in ("plain", "linear", "full")
-            )
-            cells = [LINKS[link], f"{NUMBERS[ranks]} {gpu}", f"{model} shape", f"{plain['ours']:.2f} ms"]
-            assert [*cells, *(f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" for one in tiled)] in table
+    for link, model in itertools.product(links, models):
+        case = f"{model} layer, 8192 tokens, {ranks} ranks, {link}"
+        plain, *tiled = (row(name, f"{case}, {way}", "overlap layer") for way in ("plain", "linear", "full"))
+        cells = [LINKS[link], f"{NUMBERS[ranks]} {gpu}", f"{model} shape", f"{plain['ours']:.2f} ms"]
+        assert [*cells, *(f"{one['ours']:.2f} ms, {one['ratio']:.2f}x" for one in tiled)] in table
 
 
 def test_small_sums_by_push() -> None:

@@ -2,8 +2,8 @@
 // is a subnormal one, which AMX would treat as zero.
 //
 // fp8: two tables of 128 bytes have the upper and the lower byte of each magnitude, and the sign is or-ed in. A lookup
-// (vpermi2b) ignores the top bit of a code, so the sign needs no masking. int8: conversion to fp32 takes as many
-// instructions as the tables would, and needs no special case for -128.
+// (vpermi2b) ignores the top bit of a code, so the sign needs no masking. int8: conversion to fp32 takes a few
+// instructions more than the tables would, and needs no special case for -128.
 //
 // Tiles hold pairs of bf16 numbers. They are paired as in unit_split.h, a number with the one 16 places after it, which
 // is free: int8 needs no shuffle for it, and a lookup's result has to be shuffled in any case.

@@ -117,8 +117,8 @@ class RowFactors<Int8> {
       }
     }
   }
-  // What multiplies the values: weights of which the softmax has taken the sums, before they are rounded. For a token
-  // that the panel does not see, the weight is 0, and the product is NaN if its factor is. Only AmxPanels reads these.
+  // What multiplies the values: weights of which the softmax has taken the sums, before they are rounded. Outside of
+  // what the panel sees, products may be NaN; these weights are replaced or not read.
   Vec weighted(Vec weights, int column) const { return mul(weights, load(value_ + column)); }
 
  private:

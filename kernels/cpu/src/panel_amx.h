@@ -168,13 +168,21 @@ struct AmxPanels {
     }
   }
 
-  void add_values(int first_row, int rows, const Weight* weights, int begin, int end, const float* rescale) {
+  void add_values(int first_row, int rows, Weight* weights, int begin, int end, const float* rescale) {
     const int stride = output_stride(head_size);
     float* output = scratch.output + static_cast<size_t>(first_row) * stride;
     rescale_rows(output, rows, stride, rescale);
-    // Weights outside [begin, end) are zero up to the next multiple of kColumnStep.
-    begin = begin / kTileDepth * kTileDepth;
-    const int steps = (end - begin + kTileDepth - 1) / kTileDepth;
+    // Weights outside [begin, end) are zero up to the next multiple of kColumnStep, unless a factor of NaN made them
+    // NaN.
+    const int first = begin / kTileDepth * kTileDepth, last = round_up(end, kTileDepth);
+    if constexpr (sizeof(T) == 1) {
+      for (int r = 0; r < rows; ++r) {
+        for (int t = first; t < begin; ++t) weights[r * kKvTile + t] = {};
+        for (int t = end; t < last; ++t) weights[r * kKvTile + t] = {};
+      }
+    }
+    begin = first;
+    const int steps = (last - first) / kTileDepth;
     const bool two_halves = rows > kTileRows;
     for (int column = 0; column < stride; column += kStrip) {
       const bool whole = stride - column >= kStrip;

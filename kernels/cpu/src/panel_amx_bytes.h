@@ -1,6 +1,6 @@
-// AMX for few query rows and an 8-bit cache: K and V are widened to bf16 on the way from the cache to tile registers;
-// see bytes_to_bf16.h. Scores are computed transposed, as in panel_amx_direct.h, and tokens of V are paired while they
-// are widened, as in panel_amx_split.h. Widening takes longer than a product, so up to 32 rows share it.
+// AMX for up to 128 query rows over an 8-bit cache: K and V are widened to bf16 on the way from the cache to tile
+// registers; see bytes_to_bf16.h. Scores are computed transposed, as in panel_amx_direct.h, and tokens of V are paired
+// while they are widened, as in panel_amx_split.h. Widening takes longer than a product, so up to 32 rows share it.
 namespace fastattention {
 namespace {
 

@@ -58,8 +58,8 @@ struct Tuning {
   int max_amx_direct_rows = 0;
   // The same limit for fp16.
   int max_amx_split_rows = 0;
-  // With bf16 queries over an int8 cache, fp32 arithmetic is faster than AMX up to this many query rows. It never is
-  // over fp8.
+  // With bf16 queries over an int8 cache, fp32 arithmetic is faster than AMX up to this many query rows. Over fp8, AMX
+  // is as fast or faster with any number.
   int max_fma_rows_int8 = 0;
   // Up to this many bf16 query rows AMX reads an 8-bit cache without packing.
   int max_amx_bytes_rows = 0;

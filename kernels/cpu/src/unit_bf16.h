@@ -18,14 +18,14 @@ inline void store_weights(BFloat16* p, Vec first, Vec second) {
   _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-// The same numbers of an 8-bit cache; see bytes_to_bf16.h.
-template <class T>
-__m512i load_bf16(const T* p, int count);
 // Loads up to 32 elements. Those from count on are zero and their memory is not touched.
 inline __m512i load_bf16(const BFloat16* p, int count) {
   const __mmask32 mask = count >= 32 ? ~0u : (1u << count) - 1;
   return _mm512_maskz_loadu_epi16(mask, p);
 }
+// Loads 32 elements of an 8-bit cache. Defined in bytes_to_bf16.h.
+template <class T>
+__m512i load_bf16(const T* p, int count);
 
 struct Bf16Unit {
   using Element = BFloat16;
