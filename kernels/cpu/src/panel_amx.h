@@ -181,20 +181,19 @@ struct AmxPanels {
         for (int t = end; t < last; ++t) weights[r * kKvTile + t] = {};
       }
     }
-    begin = first;
     const int steps = (last - first) / kTileDepth;
     const bool two_halves = rows > kTileRows;
     for (int column = 0; column < stride; column += kStrip) {
       const bool whole = stride - column >= kStrip;
       const int width = whole ? kStrip : stride - column;
       const Element* strip = static_cast<const Element*>(scratch.values) + static_cast<size_t>(column) * kKvTile +
-                             static_cast<size_t>(begin) * width;
+                             static_cast<size_t>(first) * width;
       upcoming.advance();
       const auto multiply =
           two_halves ? (whole ? amx_multiply<Element, true, true, true> : amx_multiply<Element, true, true, false>)
                      : (whole ? amx_multiply<Element, true, false, true> : amx_multiply<Element, true, false, false>);
       const float* next = output + (column + kStrip < stride ? column + kStrip : kRows * stride);
-      multiply(weights + begin, kKvTile, strip, width, steps, output + column, stride, next);
+      multiply(weights + first, kKvTile, strip, width, steps, output + column, stride, next);
     }
   }
   void finish() { upcoming.rest(); }
