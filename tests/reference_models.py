@@ -239,6 +239,42 @@ def save_random(config: PretrainedConfig, path: Path, seed: int = 0, kind: type 
     return path
 
 
+def save_smooth_gpt_oss(path: Path) -> Path:
+    """A gpt-oss whose log-probabilities bf16 moves by less than 0.05, where :func:`gpt_oss`'s move by 0.1 to 0.9.
+
+    It chooses all of its experts. Without a layer's sinks they move by 0.2 to 5 in the first 142 tokens, without
+    windows by 0.4 to 2, and with windows of one token less by 0.07 to 0.12.
+    """
+    config = gpt_oss()
+    config.num_experts_per_tok, config.initializer_range = config.num_local_experts, 0.05
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight *= 3
+        for layer in model.model.layers:
+            layer.self_attn.sinks += 3
+            layer.self_attn.o_proj.weight *= 3
+    model.save_pretrained(path)
+    return path
+
+
+def save_repetitive(config: PretrainedConfig, path: Path) -> Path:
+    """Random weights whose answers often run through cycles of five tokens, so that n-gram drafts are found.
+
+    Answers leave these cycles as often, which rejects drafts. A random model repeats nothing.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tokens = torch.arange(VOCAB // 5 * 5)
+    following = tokens // 5 * 5 + (tokens + 1) % 5
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        model.lm_head.weight[following] += 0.7 * embeddings[tokens]
+        embeddings *= 60  # about as much of a token's last state as all layers add
+    model.save_pretrained(path)
+    return path
+
+
 def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]

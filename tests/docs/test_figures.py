@@ -121,8 +121,8 @@ def table_rows(page: Path, heading: str) -> list[list[str]]:
     [
         ("2026-11-23-first-token-host-2-h200", "host", "H200", 2),
         ("2026-11-22-first-token-nvlink-2-h200", "nvlink", "H200", 2),
-        ("2026-11-27-first-token-host-2-h100-others-paused", "host", "H100", 2),
-        ("2026-11-27-first-token-host-4-h100", "host", "H100", 4),
+        ("2026-11-27-first-token-host-4-h100-others-paused", "host", "H100", 2),
+        ("2026-11-27-first-token-host-4-h100-others-paused", "host", "H100", 4),
         ("2026-11-26-first-token-nvlink-4-h100", "nvlink", "H100", 2),
         ("2026-11-26-first-token-nvlink-4-h100", "nvlink", "H100", 4),
     ],

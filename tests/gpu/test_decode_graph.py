@@ -21,10 +21,10 @@ from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import Batch
 from tests import reference_models as reference
 from tests.gpu.apart import apart
-from tests.gpu.test_engine import GPU, LAYERS, LENGTHS, Steps, check, model  # noqa: F401
-from tests.integration.engine import engine, generate
+from tests.gpu.test_engine import ALLOWED, GPU, LAYERS, LENGTHS, Steps, check, model  # noqa: F401
+from tests.integration.engine import NGRAM, check_drafts, engine, generate
 from tests.placement.scenario import Model
-from tests.reference_models import random_prompts, save_random
+from tests.reference_models import random_prompts, save_repetitive, save_smooth_gpt_oss
 
 GRAPHS: dict[str, Any] = {"enforce_eager": False}
 WAYS: dict[str, dict[str, Any]] = {
@@ -62,6 +62,8 @@ def answer(
         before = thread.counters().calls if thread else 0
         parts = [[prompt] for prompt in prompts] if alone else [prompts]
         steps = [one for part in parts for one in ask(llm, part, tokens)]
+        if "speculative_config" in changes:
+            check_drafts(llm)
         return steps, thread.counters().calls - before if thread else 0
 
 
@@ -250,26 +252,36 @@ def test_answers_are_those_of_vllms_backend(
     assert calls % hosts == 0
 
 
-def test_windows_and_sinks(tmp_path: Path) -> None:
-    """Of one request at a time, graph and pieces compute the same. FlashAttention has sinks in bf16 only."""
-    path = save_random(reference.gpt_oss(), tmp_path)
-    changes = {"dtype": "bfloat16", "additional_config": {"fastattention": {"host_kv_layers": 2}}}
-    pieces = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-    expected, none = apart(answer, path, random_prompts(LENGTHS), alone=True, **changes, **pieces)
-    found, calls = apart(answer, path, random_prompts(LENGTHS), alone=True, **changes)
-    check(found, expected)
-    assert none == 0
-    assert calls >= 2 * 11 * len(LENGTHS)
+@pytest.mark.parametrize(
+    ("section", "peer"),
+    [
+        ({}, "FLASH_ATTN"),
+        ({"stream_fraction": 0}, "FLASH_ATTN"),
+        ({"stream_fraction": 0.6}, "FLASH_ATTN"),
+        ({"volta_kernels": "ptx"}, "TRITON_ATTN"),
+    ],
+    ids=["flash", "cpu alone", "share over the link", "volta"],
+)
+def test_windows_and_sinks(section: dict[str, Any], peer: str, tmp_path: Path) -> None:
+    """FlashAttention has sinks in bf16 only, the V100's kernels in fp16 only."""
+    path, prompts = save_smooth_gpt_oss(tmp_path), random_prompts(LENGTHS)
+    dtype, allowed = ("float16", ALLOWED) if "volta_kernels" in section else ("bfloat16", 2**-4)
+    expected, _ = apart(answer, path, prompts, attention_backend=peer, dtype=dtype)
+    config = {"fastattention": section | {"host_kv_layers": 3}}
+    found, calls = apart(answer, path, prompts, additional_config=config, dtype=dtype)
+    check(found, expected, allowed)
+    assert calls >= 8 * 3, "most decode steps are graphs"
 
 
-def test_speculation(model: Path) -> None:  # noqa: F811
+def test_speculation(tmp_path: Path) -> None:
+    """Of one request at a time, a step with four drafts is one graph."""
+    path = save_repetitive(reference.llama(8, 2, 128, layers=LAYERS), tmp_path)
     prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
     section = {"additional_config": {"fastattention": {"host_kv_layers": 2}}}
-    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
-    plain, _ = apart(answer, model, prompts, 24, **section)
-    found, calls = apart(answer, model, prompts, 24, **section, **drafts)
+    plain, _ = apart(answer, path, prompts, 40, alone=True, **section)
+    found, calls = apart(answer, path, prompts, 40, alone=True, **section, speculative_config=NGRAM)
     check(found, plain)
-    assert calls
+    assert calls >= 2 * 6
 
 
 def changing_batches(path: Path, prompts: list[list[int]], turns: int | None) -> list[list[Steps]]:

@@ -13,9 +13,10 @@ from fastattention_vllm.demo.haystack import make_haystack
 from fastattention_vllm.demo.model import build_demo_model
 from fastattention_vllm.demo.spec import DemoModelSpec
 from fastattention_vllm.demo.tokenizer import token_id
+from tests import reference_models as reference
 from tests.gpu.test_engine import GPU, Steps, answers, check, expected, model  # noqa: F401
-from tests.integration.engine import engine, generate
-from tests.reference_models import random_prompts
+from tests.integration.engine import NGRAM, check_drafts, engine, generate
+from tests.reference_models import random_prompts, save_repetitive
 
 PTX = {"volta_kernels": "ptx"}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -66,14 +67,17 @@ def test_replays_read_the_tables_of_their_own_step(model: Path) -> None:  # noqa
     assert agreeing >= 0.8 * (9 * 10 + 30 * 3), "rounding may change a token and all that follow"
 
 
-def test_speculation(model: Path) -> None:  # noqa: F811
+def test_speculation(tmp_path: Path) -> None:
     """The decode kernel computes several query tokens of a request."""
+    path = save_repetitive(reference.llama(8, 2, 128, layers=4), tmp_path)
     prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
-    drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 3}
+    drafts = NGRAM | {"num_speculative_tokens": 1}
     found = []
     for changes in ({}, {"speculative_config": drafts}):
-        with engine(model, additional_config={"fastattention": PTX | {"host_kv_layers": 0}}, **(GPU | changes)) as llm:
+        with engine(path, additional_config={"fastattention": PTX | {"host_kv_layers": 0}}, **(GPU | changes)) as llm:
             found.append([list(output.outputs[0].token_ids) for output in generate(llm, prompts, max_tokens=24)])
+            if changes:
+                check_drafts(llm)
     agreeing = sum(a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))
     assert agreeing >= 40, "of 48; rounding may change a token and all that follow"
 

@@ -24,9 +24,16 @@ from fastattention_vllm.demo.spec import DemoModelSpec
 from fastattention_vllm.demo.tokenizer import token_id
 from tests import reference_models as reference
 from tests.gpu.test_engine import ALLOWED, GPU, LENGTHS, Steps
-from tests.integration.engine import MAX_TOKENS, engine, generate
+from tests.integration.engine import MAX_TOKENS, NGRAM, check_drafts, engine, generate
 from tests.integration.test_lora import RANK, with_adapters
-from tests.reference_models import Answer, decoder_shape, hugging_face_answers, random_prompts, save_random
+from tests.reference_models import (
+    Answer,
+    decoder_shape,
+    hugging_face_answers,
+    random_prompts,
+    save_random,
+    save_repetitive,
+)
 
 Prompts = Sequence[list[int]]
 PEER = "TRITON_ATTN"
@@ -56,9 +63,9 @@ def volta(host_layers: int | str = 0) -> dict[str, Any]:
     return {"additional_config": {"fastattention": {"volta_kernels": "ptx", "host_kv_layers": host_layers}}}
 
 
-def saved(config: PretrainedConfig, path: Path) -> Path:
+def saved(config: PretrainedConfig, path: Path, save: Callable[..., Path] = save_random) -> Path:
     """A random model whose weights are fp16 numbers."""
-    model = save_random(config, path)
+    model = save(config, path)
     for file in model.glob("*.safetensors"):
         save_file({name: w.half().float() for name, w in load_file(file).items()}, file, metadata={"format": "pt"})
     return model
@@ -80,6 +87,8 @@ def peaked(model: Path) -> Path:
 def answers(model: Path, prompts: Prompts, max_tokens: int, *, loras: Any = None, **settings: Any) -> list[Steps]:
     with engine(model, **(GPU | settings)) as llm:
         outputs = generate(llm, prompts, max_tokens, lora_request=loras)
+        if "speculative_config" in settings:
+            check_drafts(llm)
     completions = [output.outputs[0] for output in outputs]
     return [
         [(token, step[token].logprob) for token, step in zip(found.token_ids, found.logprobs, strict=True)]
@@ -161,10 +170,10 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_speculation(drafts: int, tmp_path: Path) -> None:
     """One or three guessed tokens: 8 or 16 rows per KV head, for the narrow and the wide decode kernel."""
-    method = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
+    method = NGRAM | {"num_speculative_tokens": drafts}
     prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
     settings = [volta(layers) | {"speculative_config": method} for layers in (0, 2)]
-    compare(saved(reference.qwen3(8, 2, 128), tmp_path), *settings, prompts=prompts, max_tokens=24)
+    compare(saved(reference.qwen3(8, 2, 128), tmp_path, save_repetitive), *settings, prompts=prompts, max_tokens=24)
 
 
 @pytest.mark.parametrize("host_layers", [0, 2])

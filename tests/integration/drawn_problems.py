@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.integration.drawn_models import MIXED, Model, draw_model
-from tests.integration.test_speculation import NGRAM
+from tests.integration.engine import NGRAM
 from tests.reference_models import random_prompts
 
 MAX_MODEL_LEN = 384

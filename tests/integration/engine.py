@@ -15,6 +15,8 @@ from tests.reference_models import Answer
 
 MAX_TOKENS = 12
 LOGPROB_TOLERANCE = 1e-4
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+"""Drafts begin at a token that the request has seen before."""
 
 
 @contextmanager
@@ -60,6 +62,13 @@ def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = MAX_TOKEN
 def counter(llm: LLM, name: str) -> float:
     """The sum of one of vLLM's metrics since this engine started."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+def check_drafts(llm: LLM) -> None:
+    """Without drafts, accepted ones and rejected ones, a test of speculation tests nothing."""
+    drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
+    accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+    assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: both are needed"
 
 
 def check(outputs: Sequence[Any], expected: Sequence[Answer]) -> None:

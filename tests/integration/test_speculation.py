@@ -18,7 +18,7 @@ from fastattention_vllm.integration.host_layers import layers as host_layers
 from tests import drafters
 from tests import reference_models as reference
 from tests.hybrid_references import hybrid_answers
-from tests.integration.engine import check, counter, engine, generate
+from tests.integration.engine import NGRAM, check, counter, engine, generate
 from tests.integration.test_models import core_first
 from tests.reference_models import gemma2, hugging_face_answers, llama, random_prompts, save_random
 
@@ -30,7 +30,6 @@ needs_linear_attention = pytest.mark.skipif(
 LENGTHS = (1, 15, 65, 130)
 """With steps of 64 tokens and blocks of 16 or 32: less than a block, and prompts in several steps."""
 CACHED: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 16}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

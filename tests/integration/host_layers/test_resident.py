@@ -13,9 +13,8 @@ from fastattention_vllm.placement import host_attention, prefetch
 from fastattention_vllm.placement.host_attention import HostAttention
 from fastattention_vllm.placement.stream_split import StreamSplit
 from tests import reference_models as reference
-from tests.integration.engine import MAX_TOKENS, check, counter, generate
+from tests.integration.engine import MAX_TOKENS, NGRAM, check, check_drafts, counter, generate
 from tests.integration.host_layers.test_layers import PAGE, host, host_layers_of, llama, small_blocks
-from tests.integration.test_speculation import NGRAM
 from tests.reference_models import hugging_face_answers, random_prompts, save_random
 
 GIB = 1 << 30
@@ -106,10 +105,8 @@ def test_speculation_changes_no_token(tmp_path: Path) -> None:
     answers = hugging_face_answers(model, prompts, 40)
     with small_blocks(model, speculative_config=NGRAM, **copies(14)) as llm:
         check(generate(llm, prompts, max_tokens=40), answers)
-        drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")
-        accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
+        check_drafts(llm)
         assert host_layers_of(llm).counters().resident_bytes > 0
-    assert drafted > accepted > 0, f"{drafted} tokens drafted, {accepted} accepted: both are needed"
 
 
 @pytest.mark.more
