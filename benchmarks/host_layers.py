@@ -51,9 +51,12 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
     parser.add_argument("--decode", type=int, default=8, help="tokens timed per variant")
     parser.add_argument("--speculate", type=int, default=0, help="n-gram drafts of so many tokens; use a long --decode")
+    parser.add_argument("--lookup", type=int, default=1, help="shortest n-gram that finds a draft; 64 finds none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--ways", nargs="+", default=["stream all", "CPU alone", "pieces", "graph", "shared graph", "auto"]
+        "--ways",
+        nargs="+",
+        default=["stream all", "CPU alone", "pieces", "graph", "shared graph", "auto", "drafts as found"],
     )
     parser.add_argument("--engines", nargs="+", choices=["stock", "device", "host"], default=["stock", "host"])
     parser.add_argument("--enforce-eager", action="store_true")

@@ -35,7 +35,7 @@ def engine(path: Path, options: argparse.Namespace, backend: str, length: int, g
 
     if options.speculate:
         drafts = {"method": "ngram", "num_speculative_tokens": options.speculate}
-        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        lookup = {"prompt_lookup_max": max(3, options.lookup), "prompt_lookup_min": options.lookup}
         more |= {"speculative_config": drafts | lookup, "disable_log_stats": False}
     return LLM(
         model=str(path),

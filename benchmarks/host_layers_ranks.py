@@ -10,11 +10,21 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
 from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.stream_split import StreamSplit
+
+
+class Way(NamedTuple):
+    """How to decode. Both limits are bytes of the contexts in one layer."""
+
+    split: StreamSplit
+    until: float
+    """Steps are one graph."""
+    filled_until: float = 0.0
+    """Missing drafts are made up."""
 
 
 @dataclass(frozen=True)
@@ -24,35 +34,37 @@ class Rank:
     """Of one layer in this rank's pool."""
     until: float
     """Bytes of the contexts in one layer for which one graph was chosen."""
-    ways: dict[str, tuple[StreamSplit, float]]
-    """How to decode: the link's share, and ``until``."""
+    ways: dict[str, Way]
 
     def share(self, way: str, context: int) -> float:
         """Of ``context`` bytes in one layer, what the GPU reads."""
-        split, until = self.ways[way]
-        return split.in_graph() if until > context else split.of(context)
+        found = self.ways[way]
+        return found.split.in_graph() if found.until > context else found.split.of(context)
 
 
 def start(worker: Any) -> Rank:
     """What the start measured and chose on this rank."""
     layers = _layers(worker)
     chosen, until = layers.group.stream_split, layers.whole_steps_until
-    ways = {"stream all": (StreamSplit(1.0), 0.0), "CPU alone": (StreamSplit(0.0), 0.0), "pieces": (chosen, 0.0)}
+    filled = layers.filled_steps_until
+    ways = {"stream all": Way(StreamSplit(1.0), 0.0), "CPU alone": Way(StreamSplit(0.0), 0.0)}
+    ways["pieces"] = Way(chosen, 0.0)
     if layers.graph_calls is not None:
-        ways["graph"] = (StreamSplit(0.0), math.inf)
+        ways["graph"] = Way(StreamSplit(0.0), math.inf)
         if layers.graph_calls.over_link is not None:
-            ways["shared graph"] = (chosen, math.inf)
-        ways["auto"] = (chosen, until)
+            ways["shared graph"] = Way(chosen, math.inf)
+        ways["auto"] = Way(chosen, until, filled)
+        if filled:
+            ways["drafts as found"] = Way(chosen, until)
     placement = layers.placement
     token_bytes = placement.host_bytes_per_block // placement.device_size.block_size
     return Rank(len(placement.host), token_bytes, until, ways)
 
 
 def follow(worker: Any, ranks: list[Rank], way: str) -> None:
-    split, until = ranks[worker.rank].ways[way]
-    layers = _layers(worker)
-    layers.set_stream_split(split)
-    layers.whole_steps_until = until
+    layers, found = _layers(worker), ranks[worker.rank].ways[way]
+    layers.set_stream_split(found.split)
+    layers.whole_steps_until, layers.filled_steps_until = found.until, found.filled_until
 
 
 def counters(worker: Any) -> Counters:

@@ -10,7 +10,10 @@ Used by: host_layers.py.
               pieces       in pieces, and the GPU reads the share that the start-up measurement chose
               graph        each step is one CUDA graph, in which the CPU attends to everything
               shared graph the same, and the GPU reads in place the share that the start-up measurement chose
-              auto         pieces or the shared graph, by length, as the start-up measurement chose
+              auto         pieces or the shared graph, by length, as the start-up measurement chose; where it is a
+                           graph, missing n-gram drafts are made up
+              drafts as found
+                           auto, but no drafts are made up
 
 The limit of a decoding rate is a plain read of all ranks' host pools, by the same threads in the same rounds. With
 --speculate one read serves a token and the accepted drafts, which are counted.
@@ -117,6 +120,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                 case += f", {options.resident_gib:g} GiB of copies, max_model_len {length}"
             case += f", {options.host_kv_dtype} on the host" if options.host_kv_dtype != "auto" else ""
             case += f", drafts of {options.speculate}" if options.speculate else ""
+            case += f", n-grams of {options.lookup} and more" if options.speculate and options.lookup > 1 else ""
             rows.append(
                 row(case, "cooperative needles", f"of {batch * len(NEEDLES)}", found, limit=batch * len(NEEDLES))
             )

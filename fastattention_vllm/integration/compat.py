@@ -282,12 +282,12 @@ def choose_whole_steps(find: Callable[[Any], Any]) -> None:
 
     if hasattr(Worker, "_fastattention_step"):
         return
-    step = Worker._fastattention_step = types.SimpleNamespace(whole=True)
+    step = Worker._fastattention_step = types.SimpleNamespace(whole=True, host_layers=None)
     execute, first, second = Worker.execute_model, CudagraphDispatcher.dispatch, CudaGraphManager.dispatch
 
     @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
-        host_layers = find(self.vllm_config)
+        step.host_layers = host_layers = find(self.vllm_config)
         step.whole = host_layers is None or host_layers.allows_whole_step(tokens_in_cache(scheduler_output))
         try:
             return execute(self, scheduler_output, *more, **named)
@@ -314,6 +314,46 @@ def choose_whole_steps(find: Callable[[Any], Any]) -> None:
     Worker.execute_model = execute_model
     CudagraphDispatcher.dispatch = dispatch
     CudaGraphManager.dispatch = dispatch_second
+
+
+def fill_ngram_drafts() -> None:
+    """Let host layers ask n-gram drafting for as many tokens as graphs of whole steps hold, if it finds fewer.
+
+    The drafter does not know the configuration; :func:`choose_whole_steps` has noted the step's host layers.
+
+    All versions: these graphs are captured for 1 + num_speculative_tokens tokens of each request, and all other decode
+    steps run in pieces. A request's last token is repeated; verification decides as with any other draft. Remove it
+    when vLLM captures steps with fewer drafts, too.
+    """
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+    from vllm.v1.worker.gpu_worker import Worker
+
+    propose = NgramProposer.batch_propose
+    if hasattr(propose, "_fastattention"):
+        return
+
+    @functools.wraps(propose)
+    def batch_propose(
+        self: Any, num_requests: int, drafting: list[int], lengths: Any, tokens: Any, *more: int
+    ) -> list[list[int]]:
+        drafts: list[list[int]] = propose(self, num_requests, drafting, lengths, tokens, *more)
+        host_layers = Worker._fastattention_step.host_layers
+        # A request that does not draft, such as one whose prompt is not finished, keeps the step from being one graph.
+        if (
+            host_layers
+            and drafting
+            and len(drafting) == num_requests
+            and host_layers.fills_drafts(int(lengths[drafting].sum()))
+        ):
+            (most,) = more or (self.k,)  # <= 0.23 drafts num_speculative_tokens in each step
+            for request in drafting:
+                length = int(lengths[request])
+                missing = min(most, self.max_model_len - length) - len(drafts[request])
+                drafts[request] += [int(tokens[request, length - 1])] * missing
+        return drafts
+
+    batch_propose._fastattention = True  # type: ignore[attr-defined]
+    NgramProposer.batch_propose = batch_propose
 
 
 def may_be_whole_step() -> bool:

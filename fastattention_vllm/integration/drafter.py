@@ -48,6 +48,12 @@ def model_of(vllm_config: VllmConfig) -> Any:
     return speculative.draft_model_config
 
 
+def finds_drafts(vllm_config: VllmConfig) -> bool:
+    """Whether drafts are n-grams that a request repeats, of which there may be none in a step."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and speculative.method == "ngram"
+
+
 def is_of_draft_model(vllm_config: VllmConfig) -> bool:
     """Whether this is the configuration that a worker makes for the draft model, from the engine's."""
     return vllm_config.model_config is not None and vllm_config.model_config is model_of(vllm_config)

@@ -83,6 +83,13 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("vllm.v1.spec_decode.ngram_proposer.NgramProposer.batch_propose",),
+        why="With host layers, decode steps are CUDA graphs that hold a fixed number of drafts. vLLM's n-gram drafting "
+        "finds fewer or none, and such steps run in pieces. Where pieces are slower, missing drafts are made up.",
+        remove_when="vLLM captures steps with fewer drafts, too",
+        sites=("compat:fill_ngram_drafts:NgramProposer.batch_propose",),
+    ),
+    Patch(
         names=("GPUModelRunner._update_hybrid_attention_mamba_layout of vllm.v1.worker.gpu_model_runner",),
         why="In models with linear-attention layers, vLLM 0.19 changes the strides of all attention layers' caches "
         "before it adds those of layers that share a cache, which ends the start with a KeyError.",

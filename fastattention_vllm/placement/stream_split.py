@@ -105,3 +105,22 @@ def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 
     if gain <= 0:
         return math.inf
     return max(MIN_SPLIT_BYTES, loss / gain)
+
+
+def filled_steps_until(rates: Rates | None, sharing: float = 1.0, in_graph: bool = False) -> float:
+    """Bytes of the contexts in one layer up to which missing drafts are worth computing, so that a step is one graph.
+
+    Graphs hold as many tokens of each request as can be drafted. With fewer drafts a step runs in pieces. Those read B
+    bytes at the memory's rate at most, and launching takes longer; the graph takes B / :meth:`Rates.in_whole_step`.
+
+    Args:
+        rates: with all drafts. None if they were not measured, then nothing is filled.
+        sharing: the fraction of host layers without a window.
+        in_graph: whether the graph shares with the link.
+    """
+    if rates is None:
+        return 0.0
+    loss = 1 / rates.in_whole_step(in_graph) - 1 / rates.memory  # seconds per byte
+    if loss <= 0 or sharing == 0:
+        return MIN_SPLIT_BYTES
+    return min(MIN_SPLIT_BYTES, LAUNCH_SECONDS / sharing / loss)

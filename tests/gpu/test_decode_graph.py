@@ -274,14 +274,14 @@ def test_windows_and_sinks(section: dict[str, Any], peer: str, tmp_path: Path) -
 
 
 def test_speculation(tmp_path: Path) -> None:
-    """Of one request at a time, a step with four drafts is one graph."""
+    """Steps are graphs with all drafts, where only some were found, too."""
     path = save_repetitive(reference.llama(8, 2, 128, layers=LAYERS), tmp_path)
     prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
     section = {"additional_config": {"fastattention": {"host_kv_layers": 2}}}
     plain, _ = apart(answer, path, prompts, 40, alone=True, **section)
     found, calls = apart(answer, path, prompts, 40, alone=True, **section, speculative_config=NGRAM)
     check(found, plain)
-    assert calls >= 2 * 6
+    assert calls >= 2 * 40, "about 57 steps, in 12 of which all four drafts are found"
 
 
 def changing_batches(path: Path, prompts: list[list[int]], turns: int | None) -> list[list[Steps]]:

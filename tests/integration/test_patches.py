@@ -22,6 +22,8 @@ NOT_VLLMS = {
     "ascend/platform:_honouring:get_attn_backend_cls._fastattention": "a mark on our own function",
     "ascend/row_parallel:_tiling:_get_row_parallel_op._fastattention": "a mark on our own function",
     "compat:choose_whole_steps.execute_model:step.whole": "a note of our own",
+    "compat:choose_whole_steps.execute_model:step.host_layers": "a note of our own",
+    "compat:fill_ngram_drafts:batch_propose._fastattention": "a mark on our own function",
     "compat:choose_whole_steps.dispatch_second:given.arguments['uniform_token_count']": "arguments of a call",
     "cuda/gated_delta:_Known.of:self.known[place]": "a table of our own",
     "cuda/decode_graph:GraphMetadataBuilder.build_for_cudagraph_capture:metadata.graph_batch": "our own metadata",

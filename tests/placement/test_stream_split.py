@@ -15,6 +15,7 @@ from fastattention_vllm.placement.stream_split import (
     MIN_SPLIT_BYTES,
     Rates,
     StreamSplit,
+    filled_steps_until,
     stream_split,
     whole_steps_until,
 )
@@ -113,3 +114,21 @@ def test_reading_in_place_is_not_faster_beside_the_cpu_than_alone() -> None:
     rates = Rates(143e9, 96e9, link=35.5e9, cpu_beside_link=97e9, link_beside_cpu=51.4e9, in_place=48.7e9)
     assert rates.in_graph() == 48.7e9
     assert stream_split(rates).in_graph() == pytest.approx(48.7 / (97 + 48.7))
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_drafts_are_made_up_where_a_graph_of_all_gains_more_than_they_cost(in_graph: bool) -> None:
+    rates = Rates(160e9, 60e9, link=50e9, cpu_beside_link=55e9, link_beside_cpu=45e9, in_place=40e9)
+    until = filled_steps_until(rates, in_graph=in_graph)
+    for size in (0.5 * until, 2 * until):
+        pieces = LAUNCH_SECONDS + size / rates.memory
+        assert (size / rates.in_whole_step(in_graph) < pieces) == (size < until)
+    assert filled_steps_until(rates, 0.5, in_graph) == pytest.approx(2 * until)
+
+
+def test_drafts_are_made_up_in_short_contexts_only_and_by_measured_rates() -> None:
+    rates = Rates(memory=100e9, cpu=99e9, link=50e9, cpu_beside_link=60e9, link_beside_cpu=40e9)
+    assert filled_steps_until(rates) == MIN_SPLIT_BYTES
+    assert filled_steps_until(replace(rates, cpu=101e9)) == MIN_SPLIT_BYTES
+    assert filled_steps_until(replace(rates, cpu=10e9), sharing=0.0) == MIN_SPLIT_BYTES
+    assert filled_steps_until(None) == 0

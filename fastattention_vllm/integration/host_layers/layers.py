@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl
 
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import compat, drafter
 from fastattention_vllm.integration.claims import ImplClaims
 from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceRuntime
 from fastattention_vllm.integration.host_layers.metadata import NO_LIMIT, HostMetadata
@@ -52,7 +52,13 @@ from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
 from fastattention_vllm.placement.stored_rows import TORCH_DTYPES, has_factors
 from fastattention_vllm.placement.stored_rows import page_shape as page_of
-from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split, whole_steps_until
+from fastattention_vllm.placement.stream_split import (
+    Rates,
+    StreamSplit,
+    filled_steps_until,
+    stream_split,
+    whole_steps_until,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,6 +96,10 @@ class HostLayers:
     """What host layers need inside CUDA graphs; None if there they are between graphs."""
     whole_steps_until: float = math.inf
     """Bytes of the contexts in one layer. Longer decode steps run in pieces, in which the link helps the CPU."""
+    finds_drafts: bool = False
+    """Whether drafts are n-grams that requests repeat, so that there can be fewer than a graph holds."""
+    filled_steps_until: float = 0.0
+    """Bytes of the contexts in one layer. In shorter steps, missing drafts are made up (:meth:`fills_drafts`)."""
     rehearsed: int = 0
     """Tokens of the longest step that vLLM's profiling has measured so far."""
     copies: torch.Tensor | None = None
@@ -244,8 +254,11 @@ class HostLayers:
             if over_link:
                 over_link.set_fraction(split.in_graph())
             sharing = sum(layer.window is None for layer in self.group.layers) / len(self.group.layers)
-            until = whole_steps_until(split, self.rates, sharing, in_graph=over_link is not None)
-            self.whole_steps_until = smallest(until)[0]
+            in_graph = over_link is not None
+            self.whole_steps_until, self.filled_steps_until = smallest(
+                whole_steps_until(split, self.rates, sharing, in_graph),
+                filled_steps_until(self.rates, sharing, in_graph) if self.finds_drafts else 0.0,
+            )
 
     def is_first(self, attention: HostAttention, metadata: HostMetadata) -> bool:
         """Whether no earlier host layer of this forward pass has the same metadata."""
@@ -267,10 +280,14 @@ class HostLayers:
 
     def allows_whole_step(self, contexts: int) -> bool:
         """Whether a decode step with ``contexts`` tokens in the cache, all requests together, is best one graph."""
-        return (
-            contexts * self.placement.host_bytes_per_block // self.placement.device_size.block_size
-            < self.whole_steps_until
-        )
+        return self._bytes_in_a_layer(contexts) < self.whole_steps_until
+
+    def fills_drafts(self, contexts: int) -> bool:
+        """Whether such a step is faster with drafts made up where none were found, because it is one graph then."""
+        return self._bytes_in_a_layer(contexts) < min(self.filled_steps_until, self.whole_steps_until)
+
+    def _bytes_in_a_layer(self, contexts: int) -> int:
+        return contexts * self.placement.host_bytes_per_block // self.placement.device_size.block_size
 
     def counters(self) -> Counters:
         """What the host layers have done since the start, inside and outside of graphs."""
@@ -464,6 +481,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         others=() if length_is_automatic(vllm_config) else all_splits(layers, size_of(layers, vllm_config)),
         graph_calls=runtime.graph_calls(group.link),
         copies=allocate_copies(group, copies) if copies else None,
+        finds_drafts=drafter.finds_drafts(vllm_config),
     )
     if given := vllm_config.cache_config.kv_cache_memory_bytes:
         host_layers.check_length(given)  # before the model is compiled and measured
@@ -598,6 +616,12 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
         f"  {blocks} blocks of {placement.device_size.block_size} tokens; the longest request may have {tokens} "
         f"tokens; host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
     )
+    if host_layers.filled_steps_until:
+        most = int(host_layers.filled_steps_until) // placement.host_bytes_per_block * placement.device_size.block_size
+        lines.append(
+            "  Where n-gram drafting finds too few tokens, drafts are made up while all contexts together have up to "
+            f"{most} tokens, because a step with all drafts is one graph and faster."
+        )
     if host_layers.rates:
         rate = decode_rate(host_layers, host_layers.rates, tokens)
         milliseconds = 1e3 * placement.host_seconds(tokens, rate)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm
@@ -16,7 +17,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_worker import Worker
 
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.cuda import decode_graph
 from fastattention_vllm.integration.cuda.decode_graph import GraphMetadataBuilder, graph_calls
 from fastattention_vllm.integration.host_layers import layers as host_layers
@@ -217,6 +218,72 @@ def test_steps_with_long_contexts_run_in_pieces(chooses: Callable[[Any], None]) 
     with pytest.raises(MemoryError):
         worker.execute_model(scheduled(30))
     assert first.dispatch(4) is None
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch, chooses: Callable[[Any], None]) -> Iterator[Callable[..., list[list[int]]]]:
+    """What the genuine n-gram drafting gives after a step with these host layers, in texts of at most 12 tokens."""
+    if not support.has_numba():
+        pytest.skip("vLLM's n-gram drafting needs numba")
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(prompt_lookup_min=2, prompt_lookup_max=3, num_speculative_tokens=4),
+        model_config=SimpleNamespace(max_model_len=12),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    proposer, worker = NgramProposer(config), Worker.__new__(Worker)  # before host layers are set up
+    monkeypatch.setattr(NgramProposer, "batch_propose", NgramProposer.batch_propose)
+    worker.dispatch = lambda: None
+    monkeypatch.setattr(compat, "tokens_in_cache", lambda scheduled: 0)
+    compat.choose_whole_steps(lambda found: found)
+    compat.fill_ngram_drafts()
+
+    def propose(found: Any, *texts: list[int], sampled: list[list[int]] | None = None) -> list[list[int]]:
+        worker.vllm_config = found
+        worker.execute_model(None)
+        tokens = np.zeros((4, 12), dtype=np.int32)
+        for row, text in zip(tokens, texts, strict=False):
+            row[: len(text)] = text
+        lengths = np.array([len(text) for text in texts], dtype=np.int32)
+        return proposer.propose(4, sampled or [[0]] * len(texts), lengths, tokens)
+
+    return propose
+
+
+REPEATS, NOVEL = [5, 6, 7, 8, 9, 5, 6], [1, 2, 3]
+
+
+def test_missing_drafts_are_made_up_in_short_contexts(drafts: Callable[..., list[list[int]]]) -> None:
+    found = host_layers_of(Calls(), finds_drafts=True)
+    found.filled_steps_until = 11 * 100  # 10 tokens
+    assert drafts(found, REPEATS, NOVEL) == [[7, 8, 9, 5], [3, 3, 3, 3]]
+    assert drafts(found, [5, 6, 7, 5, 6], NOVEL) == [[7, 5, 6, 6], [3, 3, 3, 3]]
+    assert drafts(found, REPEATS, [*NOVEL, 4]) == [[7, 8, 9, 5], []], "11 tokens"
+    found.filled_steps_until = math.inf
+    assert drafts(found, list(range(11))) == [[10]], "the text ends at 12 tokens"
+    assert drafts(found, list(range(12)), REPEATS) == [[], [7, 8, 9, 5]], "one has ended, so the step is not uniform"
+    assert drafts(found, NOVEL, REPEATS, sampled=[[], [6]]) == [[], [7, 8, 9, 5]], "a prompt that is not finished"
+    assert drafts(None, NOVEL) == [[]]
+    assert drafts(found, NOVEL) == [[3, 3, 3, 3]]
+    found.whole_steps_until = 0
+    assert drafts(found, NOVEL) == [[]], "the step runs in pieces in any case"
+
+
+def test_which_steps_get_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rates of all ranks, and with n-gram drafting only."""
+    rates = Rates(160e9, 60e9, link=50e9, cpu_beside_link=55e9, link_beside_cpu=45e9)
+    for finds, other, until in ((True, math.inf, 57600000), (True, 1000, 1000), (False, math.inf, 0)):
+        monkeypatch.setattr(
+            host_layers, "smallest", lambda *numbers, other=other: [min(number, other) for number in numbers]
+        )
+        found = host_layers_of(Calls(), finds_drafts=finds, rates=rates)
+        found.group.layers = [SimpleNamespace(window=None)]  # type: ignore[list-item]
+        found.set_stream_split(StreamSplit(0.3, 1 << 20))
+        assert found.filled_steps_until == pytest.approx(until)
+        assert found.fills_drafts(until // 100 // 2) == finds
+        assert not found.fills_drafts(until // 100 + 1)
 
 
 def test_workers_without_host_layers_dispatch_as_before(chooses: Callable[[Any], None]) -> None:
