@@ -339,12 +339,8 @@ def fill_ngram_drafts() -> None:
         drafts: list[list[int]] = propose(self, num_requests, drafting, lengths, tokens, *more)
         host_layers = Worker._fastattention_step.host_layers
         # A request that does not draft, such as one whose prompt is not finished, keeps the step from being one graph.
-        if (
-            host_layers
-            and drafting
-            and len(drafting) == num_requests
-            and host_layers.fills_drafts(int(lengths[drafting].sum()))
-        ):
+        every = 0 < num_requests == len(drafting)
+        if every and host_layers and host_layers.fills_drafts(int(lengths[drafting].sum())):
             (most,) = more or (self.k,)  # <= 0.23 drafts num_speculative_tokens in each step
             for request in drafting:
                 length = int(lengths[request])

@@ -263,8 +263,8 @@ def test_missing_drafts_are_made_up_in_short_contexts(drafts: Callable[..., list
     assert drafts(found, REPEATS, [*NOVEL, 4]) == [[7, 8, 9, 5], []], "11 tokens"
     found.filled_steps_until = math.inf
     assert drafts(found, list(range(11))) == [[10]], "the text ends at 12 tokens"
-    assert drafts(found, list(range(12)), REPEATS) == [[], [7, 8, 9, 5]], "one has ended, so the step is not uniform"
-    assert drafts(found, NOVEL, REPEATS, sampled=[[], [6]]) == [[], [7, 8, 9, 5]], "a prompt that is not finished"
+    assert drafts(found, list(range(12)), NOVEL) == [[], []], "one has ended, so the step is not uniform"
+    assert drafts(found, REPEATS, NOVEL, sampled=[[], [3]]) == [[], []], "a prompt that is not finished"
     assert drafts(None, NOVEL) == [[]]
     assert drafts(found, NOVEL) == [[3, 3, 3, 3]]
     found.whole_steps_until = 0
