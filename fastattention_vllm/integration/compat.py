@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -282,12 +283,14 @@ def choose_whole_steps(find: Callable[[Any], Any]) -> None:
 
     if hasattr(Worker, "_fastattention_step"):
         return
-    step = Worker._fastattention_step = types.SimpleNamespace(whole=True, host_layers=None)
+    step = Worker._fastattention_step = types.SimpleNamespace(whole=True, worker=None, has_grammars=False)
     execute, first, second = Worker.execute_model, CudagraphDispatcher.dispatch, CudaGraphManager.dispatch
 
     @functools.wraps(execute)
     def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
-        step.host_layers = host_layers = find(self.vllm_config)
+        host_layers = find(self.vllm_config)
+        step.worker = weakref.ref(self)
+        step.has_grammars = getattr(scheduler_output, "has_structured_output_requests", False)
         step.whole = host_layers is None or host_layers.allows_whole_step(tokens_in_cache(scheduler_output))
         try:
             return execute(self, scheduler_output, *more, **named)
@@ -316,14 +319,14 @@ def choose_whole_steps(find: Callable[[Any], Any]) -> None:
     CudaGraphManager.dispatch = dispatch_second
 
 
-def fill_ngram_drafts() -> None:
+def fill_ngram_drafts(find: Callable[[Any], Any]) -> None:
     """Let host layers ask n-gram drafting for as many tokens as graphs of whole steps hold, if it finds fewer.
 
-    The drafter does not know the configuration; :func:`choose_whole_steps` has noted the step's host layers.
-
     All versions: these graphs are captured for 1 + num_speculative_tokens tokens of each request, and all other decode
-    steps run in pieces. A request's last token is repeated; verification decides as with any other draft. Remove it
-    when vLLM captures steps with fewer drafts, too.
+    steps run in pieces. A request's last token is repeated; verification decides as with any other draft. Not with
+    grammars, which cut most of these drafts, and not with seeds, of which vLLM takes more random numbers for a draft.
+    The drafter knows neither these nor the configuration, so :func:`choose_whole_steps` notes the worker of each step.
+    Remove it when vLLM captures steps with fewer drafts, too.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
     from vllm.v1.worker.gpu_worker import Worker
@@ -337,15 +340,22 @@ def fill_ngram_drafts() -> None:
         self: Any, num_requests: int, drafting: list[int], lengths: Any, tokens: Any, *more: int
     ) -> list[list[int]]:
         drafts: list[list[int]] = propose(self, num_requests, drafting, lengths, tokens, *more)
-        host_layers = Worker._fastattention_step.host_layers
+        (most,) = more or (self.k,)  # <= 0.23 drafts num_speculative_tokens in each step
+        step = Worker._fastattention_step
+        worker = step.worker() if step.worker else None
         # A request that does not draft, such as one whose prompt is not finished, keeps the step from being one graph.
-        every = 0 < num_requests == len(drafting)
-        if every and host_layers and host_layers.fills_drafts(int(lengths[drafting].sum())):
-            (most,) = more or (self.k,)  # <= 0.23 drafts num_speculative_tokens in each step
+        if not 0 < num_requests == len(drafting) or worker is None or step.has_grammars:
+            return drafts
+        contexts = lengths[drafting]
+        host_layers = find(worker.vllm_config)
+        if (
+            host_layers
+            and host_layers.fills_drafts(int(contexts.sum()), num_requests * (1 + most))
+            and int(contexts.max()) + most < self.max_model_len
+            and not worker.model_runner.input_batch.generators
+        ):
             for request in drafting:
-                length = int(lengths[request])
-                missing = min(most, self.max_model_len - length) - len(drafts[request])
-                drafts[request] += [int(tokens[request, length - 1])] * missing
+                drafts[request] += [int(tokens[request, lengths[request] - 1])] * (most - len(drafts[request]))
         return drafts
 
     batch_propose._fastattention = True  # type: ignore[attr-defined]

@@ -110,8 +110,9 @@ def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 
 def filled_steps_until(rates: Rates | None, sharing: float = 1.0, in_graph: bool = False) -> float:
     """Bytes of the contexts in one layer up to which missing drafts are worth computing, so that a step is one graph.
 
-    Graphs hold as many tokens of each request as can be drafted. With fewer drafts a step runs in pieces. Those read B
-    bytes at the memory's rate at most, and launching takes longer; the graph takes B / :meth:`Rates.in_whole_step`.
+    Graphs hold as many tokens of each request as can be drafted. With fewer drafts a step runs in pieces, where
+    launching takes longer. The graph takes B / :meth:`Rates.in_whole_step` for B bytes. In pieces the CPU reads so few
+    bytes alone (:data:`MIN_SPLIT_BYTES`), at the memory's rate at most.
 
     Args:
         rates: with all drafts. None if they were not measured, then nothing is filled.

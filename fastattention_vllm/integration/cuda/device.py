@@ -50,7 +50,7 @@ class CudaRuntime(AcceleratorRuntime):
         compat.extend_gpu_worker(self.vllm_config, host_layers.find)
         compat.choose_whole_steps(host_layers.find)
         if drafter.finds_drafts(self.vllm_config):
-            compat.fill_ngram_drafts()
+            compat.fill_ngram_drafts(host_layers.find)
 
     def graph_calls(self, link: Link) -> GraphCalls | None:
         from fastattention_vllm.integration.cuda import decode_graph

@@ -96,8 +96,8 @@ class HostLayers:
     """What host layers need inside CUDA graphs; None if there they are between graphs."""
     whole_steps_until: float = math.inf
     """Bytes of the contexts in one layer. Longer decode steps run in pieces, in which the link helps the CPU."""
-    finds_drafts: bool = False
-    """Whether drafts are n-grams that requests repeat, so that there can be fewer than a graph holds."""
+    max_filled_tokens: int = 0
+    """Tokens of the largest step in which missing drafts are made up, those of all requests; 0: in none."""
     filled_steps_until: float = 0.0
     """Bytes of the contexts in one layer. In shorter steps, missing drafts are made up (:meth:`fills_drafts`)."""
     rehearsed: int = 0
@@ -257,7 +257,7 @@ class HostLayers:
             in_graph = over_link is not None
             self.whole_steps_until, self.filled_steps_until = smallest(
                 whole_steps_until(split, self.rates, sharing, in_graph),
-                filled_steps_until(self.rates, sharing, in_graph) if self.finds_drafts else 0.0,
+                filled_steps_until(self.rates, sharing, in_graph) if self.max_filled_tokens else 0.0,
             )
 
     def is_first(self, attention: HostAttention, metadata: HostMetadata) -> bool:
@@ -282,9 +282,13 @@ class HostLayers:
         """Whether a decode step with ``contexts`` tokens in the cache, all requests together, is best one graph."""
         return self._bytes_in_a_layer(contexts) < self.whole_steps_until
 
-    def fills_drafts(self, contexts: int) -> bool:
-        """Whether such a step is faster with drafts made up where none were found, because it is one graph then."""
-        return self._bytes_in_a_layer(contexts) < min(self.filled_steps_until, self.whole_steps_until)
+    def fills_drafts(self, contexts: int, tokens: int) -> bool:
+        """Whether such a step is faster with drafts made up where none were found, because it is one graph then.
+
+        ``tokens``: those that it computes then, drafts included.
+        """
+        until = min(self.filled_steps_until, self.whole_steps_until)
+        return tokens <= self.max_filled_tokens and self._bytes_in_a_layer(contexts) < until
 
     def _bytes_in_a_layer(self, contexts: int) -> int:
         return contexts * self.placement.host_bytes_per_block // self.placement.device_size.block_size
@@ -481,7 +485,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         others=() if length_is_automatic(vllm_config) else all_splits(layers, size_of(layers, vllm_config)),
         graph_calls=runtime.graph_calls(group.link),
         copies=allocate_copies(group, copies) if copies else None,
-        finds_drafts=drafter.finds_drafts(vllm_config),
+        max_filled_tokens=max_filled_tokens(vllm_config),
     )
     if given := vllm_config.cache_config.kv_cache_memory_bytes:
         host_layers.check_length(given)  # before the model is compiled and measured
@@ -490,6 +494,16 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         layer.kv_sharing_target_layer_name = target
         layer.attn_backend = runtime.host_backend
         layer.impl = HostLayerImpl(layer, layer.impl, host_layers)
+
+
+def max_filled_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens of the largest step in which missing n-gram drafts are made up.
+
+    None with experts: several tokens read the weights of more experts than one.
+    """
+    if not drafter.finds_drafts(vllm_config) or vllm_config.model_config.is_moe:
+        return 0
+    return min(MAX_FILLED_TOKENS, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
 
 
 def without_copies(limits: Limits, copies: int) -> Limits:
@@ -549,6 +563,8 @@ def _say_without_effect(options: Options) -> None:
 
 
 DONE = "fastattention_host_layers_set_up"
+MAX_FILLED_TOKENS = 64
+"""A GPU takes about as long for these as for one token, because it reads all weights (a V100 for up to 139)."""
 
 
 def find(vllm_config: VllmConfig) -> HostLayers | None:
@@ -617,10 +633,12 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
         f"tokens; host memory: {pinned}{100 * huge / host_layers.pool.memory.nbytes:.0f} % in huge pages."
     )
     if host_layers.filled_steps_until:
-        most = int(host_layers.filled_steps_until) // placement.host_bytes_per_block * placement.device_size.block_size
+        most = int(host_layers.filled_steps_until * placement.device_size.block_size / placement.host_bytes_per_block)
         lines.append(
-            "  Where n-gram drafting finds too few tokens, drafts are made up while all contexts together have up to "
-            f"{most} tokens, because a step with all drafts is one graph and faster."
+            "  Where n-gram drafting finds too few tokens, drafts are made up while all contexts together have fewer "
+            f"than {min(most, blocks * placement.device_size.block_size)} tokens and a step up to "
+            f"{host_layers.max_filled_tokens}, because a step with all drafts is one graph and faster; not with "
+            "seeds or grammars."
         )
     if host_layers.rates:
         rate = decode_rate(host_layers, host_layers.rates, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -238,11 +239,18 @@ def drafts(monkeypatch: pytest.MonkeyPatch, chooses: Callable[[Any], None]) -> I
     worker.dispatch = lambda: None
     monkeypatch.setattr(compat, "tokens_in_cache", lambda scheduled: 0)
     compat.choose_whole_steps(lambda found: found)
-    compat.fill_ngram_drafts()
+    compat.fill_ngram_drafts(lambda found: found)
 
-    def propose(found: Any, *texts: list[int], sampled: list[list[int]] | None = None) -> list[list[int]]:
+    def propose(
+        found: Any,
+        *texts: list[int],
+        sampled: list[list[int]] | None = None,
+        seeds: dict[int, Any] | None = None,
+        grammars: bool = False,
+    ) -> list[list[int]]:
         worker.vllm_config = found
-        worker.execute_model(None)
+        worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(generators=seeds or {}))
+        worker.execute_model(SimpleNamespace(has_structured_output_requests=grammars))
         tokens = np.zeros((4, 12), dtype=np.int32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
@@ -256,14 +264,17 @@ REPEATS, NOVEL = [5, 6, 7, 8, 9, 5, 6], [1, 2, 3]
 
 
 def test_missing_drafts_are_made_up_in_short_contexts(drafts: Callable[..., list[list[int]]]) -> None:
-    found = host_layers_of(Calls(), finds_drafts=True)
+    found = host_layers_of(Calls(), max_filled_tokens=10)
     found.filled_steps_until = 11 * 100  # 10 tokens
     assert drafts(found, REPEATS, NOVEL) == [[7, 8, 9, 5], [3, 3, 3, 3]]
     assert drafts(found, [5, 6, 7, 5, 6], NOVEL) == [[7, 5, 6, 6], [3, 3, 3, 3]]
     assert drafts(found, REPEATS, [*NOVEL, 4]) == [[7, 8, 9, 5], []], "11 tokens"
     found.filled_steps_until = math.inf
-    assert drafts(found, list(range(11))) == [[10]], "the text ends at 12 tokens"
+    assert drafts(found, list(range(7))) == [[6] * 4]
+    assert drafts(found, list(range(8)), NOVEL) == [[], []], "the first one ends at 12 tokens, in fewer than five"
     assert drafts(found, list(range(12)), NOVEL) == [[], []], "one has ended, so the step is not uniform"
+    assert drafts(found, NOVEL, NOVEL, NOVEL) == [[], [], []], "15 tokens"
+    assert drafts(found, NOVEL, grammars=True) == drafts(found, NOVEL, seeds={0: None}) == [[]]
     assert drafts(found, REPEATS, NOVEL, sampled=[[], [3]]) == [[], []], "a prompt that is not finished"
     assert drafts(None, NOVEL) == [[]]
     assert drafts(found, NOVEL) == [[3, 3, 3, 3]]
@@ -272,18 +283,52 @@ def test_missing_drafts_are_made_up_in_short_contexts(drafts: Callable[..., list
 
 
 def test_which_steps_get_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rates of all ranks, and with n-gram drafting only."""
+    """By the rates of all ranks, and where drafts may be made up at all."""
     rates = Rates(160e9, 60e9, link=50e9, cpu_beside_link=55e9, link_beside_cpu=45e9)
     for finds, other, until in ((True, math.inf, 57600000), (True, 1000, 1000), (False, math.inf, 0)):
         monkeypatch.setattr(
             host_layers, "smallest", lambda *numbers, other=other: [min(number, other) for number in numbers]
         )
-        found = host_layers_of(Calls(), finds_drafts=finds, rates=rates)
+        found = host_layers_of(Calls(), max_filled_tokens=5 * finds, rates=rates)
         found.group.layers = [SimpleNamespace(window=None)]  # type: ignore[list-item]
         found.set_stream_split(StreamSplit(0.3, 1 << 20))
         assert found.filled_steps_until == pytest.approx(until)
-        assert found.fills_drafts(until // 100 // 2) == finds
-        assert not found.fills_drafts(until // 100 + 1)
+        assert found.fills_drafts(until // 100 // 2, 5) == finds
+        assert not found.fills_drafts(until // 100 + 1, 5)
+        assert not found.fills_drafts(until // 100 // 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("method", "experts", "captured", "most"),
+    [
+        ("ngram", False, 512, 64),
+        ("ngram", False, 40, 40),
+        ("ngram", False, None, 0),
+        ("ngram", True, 512, 0),
+        ("mtp", False, 512, 0),
+        (None, False, 512, 0),
+    ],
+)
+def test_drafts_are_made_up_for_few_requests(
+    method: str | None, experts: bool, captured: int | None, most: int
+) -> None:
+    config: Any = SimpleNamespace(
+        speculative_config=method and SimpleNamespace(method=method),
+        model_config=SimpleNamespace(is_moe=experts),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=captured),
+    )
+    assert host_layers.max_filled_tokens(config) == most
+
+
+def test_a_closed_engines_host_layers_are_not_kept(chooses: Callable[[Any], None]) -> None:
+    found = host_layers_of(None)
+    chooses(found)
+    worker = Worker.__new__(Worker)
+    worker.vllm_config, worker.dispatch = found, lambda: None
+    worker.execute_model(scheduled(1))
+    gone = weakref.ref(worker)
+    del worker
+    assert gone() is None
 
 
 def test_workers_without_host_layers_dispatch_as_before(chooses: Callable[[Any], None]) -> None:
