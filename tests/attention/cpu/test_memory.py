@@ -54,9 +54,14 @@ def scratch(size: int) -> torch.Tensor:
 def test_discarded_memory_comes_back_zero_and_in_huge_pages(threads: int) -> None:
     cpu.set_num_threads(threads)
     buffer = scratch(32 * HUGE)
-    achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, discard=True)
+    for _ in range(50):  # on a busy machine, the kernel may have no free huge page for a moment
+        achieved = cpu_memory.place_memory(buffer.data_ptr(), buffer.nbytes, discard=True)
+        assert not buffer.any()
+        if not achieved.reason:
+            break
+        time.sleep(0.1)
+        buffer.fill_(7)
     whole = whole_pages(buffer.data_ptr(), buffer.nbytes)
-    assert not buffer.any()
     assert achieved.huge_bytes == whole, achieved.reason
     assert huge_bytes(buffer.data_ptr(), buffer.nbytes) >= whole
     assert achieved.reason == ""
