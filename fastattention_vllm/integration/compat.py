@@ -271,31 +271,36 @@ def settle_scheduled_window(builder: Any, impl: type[Any]) -> None:
 
 
 def choose_whole_steps(find: Callable[[Any], Any]) -> None:
-    """Let host layers choose between one CUDA graph and pieces for each step of vLLM's worker on NVIDIA GPUs.
+    """Let host layers choose between one CUDA graph and pieces for each step of vLLM's model runners for NVIDIA GPUs.
 
     All versions: vLLM chooses by the number of tokens, not by the length of contexts. The first model runner asks a
     dispatcher which modes are excluded, the second one passes the tokens per request if all have the same, and whole
-    graphs need that. Remove it when a backend can exclude whole graphs for a step.
+    graphs need that. Not every step goes through vLLM's worker: Ray's compiled graphs, as in 0.19, call the runner.
+    Remove it when a backend can exclude whole graphs for a step.
     """
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(Worker, "_fastattention_step"):
+    if hasattr(CudagraphDispatcher, "_fastattention_step"):
         return
-    step = Worker._fastattention_step = types.SimpleNamespace(whole=True, worker=None, has_grammars=False)
-    execute, first, second = Worker.execute_model, CudagraphDispatcher.dispatch, CudaGraphManager.dispatch
+    step = CudagraphDispatcher._fastattention_step = types.SimpleNamespace(whole=True, runner=None, has_grammars=False)
+    first, second = CudagraphDispatcher.dispatch, CudaGraphManager.dispatch
 
-    @functools.wraps(execute)
-    def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
-        host_layers = find(self.vllm_config)
-        step.worker = weakref.ref(self)
-        step.has_grammars = getattr(scheduler_output, "has_structured_output_requests", False)
-        step.whole = host_layers is None or host_layers.allows_whole_step(tokens_in_cache(scheduler_output))
-        try:
-            return execute(self, scheduler_output, *more, **named)
-        finally:
-            step.whole = True
+    def noting_the_step(execute: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(execute)
+        def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
+            if named.get("dummy_run"):  # the second runner's captures and profiling
+                return execute(self, scheduler_output, *more, **named)
+            host_layers = find(self.vllm_config)
+            step.runner = weakref.ref(self)
+            step.has_grammars = getattr(scheduler_output, "has_structured_output_requests", False)
+            step.whole = host_layers is None or host_layers.allows_whole_step(tokens_in_cache(scheduler_output))
+            try:
+                return execute(self, scheduler_output, *more, **named)
+            finally:
+                step.whole = True
+
+        return execute_model
 
     @functools.wraps(first)
     def dispatch(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -314,9 +319,18 @@ def choose_whole_steps(find: Callable[[Any], Any]) -> None:
         given.arguments["uniform_token_count"] = None
         return second(*given.args, **given.kwargs)
 
-    Worker.execute_model = execute_model
+    for runner in gpu_model_runners():
+        runner.execute_model = noting_the_step(runner.execute_model)
     CudagraphDispatcher.dispatch = dispatch
     CudaGraphManager.dispatch = dispatch_second
+
+
+def gpu_model_runners() -> tuple[type[Any], type[Any]]:
+    """vLLM's first and second model runner for NVIDIA GPUs."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return GPUModelRunner, SecondRunner
 
 
 def fill_ngram_drafts(find: Callable[[Any], Any]) -> None:
@@ -325,11 +339,11 @@ def fill_ngram_drafts(find: Callable[[Any], Any]) -> None:
     All versions: these graphs are captured for 1 + num_speculative_tokens tokens of each request, and all other decode
     steps run in pieces. A request's last token is repeated; verification decides as with any other draft. Not with
     grammars, which cut most of these drafts, and not with seeds, of which vLLM takes more random numbers for a draft.
-    The drafter knows neither these nor the configuration, so :func:`choose_whole_steps` notes the worker of each step.
+    The drafter knows neither these nor the configuration, so :func:`choose_whole_steps` notes the runner of each step.
     Remove it when vLLM captures steps with fewer drafts, too.
     """
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
-    from vllm.v1.worker.gpu_worker import Worker
 
     propose = NgramProposer.batch_propose
     if hasattr(propose, "_fastattention"):
@@ -341,18 +355,18 @@ def fill_ngram_drafts(find: Callable[[Any], Any]) -> None:
     ) -> list[list[int]]:
         drafts: list[list[int]] = propose(self, num_requests, drafting, lengths, tokens, *more)
         (most,) = more or (self.k,)  # <= 0.23 drafts num_speculative_tokens in each step
-        step = Worker._fastattention_step
-        worker = step.worker() if step.worker else None
+        step = CudagraphDispatcher._fastattention_step
+        runner = step.runner() if step.runner else None
         # A request that does not draft, such as one whose prompt is not finished, keeps the step from being one graph.
-        if not 0 < num_requests == len(drafting) or worker is None or step.has_grammars:
+        if not 0 < num_requests == len(drafting) or runner is None or step.has_grammars:
             return drafts
         contexts = lengths[drafting]
-        host_layers = find(worker.vllm_config)
+        host_layers = find(runner.vllm_config)
         if (
             host_layers
             and host_layers.fills_drafts(int(contexts.sum()), num_requests * (1 + most))
             and int(contexts.max()) + most < self.max_model_len
-            and not worker.model_runner.input_batch.generators
+            and not runner.input_batch.generators
         ):
             for request in drafting:
                 drafts[request] += [int(tokens[request, lengths[request] - 1])] * (most - len(drafts[request]))
@@ -364,9 +378,9 @@ def fill_ngram_drafts(find: Callable[[Any], Any]) -> None:
 
 def may_be_whole_step() -> bool:
     """Whether :func:`choose_whole_steps` allows one CUDA graph for the step that is being prepared."""
-    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-    step = getattr(Worker, "_fastattention_step", None)
+    step = getattr(CudagraphDispatcher, "_fastattention_step", None)
     return step is None or bool(step.whole)
 
 

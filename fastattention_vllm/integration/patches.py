@@ -68,7 +68,7 @@ PATCHES = (
     ),
     Patch(
         names=(
-            "vllm.v1.worker.gpu_worker.Worker.execute_model",
+            "the execute_model of vLLM's two GPUModelRunner classes",
             "vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch",
             "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.dispatch",
         ),
@@ -76,8 +76,8 @@ PATCHES = (
         "contexts to the GPU gain more. vLLM chooses by the number of tokens only.",
         remove_when="a backend can exclude whole graphs for a step",
         sites=(
-            "compat:choose_whole_steps:Worker._fastattention_step",
-            "compat:choose_whole_steps:Worker.execute_model",
+            "compat:choose_whole_steps:CudagraphDispatcher._fastattention_step",
+            "compat:choose_whole_steps:runner.execute_model",
             "compat:choose_whole_steps:CudagraphDispatcher.dispatch",
             "compat:choose_whole_steps:CudaGraphManager.dispatch",
         ),

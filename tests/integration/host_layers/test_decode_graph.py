@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.cuda import decode_graph
@@ -174,7 +174,8 @@ def test_graphs_hold_host_layers_where_everything_allows_it(
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
     """Installs the choice with these host layers, over methods that return what reaches them."""
-    monkeypatch.setattr(Worker, "execute_model", lambda self, scheduled: self.dispatch())
+    for runner in compat.gpu_model_runners():
+        monkeypatch.setattr(runner, "execute_model", lambda self, scheduled, dummy_run=False: self.dispatch())
     monkeypatch.setattr(
         CudagraphDispatcher, "dispatch", lambda self, num_tokens, valid_modes=None, invalid_modes=None: invalid_modes
     )
@@ -186,8 +187,8 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
         compat.choose_whole_steps(lambda config: found)
 
     yield install
-    if hasattr(Worker, "_fastattention_step"):
-        del Worker._fastattention_step
+    if hasattr(CudagraphDispatcher, "_fastattention_step"):
+        del CudagraphDispatcher._fastattention_step
 
 
 def scheduled(*contexts: int, new: tuple[int, ...] = ()) -> Any:
@@ -200,24 +201,26 @@ def scheduled(*contexts: int, new: tuple[int, ...] = ()) -> Any:
 FULL = {CUDAGraphMode.FULL}
 
 
-def test_steps_with_long_contexts_run_in_pieces(chooses: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("kind", compat.gpu_model_runners(), ids=["v1", "v2"])
+def test_steps_with_long_contexts_run_in_pieces(kind: type[Any], chooses: Callable[[Any], None]) -> None:
     found = host_layers_of(None)
     found.whole_steps_until = 100 * 30
     chooses(found)
-    first, second, worker = (cls.__new__(cls) for cls in (CudagraphDispatcher, CudaGraphManager, Worker))
-    worker.vllm_config = None
-    worker.dispatch = lambda: (first.dispatch(4), first.dispatch(4, invalid_modes={7}), second.dispatch(4, 4, 1))
-    assert worker.execute_model(scheduled(10, 19)) == (None, {7}, 1)
-    assert worker.execute_model(scheduled(10, 20)) == (FULL, {7} | FULL, None)
-    assert worker.execute_model(scheduled(10, new=(20,))) == (FULL, {7} | FULL, None)
-    assert worker.dispatch() == (None, {7}, 1), "a step's choice ends with the step, for graphs are captured between"
+    first, second, runner = (cls.__new__(cls) for cls in (CudagraphDispatcher, CudaGraphManager, kind))
+    runner.vllm_config = None
+    runner.dispatch = lambda: (first.dispatch(4), first.dispatch(4, invalid_modes={7}), second.dispatch(4, 4, 1))
+    assert runner.execute_model(scheduled(10, 19)) == (None, {7}, 1)
+    assert runner.execute_model(scheduled(10, 20)) == (FULL, {7} | FULL, None)
+    assert runner.execute_model(scheduled(10, new=(20,))) == (FULL, {7} | FULL, None)
+    assert runner.dispatch() == (None, {7}, 1), "a step's choice ends with the step, for graphs are captured between"
+    assert runner.execute_model(scheduled(10, 20), dummy_run=True) == (None, {7}, 1)
 
     def fails() -> None:
         raise MemoryError
 
-    worker.dispatch = fails
+    runner.dispatch = fails
     with pytest.raises(MemoryError):
-        worker.execute_model(scheduled(30))
+        runner.execute_model(scheduled(30))
     assert first.dispatch(4) is None
 
 
@@ -234,9 +237,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch, chooses: Callable[[Any], None]) -> I
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    proposer, worker = NgramProposer(config), Worker.__new__(Worker)  # before host layers are set up
+    proposer, runner = NgramProposer(config), GPUModelRunner.__new__(GPUModelRunner)  # before host layers are set up
     monkeypatch.setattr(NgramProposer, "batch_propose", NgramProposer.batch_propose)
-    worker.dispatch = lambda: None
+    runner.dispatch = lambda: None
     monkeypatch.setattr(compat, "tokens_in_cache", lambda scheduled: 0)
     compat.choose_whole_steps(lambda found: found)
     compat.fill_ngram_drafts(lambda found: found)
@@ -248,9 +251,8 @@ def drafts(monkeypatch: pytest.MonkeyPatch, chooses: Callable[[Any], None]) -> I
         seeds: dict[int, Any] | None = None,
         grammars: bool = False,
     ) -> list[list[int]]:
-        worker.vllm_config = found
-        worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(generators=seeds or {}))
-        worker.execute_model(SimpleNamespace(has_structured_output_requests=grammars))
+        runner.vllm_config, runner.input_batch = found, SimpleNamespace(generators=seeds or {})
+        runner.execute_model(SimpleNamespace(has_structured_output_requests=grammars))
         tokens = np.zeros((4, 12), dtype=np.int32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
@@ -323,19 +325,19 @@ def test_drafts_are_made_up_for_few_requests(
 def test_a_closed_engines_host_layers_are_not_kept(chooses: Callable[[Any], None]) -> None:
     found = host_layers_of(None)
     chooses(found)
-    worker = Worker.__new__(Worker)
-    worker.vllm_config, worker.dispatch = found, lambda: None
-    worker.execute_model(scheduled(1))
-    gone = weakref.ref(worker)
-    del worker
+    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner.vllm_config, runner.dispatch = found, lambda: None
+    runner.execute_model(scheduled(1))
+    gone = weakref.ref(runner)
+    del runner
     assert gone() is None
 
 
-def test_workers_without_host_layers_dispatch_as_before(chooses: Callable[[Any], None]) -> None:
+def test_runners_without_host_layers_dispatch_as_before(chooses: Callable[[Any], None]) -> None:
     chooses(None)
-    first, worker = CudagraphDispatcher.__new__(CudagraphDispatcher), Worker.__new__(Worker)
-    worker.vllm_config, worker.dispatch = None, lambda: first.dispatch(4)
-    assert worker.execute_model(scheduled(1 << 30)) is None
+    first, runner = (cls.__new__(cls) for cls in (CudagraphDispatcher, GPUModelRunner))
+    runner.vllm_config, runner.dispatch = None, lambda: first.dispatch(4)
+    assert runner.execute_model(scheduled(1 << 30)) is None
 
 
 def test_the_users_split_decides_over_pieces() -> None:
