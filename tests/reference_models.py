@@ -280,6 +280,11 @@ def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
+def repeating_prompts() -> list[list[int]]:
+    """Two prompts of 320 and 480 tokens: 40 and 60 random ones, eight times."""
+    return [prompt * 8 for prompt in random_prompts((40, 60))]
+
+
 @dataclass(frozen=True)
 class Answer:
     """Greedy continuation of one prompt, and the natural log-probability of each of its tokens."""

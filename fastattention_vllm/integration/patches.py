@@ -76,10 +76,10 @@ PATCHES = (
         "contexts to the GPU gain more. vLLM chooses by the number of tokens only.",
         remove_when="a backend can exclude whole graphs for a step",
         sites=(
-            "compat:choose_whole_steps:CudagraphDispatcher._fastattention_step",
-            "compat:choose_whole_steps:runner.execute_model",
-            "compat:choose_whole_steps:CudagraphDispatcher.dispatch",
-            "compat:choose_whole_steps:CudaGraphManager.dispatch",
+            "cuda/graph_steps:choose_whole_steps:CudagraphDispatcher._fastattention_step",
+            "cuda/graph_steps:choose_whole_steps:runner.execute_model",
+            "cuda/graph_steps:choose_whole_steps:CudagraphDispatcher.dispatch",
+            "cuda/graph_steps:choose_whole_steps:CudaGraphManager.dispatch",
         ),
     ),
     Patch(
@@ -87,7 +87,7 @@ PATCHES = (
         why="With host layers, decode steps are CUDA graphs that hold a fixed number of drafts. vLLM's n-gram drafting "
         "finds fewer or none, and such steps run in pieces. Where pieces are slower, missing drafts are made up.",
         remove_when="vLLM captures steps with fewer drafts, too",
-        sites=("compat:fill_ngram_drafts:NgramProposer.batch_propose",),
+        sites=("cuda/graph_steps:fill_ngram_drafts:NgramProposer.batch_propose",),
     ),
     Patch(
         names=("GPUModelRunner._update_hybrid_attention_mamba_layout of vllm.v1.worker.gpu_model_runner",),

@@ -24,7 +24,7 @@ from tests.gpu.apart import apart
 from tests.gpu.test_engine import ALLOWED, GPU, LAYERS, LENGTHS, Steps, check, model  # noqa: F401
 from tests.integration.engine import NGRAM, check_drafts, engine, generate
 from tests.placement.scenario import Model
-from tests.reference_models import random_prompts, save_repetitive, save_smooth_gpt_oss
+from tests.reference_models import random_prompts, repeating_prompts, save_repetitive, save_smooth_gpt_oss
 
 GRAPHS: dict[str, Any] = {"enforce_eager": False}
 WAYS: dict[str, dict[str, Any]] = {
@@ -276,7 +276,7 @@ def test_windows_and_sinks(section: dict[str, Any], peer: str, tmp_path: Path) -
 def test_speculation(tmp_path: Path) -> None:
     """Steps are graphs with all drafts, where only some were found, too."""
     path = save_repetitive(reference.llama(8, 2, 128, layers=LAYERS), tmp_path)
-    prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
+    prompts = repeating_prompts()
     section = {"additional_config": {"fastattention": {"host_kv_layers": 2}}}
     plain, _ = apart(answer, path, prompts, 40, alone=True, **section)
     found, calls = apart(answer, path, prompts, 40, alone=True, **section, speculative_config=NGRAM)

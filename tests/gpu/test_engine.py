@@ -14,7 +14,7 @@ import torch
 
 from tests import reference_models as reference
 from tests.integration.engine import NGRAM, check_drafts, engine, generate
-from tests.reference_models import random_prompts, save_random, save_repetitive
+from tests.reference_models import random_prompts, repeating_prompts, save_random, save_repetitive
 
 LAYERS = 4
 LENGTHS = (1, 17, 130, 300, 900, 1500)
@@ -112,7 +112,7 @@ def test_requests_with_a_common_prefix(host_layers: int, model: Path) -> None:
 def test_speculation(tmp_path: Path) -> None:
     """Several query tokens of a request read its host KV at once, and rejected drafts leave no trace."""
     path = save_repetitive(reference.llama(8, 2, 128, layers=LAYERS), tmp_path)
-    prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
+    prompts = repeating_prompts()
     found = []
     for changes in ({}, {"speculative_config": NGRAM}):
         with engine(path, additional_config={"fastattention": {"host_kv_layers": 2}}, **(GPU | changes)) as llm:

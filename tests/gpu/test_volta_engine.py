@@ -16,7 +16,7 @@ from fastattention_vllm.demo.tokenizer import token_id
 from tests import reference_models as reference
 from tests.gpu.test_engine import GPU, Steps, answers, check, expected, model  # noqa: F401
 from tests.integration.engine import NGRAM, check_drafts, engine, generate
-from tests.reference_models import random_prompts, save_repetitive
+from tests.reference_models import random_prompts, repeating_prompts, save_repetitive
 
 PTX = {"volta_kernels": "ptx"}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def test_replays_read_the_tables_of_their_own_step(model: Path) -> None:  # noqa
 def test_speculation(tmp_path: Path) -> None:
     """The decode kernel computes several query tokens of a request."""
     path = save_repetitive(reference.llama(8, 2, 128, layers=4), tmp_path)
-    prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
+    prompts = repeating_prompts()
     drafts = NGRAM | {"num_speculative_tokens": 1}
     found = []
     for changes in ({}, {"speculative_config": drafts}):

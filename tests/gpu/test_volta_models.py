@@ -31,6 +31,7 @@ from tests.reference_models import (
     decoder_shape,
     hugging_face_answers,
     random_prompts,
+    repeating_prompts,
     save_random,
     save_repetitive,
 )
@@ -171,7 +172,7 @@ def test_adapters(tmp_path: Path) -> None:
 def test_speculation(drafts: int, tmp_path: Path) -> None:
     """One or three guessed tokens: 8 or 16 rows per KV head, for the narrow and the wide decode kernel."""
     method = NGRAM | {"num_speculative_tokens": drafts}
-    prompts = [(prompt * 8)[:600] for prompt in random_prompts((40, 60))]
+    prompts = repeating_prompts()
     settings = [volta(layers) | {"speculative_config": method} for layers in (0, 2)]
     compare(saved(reference.qwen3(8, 2, 128), tmp_path, save_repetitive), *settings, prompts=prompts, max_tokens=24)
 

@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.cuda import graph_steps
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.layers import HostLayers
 from fastattention_vllm.integration.host_layers.metadata import HostLayerMixin, HostMetadata, HostMetadataBuilder
@@ -79,7 +80,7 @@ class GraphMetadataBuilder(HostMetadataBuilder):
     ) -> HostMetadata:
         found = host_layers.find(self.vllm_config)
         short = common_attn_metadata.max_query_len <= tokens_per_request(self.vllm_config)
-        if found and found.graph_calls and short and compat.may_be_whole_step():
+        if found and found.graph_calls and short and graph_steps.may_be_whole_step():
             found.graph_calls.thread.wake()
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if found.graph_calls.copies and not self.captures and self.has_copies(found):

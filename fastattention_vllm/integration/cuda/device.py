@@ -8,6 +8,7 @@ import torch
 from vllm.config import get_current_vllm_config
 
 from fastattention_vllm.integration import compat, drafter
+from fastattention_vllm.integration.cuda import graph_steps
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.accelerator import AcceleratorRuntime
 from fastattention_vllm.integration.options import options_of
@@ -48,9 +49,9 @@ class CudaRuntime(AcceleratorRuntime):
 
     def extend_worker(self) -> None:
         compat.extend_gpu_worker(self.vllm_config, host_layers.find)
-        compat.choose_whole_steps(host_layers.find)
+        graph_steps.choose_whole_steps(host_layers.find)
         if drafter.finds_drafts(self.vllm_config):
-            compat.fill_ngram_drafts(host_layers.find)
+            graph_steps.fill_ngram_drafts(host_layers.find)
 
     def graph_calls(self, link: Link) -> GraphCalls | None:
         from fastattention_vllm.integration.cuda import decode_graph

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from fastattention_vllm.integration import compat, support
-from fastattention_vllm.integration.cuda import decode_graph
+from fastattention_vllm.integration.cuda import decode_graph, graph_steps
 from fastattention_vllm.integration.cuda.decode_graph import GraphMetadataBuilder, graph_calls
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.layers import HostLayerImpl, HostLayers
@@ -175,7 +175,7 @@ def test_graphs_hold_host_layers_where_everything_allows_it(
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
     """Installs the choice with these host layers, over methods that return what reaches them."""
-    for runner in compat.gpu_model_runners():
+    for runner in graph_steps.gpu_model_runners():
         monkeypatch.setattr(runner, "execute_model", lambda self, scheduled, dummy_run=False: self.dispatch())
     monkeypatch.setattr(
         CudagraphDispatcher, "dispatch", lambda self, num_tokens, valid_modes=None, invalid_modes=None: invalid_modes
@@ -185,7 +185,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
     )
 
     def install(found: Any) -> None:
-        compat.choose_whole_steps(lambda config: found)
+        graph_steps.choose_whole_steps(lambda config: found)
 
     yield install
     if hasattr(CudagraphDispatcher, "_fastattention_step"):
@@ -202,7 +202,7 @@ def scheduled(*contexts: int, new: tuple[int, ...] = ()) -> Any:
 FULL = {CUDAGraphMode.FULL}
 
 
-@pytest.mark.parametrize("kind", compat.gpu_model_runners(), ids=["v1", "v2"])
+@pytest.mark.parametrize("kind", graph_steps.gpu_model_runners(), ids=["v1", "v2"])
 def test_steps_with_long_contexts_run_in_pieces(kind: type[Any], chooses: Callable[[Any], None]) -> None:
     found = host_layers_of(None)
     found.whole_steps_until = 100 * 30
@@ -241,9 +241,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch, chooses: Callable[[Any], None]) -> I
     proposer, runner = NgramProposer(config), GPUModelRunner.__new__(GPUModelRunner)  # before host layers are set up
     monkeypatch.setattr(NgramProposer, "batch_propose", NgramProposer.batch_propose)
     runner.dispatch = lambda: None
-    monkeypatch.setattr(compat, "tokens_in_cache", lambda scheduled: 0)
-    compat.choose_whole_steps(lambda found: found)
-    compat.fill_ngram_drafts(lambda found: found)
+    monkeypatch.setattr(graph_steps, "tokens_in_cache", lambda scheduled: 0)
+    graph_steps.choose_whole_steps(lambda found: found)
+    graph_steps.fill_ngram_drafts(lambda found: found)
 
     def propose(
         found: Any,
@@ -424,7 +424,7 @@ def test_graphs_hold_copies_where_the_kernels_can_read_them(
 def builder_of(found: HostLayers, names: list[str], monkeypatch: pytest.MonkeyPatch, batch: Batch) -> Any:
     """A builder whose batches are all ``batch``."""
     monkeypatch.setattr(host_layers, "find", lambda config: found)
-    monkeypatch.setattr(decode_graph.compat, "may_be_whole_step", lambda: True)
+    monkeypatch.setattr(graph_steps, "may_be_whole_step", lambda: True)
     monkeypatch.setattr(HostMetadataBuilder, "build", lambda *arguments: HostMetadata(batch))
     return GraphMetadataBuilder(None, names, config_of(CUDAGraphMode.FULL_DECODE_ONLY), torch.device("cpu"))
 
@@ -471,7 +471,7 @@ def test_blocks_get_copies_before_a_graph_that_begins_them(monkeypatch: pytest.M
     own.build(0, common_of(batch))
     assert found.group.resident.row_of[3] == calls.copies.row_of[3] == 0
     found.group.resident.row_of.fill_(-1)
-    monkeypatch.setattr(decode_graph.compat, "may_be_whole_step", lambda: False)
+    monkeypatch.setattr(graph_steps, "may_be_whole_step", lambda: False)
     own.build(0, common_of(batch))
     assert found.group.resident.row_of[3] == -1, "pieces do it by themselves"
 

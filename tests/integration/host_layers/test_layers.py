@@ -301,6 +301,11 @@ def test_the_log_predicts_the_time_that_host_layers_add_per_token(model: Path, l
             assert f"Prediction: after 1024 tokens the host layers add {milliseconds:.3g} ms" in line
             assert line.endswith(f"at {rate} GB/s).")
         layers.graph_calls = None
+        layers.max_filled_tokens, layers.filled_steps_until = 40, 7.5 * PAGE
+        (line,) = [line for line in describe(layers, num_blocks(llm)) if "n-gram" in line]
+        assert "up to 40 tokens whose contexts have fewer than 120 tokens in total" in line
+        layers.filled_steps_until = 1e12
+        assert f"fewer than {16 * num_blocks(llm)} tokens in total" in "".join(describe(layers, num_blocks(llm)))
 
 
 @pytest.mark.parametrize("asked", [True, False])
