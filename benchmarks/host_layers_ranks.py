@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fastattention_vllm.attention.cpu.roofline import PageReader, ReadMethod
@@ -36,10 +36,10 @@ class Rank:
     """Bytes of the contexts in one layer for which one graph was chosen."""
     ways: dict[str, Way]
 
-    def share(self, way: str, context: int) -> float:
-        """Of ``context`` bytes in one layer, what the GPU reads."""
+    def share(self, way: str, context: int, *, drafts: bool) -> float:
+        """Of ``context`` bytes in one layer, what the GPU reads. ``drafts``: whether steps in pieces have several."""
         found = self.ways[way]
-        return found.split.in_graph() if found.until > context else found.split.of(context)
+        return found.split.in_graph() if found.until > context else found.split.of(context, drafts=drafts)
 
 
 def start(worker: Any) -> Rank:
@@ -56,6 +56,8 @@ def start(worker: Any) -> Rank:
         ways["auto"] = Way(chosen, until, filled)
         if filled:
             ways["drafts as found"] = Way(chosen, until)
+        if layers.drafts_per_request:
+            ways["split of one token"] = Way(replace(chosen, drafting=None), until, filled)
     placement = layers.placement
     token_bytes = placement.host_bytes_per_block // placement.device_size.block_size
     return Rank(len(placement.host), token_bytes, until, ways)

@@ -14,6 +14,8 @@ Used by: host_layers.py.
                            graph, missing n-gram drafts are made up
               drafts as found
                            auto, but no drafts are made up
+              split of one token
+                           auto, but CPU and GPU share the reading as if requests had no drafts
 
 The limit of a decoding rate is a plain read of all ranks' host pools, by the same threads in the same rounds. With
 --speculate one read serves a token and the accepted drafts, which are counted.
@@ -110,6 +112,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
         ranks: list[host_layers_ranks.Rank] = llm.collective_rpc(host_layers_ranks.start)
         ways = [way for way in ranks[0].ways if way in options.ways]
         print(f"one graph for contexts of up to {ranks[0].until / GIB:.3f} GiB a layer", flush=True)
+        finds = options.speculate > 0 and options.lookup == 1
         layer_bytes = sum(rank.token_bytes for rank in ranks)
         per_token = layer_bytes * ranks[0].host_layers
         for tokens, batch in zip(options.tokens, options.batch, strict=True):
@@ -154,7 +157,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                         # The copies are read on the GPU, and have no part in that limit.
                         limit=None if options.resident_gib else limit * tokens_per_read,
                         first_way=(ways[0], batch / first),
-                        share=round(ranks[0].share(way, ranks[0].token_bytes * tokens * batch), 3),
+                        share=round(ranks[0].share(way, ranks[0].token_bytes * tokens * batch, drafts=finds), 3),
                         step_ms=[round(1000 * value, 2) for value in times[way]],
                         host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
                         cpu_gb_per_s=[round(rate / 1e9, 1) for rate in cpu_rates[way]],

@@ -54,6 +54,12 @@ def finds_drafts(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.method == "ngram"
 
 
+def drafts_per_request(vllm_config: VllmConfig) -> int:
+    """Drafts of one request in a step, at most."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return int(speculative.num_speculative_tokens or 0) if speculative else 0
+
+
 def is_of_draft_model(vllm_config: VllmConfig) -> bool:
     """Whether this is the configuration that a worker makes for the draft model, from the engine's."""
     return vllm_config.model_config is not None and vllm_config.model_config is model_of(vllm_config)

@@ -101,6 +101,5 @@ def _states(vllm_config: VllmConfig) -> tuple[int, int]:
         return 0, 0
     kinds = model.hf_text_config.layer_types
     cached = vllm_config.cache_config.mamba_cache_mode == "align"
-    speculative = vllm_config.speculative_config
-    drafted = 0 if speculative is None else speculative.num_speculative_tokens
-    return len(kinds) - len(full_attention_layers(kinds)), 1 + cached + drafted
+    drafts = drafter.drafts_per_request(vllm_config)
+    return len(kinds) - len(full_attention_layers(kinds)), 1 + cached + drafts

@@ -613,7 +613,8 @@ class HostAttention:
         contexts = [
             max(0, context - begin * self.block_size) for context, begin in zip(requests.contexts, first, strict=True)
         ]
-        fraction = self.group.stream_split.of(sum(contexts) * block // self.block_size)
+        drafts = int(requests.query_start_loc[-1]) > len(contexts)
+        fraction = self.group.stream_split.of(sum(contexts) * block // self.block_size, drafts=drafts)
         if fraction == 0 or self.window is not None or not self.layer.merges():
             return [0] * len(contexts)
         counts = [int(fraction * context) // self.block_size for context in contexts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_SPLIT_BYTES = 512 << 20
 """Bytes of KV per layer. With fewer bytes, the CPU alone was faster (benchmarks/notes/host_layers.md)."""
@@ -59,24 +59,36 @@ class StreamSplit:
     """Bytes per layer that are copied while the CPU waits for its next query."""
     fraction_in_graph: float | None = None
     """The device's fraction in a graph, where it reads in place and has no head start. None: :attr:`fraction`."""
+    drafting: StreamSplit | None = None
+    """The split with several tokens of a request, which slow the CPU down, but not the link. None: the same."""
 
-    def of(self, size: int) -> float:
-        """The device's fraction of ``size`` bytes, the contexts of one layer."""
+    def of(self, size: int, *, drafts: bool = False) -> float:
+        """The device's fraction of ``size`` bytes, the contexts of one layer. ``drafts``: see :attr:`drafting`."""
+        if drafts and self.drafting:
+            return self.drafting.of(size)
         if size < MIN_SPLIT_BYTES and self.head_start:
             return 0.0
         return min(1.0, self.fraction + (1.0 - self.fraction) * self.head_start / max(size, 1))
 
     def in_graph(self) -> float:
-        """The device's fraction in a graph whose kernels can read over the link."""
+        """The device's fraction in a graph whose kernels can read over the link. Graphs hold all drafts."""
+        if self.drafting:
+            return self.drafting.in_graph()
         return self.fraction if self.fraction_in_graph is None else self.fraction_in_graph
 
 
-def stream_split(rates: Rates) -> StreamSplit:
+def stream_split(rates: Rates, drafting: Rates | None = None) -> StreamSplit:
     """Split so that CPU and link finish together; 0 if the CPU alone is fast enough.
 
     The CPU reads at rate C and the link at rate P. When the CPU begins, the link has already copied H bytes. So B bytes
     take (B - H) / (C + P) from then on.
+
+    Args:
+        rates: with one token of a request.
+        drafting: with all drafts. None if there are none.
     """
+    if drafting:
+        return replace(stream_split(rates), drafting=stream_split(drafting))
     if rates.cpu >= ENOUGH * rates.memory:
         return StreamSplit(0.0)
     fraction, in_graph = (rate / (rates.cpu_beside_link + rate) for rate in (rates.link_beside_cpu, rates.in_graph()))
@@ -91,10 +103,12 @@ def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 
     longer.
 
     Args:
-        rates: None if they were not measured, because the user chose the split, which then decides.
+        rates: with all drafts, because graphs hold them. None if they were not measured, because the user chose the
+            split, which then decides.
         sharing: the fraction of host layers that share with the link. The others, with windows, gain nothing in pieces.
         in_graph: whether the graph shares with the link.
     """
+    split = split.drafting or split
     if (split.fraction == 0 and split.head_start == 0) or sharing == 0:
         return math.inf
     if rates is None:
@@ -107,21 +121,24 @@ def whole_steps_until(split: StreamSplit, rates: Rates | None, sharing: float = 
     return max(MIN_SPLIT_BYTES, loss / gain)
 
 
-def filled_steps_until(rates: Rates | None, sharing: float = 1.0, in_graph: bool = False) -> float:
+def filled_steps_until(
+    rates: Rates | None, drafting: Rates | None, sharing: float = 1.0, in_graph: bool = False
+) -> float:
     """Bytes of the contexts in one layer up to which missing drafts are worth computing, so that a step is one graph.
 
     Graphs hold as many tokens of each request as can be drafted. With fewer drafts a step runs in pieces, where
-    launching takes longer. The graph takes B / :meth:`Rates.in_whole_step` for B bytes. In pieces the CPU reads so few
-    bytes alone (:data:`MIN_SPLIT_BYTES`), at the memory's rate at most.
+    launching takes longer. The graph takes B / :meth:`Rates.in_whole_step` for B bytes, with all drafts. In pieces the
+    CPU reads so few bytes alone (:data:`MIN_SPLIT_BYTES`), with one token.
 
     Args:
-        rates: with all drafts. None if they were not measured, then nothing is filled.
+        rates: with one token of a request. None if they were not measured, then nothing is filled.
+        drafting: with all drafts.
         sharing: the fraction of host layers without a window.
         in_graph: whether the graph shares with the link.
     """
-    if rates is None:
+    if rates is None or drafting is None:
         return 0.0
-    loss = 1 / rates.in_whole_step(in_graph) - 1 / rates.memory  # seconds per byte
+    loss = 1 / drafting.in_whole_step(in_graph) - 1 / rates.cpu  # seconds per byte
     if loss <= 0 or sharing == 0:
         return MIN_SPLIT_BYTES
     return min(MIN_SPLIT_BYTES, LAUNCH_SECONDS / sharing / loss)

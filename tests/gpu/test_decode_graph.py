@@ -267,10 +267,10 @@ def test_windows_and_sinks(section: dict[str, Any], peer: str, tmp_path: Path) -
     path, prompts = save_smooth_gpt_oss(tmp_path), random_prompts(LENGTHS)
     dtype, allowed = ("float16", ALLOWED) if "volta_kernels" in section else ("bfloat16", 2**-4)
     expected, _ = apart(answer, path, prompts, attention_backend=peer, dtype=dtype)
-    config = {"fastattention": section | {"host_kv_layers": 3}}
+    config = {"fastattention": section | {"host_kv_layers": 2}}  # of 4: one with a window, and one without
     found, calls = apart(answer, path, prompts, additional_config=config, dtype=dtype)
     check(found, expected, allowed)
-    assert calls >= 8 * 3, "most decode steps are graphs"
+    assert calls >= 8 * 2, "most decode steps are graphs"
 
 
 def test_speculation(tmp_path: Path) -> None:

@@ -29,6 +29,21 @@ def test_measuring_the_rates_leaves_the_cache_unchanged() -> None:
     assert not prefetcher.coming
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_rates_are_those_of_so_many_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU alone, and beside copies."""
+    model = Model(page_size=16)
+    cache = torch.zeros(50, model.num_kv_heads, model.page_size, 2 * model.head_size)
+    layer = HostAttention(HostLayerGroup(LocalLink(), cpu), model, cache)
+    problems, run = [], cpu.run
+    monkeypatch.setattr(calibrate.cpu_kernels, "run", lambda problem: (problems.append(problem), run(problem)))
+    calibrate.measure(layer, model.num_heads, torch.float32, tokens)
+    assert len(problems) == 2 * calibrate.ROUNDS + 1
+    for problem in problems:
+        assert problem.query.shape == (tokens, model.num_heads, model.head_size)
+        assert problem.query_start_loc.tolist() == [0, tokens]
+
+
 def waits(slowness: float, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often a rank waits for others if its CPU attention takes so many seconds longer."""
     model = Model(page_size=16)

@@ -354,6 +354,24 @@ def test_what_a_step_reads_and_copies_is_counted(
     assert after.prefill_streamed_bytes == 2 * visible * token
 
 
+def test_steps_with_drafts_have_a_split_of_their_own(small_parts: Callable[[Model, int], None]) -> None:
+    """A quarter with one token of a request, three quarters with several."""
+    model = Model()
+    small_parts(model, 3)
+    scenario = scenario_of(model, 1, 100, 0.0, 0)
+    scenario.group.stream_split = StreamSplit(0.25, drafting=StreamSplit(0.75))
+    one, other = scenario.request(90), scenario.request(90)
+    for request in (one, other):
+        for begin in range(0, 80, 4):
+            scenario.attend([Work(request, begin, 4)])
+        request.done = 80
+    for tokens, blocks in ((1, 5 + 5), (2, 15 + 15)):
+        before = scenario.group.counters.decode_streamed_bytes
+        scenario.attend([scenario.work(one, tokens), scenario.work(other, 1)])
+        found = scenario.group.counters.decode_streamed_bytes - before
+        assert found == blocks * scenario.layers[0].cache[:1].nbytes
+
+
 @pytest.mark.parametrize("new", range(1, steps.MAX_CPU_TOKENS + 2))
 def test_the_tokens_of_a_speculating_request_are_one_call_of_the_cpu(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 8 tokens of each request: the CPU gets all of them at once, and so reads the keys once."""

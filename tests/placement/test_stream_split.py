@@ -119,16 +119,34 @@ def test_reading_in_place_is_not_faster_beside_the_cpu_than_alone() -> None:
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_drafts_are_made_up_where_a_graph_of_all_gains_more_than_they_cost(in_graph: bool) -> None:
     rates = Rates(160e9, 60e9, link=50e9, cpu_beside_link=55e9, link_beside_cpu=45e9, in_place=40e9)
-    until = filled_steps_until(rates, in_graph=in_graph)
+    drafting = replace(rates, cpu=30e9, cpu_beside_link=25e9, in_place=20e9)
+    until = filled_steps_until(rates, drafting, in_graph=in_graph)
+    assert until < MIN_SPLIT_BYTES
     for size in (0.5 * until, 2 * until):
-        pieces = LAUNCH_SECONDS + size / rates.memory
-        assert (size / rates.in_whole_step(in_graph) < pieces) == (size < until)
-    assert filled_steps_until(rates, 0.5, in_graph) == pytest.approx(2 * until)
+        pieces = LAUNCH_SECONDS + size / rates.cpu
+        assert (size / drafting.in_whole_step(in_graph) < pieces) == (size < until)
+    assert filled_steps_until(rates, drafting, 0.5, in_graph) == pytest.approx(2 * until)
 
 
 def test_drafts_are_made_up_in_short_contexts_only_and_by_measured_rates() -> None:
     rates = Rates(memory=100e9, cpu=99e9, link=50e9, cpu_beside_link=60e9, link_beside_cpu=40e9)
-    assert filled_steps_until(rates) == MIN_SPLIT_BYTES
-    assert filled_steps_until(replace(rates, cpu=101e9)) == MIN_SPLIT_BYTES
-    assert filled_steps_until(replace(rates, cpu=10e9), sharing=0.0) == MIN_SPLIT_BYTES
-    assert filled_steps_until(None) == 0
+    assert filled_steps_until(rates, rates) == MIN_SPLIT_BYTES
+    assert filled_steps_until(rates, replace(rates, cpu=98e9)) == MIN_SPLIT_BYTES
+    assert filled_steps_until(rates, replace(rates, cpu=10e9), sharing=0.0) == MIN_SPLIT_BYTES
+    assert filled_steps_until(None, None) == 0
+
+
+def test_steps_with_drafts_are_split_by_rates_of_their_own() -> None:
+    """The CPU attends to several tokens of a request more slowly; the link does not. Graphs hold all drafts."""
+    single = Rates(150e9, 100e9, link=50e9, cpu_beside_link=90e9, link_beside_cpu=45e9, in_place=50e9)
+    drafting = replace(single, cpu=50e9, cpu_beside_link=45e9)
+    split = stream_split(single, drafting)
+    size = 1 << 40
+    assert split.of(size) == stream_split(single).of(size)
+    assert split.of(size, drafts=True) == stream_split(drafting).of(size) > split.of(size)
+    assert split.in_graph() == stream_split(drafting).in_graph() == pytest.approx(0.5)
+    assert stream_split(single).of(size, drafts=True) == stream_split(single).of(size)
+    enough = replace(single, cpu=140e9)
+    assert stream_split(enough) == StreamSplit(0.0)
+    until = whole_steps_until(stream_split(enough, drafting), drafting)
+    assert until == whole_steps_until(stream_split(drafting), drafting) < math.inf

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from fastattention_vllm.integration import compat
+from fastattention_vllm.integration import compat, drafter
 from fastattention_vllm.integration.cuda import graph_steps
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.integration.host_layers.layers import HostLayers
@@ -38,7 +38,7 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int, device
             "the second model runner of this vLLM version cannot capture host layers in CUDA graphs; set "
             "VLLM_USE_V2_MODEL_RUNNER=0, or pass --enforce-eager."
         )
-    tokens = tokens_per_request(vllm_config)
+    tokens = 1 + drafter.drafts_per_request(vllm_config)
     copies = options_of(vllm_config).resident_kv_gib > 0
     if tokens > MAX_CPU_TOKENS:
         bell: CudaBell | str = f"steps of {tokens} tokens per request are divided between the CPU and the GPU"
@@ -57,12 +57,6 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int, device
         raise Refusal(f"decode graphs with host layers: {str(error).rstrip('.')}.") from error
 
 
-def tokens_per_request(vllm_config: Any) -> int:
-    """Tokens of one request in a decode step: one, and the drafted ones."""
-    speculative = vllm_config.speculative_config
-    return 1 + (int(speculative.num_speculative_tokens or 0) if speculative else 0)
-
-
 class GraphMetadataBuilder(HostMetadataBuilder):
     """For GPUs. It also passes on the device's own buffers, which a graph reads."""
 
@@ -79,7 +73,7 @@ class GraphMetadataBuilder(HostMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HostMetadata:
         found = host_layers.find(self.vllm_config)
-        short = common_attn_metadata.max_query_len <= tokens_per_request(self.vllm_config)
+        short = common_attn_metadata.max_query_len <= 1 + drafter.drafts_per_request(self.vllm_config)
         if found and found.graph_calls and short and graph_steps.may_be_whole_step():
             found.graph_calls.thread.wake()
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)

@@ -25,7 +25,7 @@ from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.attention.volta import kernels as volta
 from fastattention_vllm.attention.volta.images import ImageError
 from fastattention_vllm.attention.volta.launch import DECODE_ROWS, HEAD_SIZES, VOLTA, decode_tokens
-from fastattention_vllm.integration import compat, support
+from fastattention_vllm.integration import compat, drafter, support
 from fastattention_vllm.integration.base import Backend, Layer
 from fastattention_vllm.integration.claims import BuilderClaims
 from fastattention_vllm.integration.cuda import gated_delta
@@ -113,12 +113,6 @@ def heads_of(vllm_config: Any) -> tuple[int, int]:
     return kv_heads, model.get_num_attention_heads(parallel) // kv_heads
 
 
-def speculated_tokens(vllm_config: Any) -> int:
-    """Maximum number of tokens that are proposed per request and step."""
-    speculation = vllm_config.speculative_config
-    return 0 if speculation is None else speculation.num_speculative_tokens or 0
-
-
 def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.Tensor:
     """The fp32 workspace for the key parts of any launch. All layers on ``device`` share it, as they run one by one.
 
@@ -126,7 +120,7 @@ def workspace(vllm_config: Any, head_size: int, device: torch.device) -> torch.T
     """
     kv_heads, group = heads_of(vllm_config)
     seqs, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
-    floats = volta.partial_floats(head_size, group, kv_heads, seqs, longest, speculated_tokens(vllm_config))
+    floats = volta.partial_floats(head_size, group, kv_heads, seqs, longest, drafter.drafts_per_request(vllm_config))
     found = _workspaces.get(device)
     if found is None or found.numel() < floats:
         found = _workspaces[device] = torch.empty(floats, dtype=torch.float32, device=device)
@@ -150,7 +144,7 @@ class VoltaMetadataBuilder(BuilderClaims, AttentionMetadataBuilder[Any]):
         group = heads_of(vllm_config)[1]
         # The maximum number of query tokens per request for the decode kernels. It is at least one, so that vLLM puts
         # these requests first; with more query heads per KV head than their rows, the prefill kernel still runs them.
-        self._init_reorder_batch_threshold(decode_tokens(group, speculated_tokens(vllm_config)))
+        self._init_reorder_batch_threshold(decode_tokens(group, drafter.drafts_per_request(vllm_config)))
         assert self.reorder_batch_threshold is not None
         # If decoding requests may need the wide kernel, it runs all of them in every step, so that the answer to a
         # request does not depend on the others in its batch.

@@ -86,8 +86,12 @@ class HostLayers:
     length_is_fitted: bool = False
     """Whether vLLM fits the maximum length to the memory that :meth:`clamp` leaves."""
     pool: HostPool | None = None
+    drafts_per_request: int = 0
+    """In a step, at most."""
     rates: Rates | None = None
-    """None if they were not measured."""
+    """With one token of a request. None if they were not measured."""
+    draft_rates: Rates | None = None
+    """With all drafts; the same without drafts."""
     plain_read_rate: float | None = None
     """Bytes per second of plain reads of the pool; None before it is allocated."""
     others: Sequence[LayerPlacement] = ()
@@ -218,19 +222,10 @@ class HostLayers:
             split = StreamSplit(float(self.stream_fraction))
         elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
-            tokens = self.graph_calls.tokens if self.graph_calls else 1
-            measured = calibrate.measure(layer.attention, layer.num_heads, self.dtype, tokens, together=wait_for_ranks)
-            # A step takes as long as the slowest rank, so all take the same share.
-            self.rates = rates = Rates(*smallest(*dataclasses.astuple(measured)))
-            split = stream_split(rates)
-            logger.info(
-                "Host memory: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
-                "copies at the same time: %.1f and %.1f GB/s). When decoding in pieces, the device reads %.0f %% of "
-                "the host KV and the first %d MiB of each layer.",
-                *(rate / 1e9 for rate in dataclasses.astuple(rates)[:5]),
-                100 * split.fraction,
-                split.head_start >> 20,
-            )
+            self.rates = self.draft_rates = self._measure(layer, 1)
+            if self.drafts_per_request:
+                self.draft_rates = self._measure(layer, min(1 + self.drafts_per_request, MAX_CPU_TOKENS))
+            split = stream_split(self.rates, self.draft_rates)
         else:
             return
         calls = self.graph_calls
@@ -238,9 +233,27 @@ class HostLayers:
             logger.info(
                 "One graph for a decode step: the device reads %.0f %% of the host KV in place%s.",
                 100 * split.in_graph(),
-                f", {self.rates.in_place / 1e9:.1f} GB/s if alone" if self.rates else "",
+                f", {self.draft_rates.in_place / 1e9:.1f} GB/s if alone" if self.draft_rates else "",
             )
         self.set_stream_split(split)
+
+    def _measure(self, layer: HostLayerImpl, tokens: int) -> Rates:
+        """How fast host KV is read in a decode step with ``tokens`` of each request."""
+        assert layer.attention is not None
+        measured = calibrate.measure(layer.attention, layer.num_heads, self.dtype, tokens, together=wait_for_ranks)
+        # A step takes as long as the slowest rank, so all take the same share.
+        rates = Rates(*smallest(*dataclasses.astuple(measured)))
+        split = stream_split(rates)
+        logger.info(
+            "Host memory%s: plain reads %.1f GB/s, CPU attention %.1f GB/s, copies to the device %.1f GB/s (CPU and "
+            "copies at the same time: %.1f and %.1f GB/s). When decoding in pieces, the device reads %.0f %% of "
+            "the host KV and the first %d MiB of each layer.",
+            f", with {tokens} tokens of a request" if tokens > 1 else "",
+            *(rate / 1e9 for rate in dataclasses.astuple(rates)[:5]),
+            100 * split.fraction,
+            split.head_start >> 20,
+        )
+        return rates
 
     def set_stream_split(self, split: StreamSplit) -> None:
         """Set how much of the decoding requests' host KV the device reads over the link.
@@ -256,8 +269,8 @@ class HostLayers:
             sharing = sum(layer.window is None for layer in self.group.layers) / len(self.group.layers)
             in_graph = over_link is not None
             self.whole_steps_until, self.filled_steps_until = smallest(
-                whole_steps_until(split, self.rates, sharing, in_graph),
-                filled_steps_until(self.rates, sharing, in_graph) if self.max_filled_tokens else 0.0,
+                whole_steps_until(split, self.draft_rates, sharing, in_graph),
+                filled_steps_until(self.rates, self.draft_rates, sharing, in_graph) if self.max_filled_tokens else 0.0,
             )
 
     def is_first(self, attention: HostAttention, metadata: HostMetadata) -> bool:
@@ -486,6 +499,7 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
         graph_calls=runtime.graph_calls(group.link),
         copies=allocate_copies(group, copies) if copies else None,
         max_filled_tokens=max_filled_tokens(vllm_config),
+        drafts_per_request=drafter.drafts_per_request(vllm_config),
     )
     if given := vllm_config.cache_config.kv_cache_memory_bytes:
         host_layers.check_length(given)  # before the model is compiled and measured
@@ -640,11 +654,12 @@ def describe(host_layers: HostLayers, blocks: int) -> list[str]:
             f"graph: in steps of up to {host_layers.max_filled_tokens} tokens whose contexts have fewer than "
             f"{min(most, blocks * placement.device_size.block_size)} tokens in total, without seeds and grammars."
         )
-    if host_layers.rates:
-        rate = decode_rate(host_layers, host_layers.rates, tokens)
+    if host_layers.draft_rates:
+        rate = decode_rate(host_layers, host_layers.draft_rates, tokens)
         milliseconds = 1e3 * placement.host_seconds(tokens, rate)
+        what = "step with all drafts" if host_layers.drafts_per_request else "token"
         lines.append(
-            f"  Prediction: after {tokens} tokens the host layers add {milliseconds:.3g} ms to each token "
+            f"  Prediction: after {tokens} tokens the host layers add {milliseconds:.3g} ms to each {what} "
             f"(one read of their KV at {rate / 1e9:.3g} GB/s)."
         )
     return lines

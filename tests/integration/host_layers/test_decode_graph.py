@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import weakref
@@ -31,7 +32,7 @@ from fastattention_vllm.placement.counters import Counters
 from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.resident import ResidentBlocks
-from fastattention_vllm.placement.step import Batch
+from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Batch
 from fastattention_vllm.placement.stream_split import Rates, StreamSplit, stream_split
 
 
@@ -288,12 +289,13 @@ def test_missing_drafts_are_made_up_in_short_contexts(drafts: Callable[..., list
 
 def test_which_steps_get_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rates of all ranks, and where drafts may be made up at all."""
-    rates = Rates(160e9, 60e9, link=50e9, cpu_beside_link=55e9, link_beside_cpu=45e9)
+    rates = Rates(170e9, 160e9, link=50e9, cpu_beside_link=55e9, link_beside_cpu=45e9)
+    drafting = dataclasses.replace(rates, cpu=60e9)
     for finds, other, until in ((True, math.inf, 57600000), (True, 1000, 1000), (False, math.inf, 0)):
         monkeypatch.setattr(
             host_layers, "smallest", lambda *numbers, other=other: [min(number, other) for number in numbers]
         )
-        found = host_layers_of(Calls(), max_filled_tokens=5 * finds, rates=rates)
+        found = host_layers_of(Calls(), max_filled_tokens=5 * finds, rates=rates, draft_rates=drafting)
         found.group.layers = [SimpleNamespace(window=None)]  # type: ignore[list-item]
         found.set_stream_split(StreamSplit(0.3, 1 << 20))
         assert found.filled_steps_until == pytest.approx(until)
@@ -384,12 +386,41 @@ def test_ranks_share_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         host_layers, "smallest", lambda *numbers: [min(pair) for pair in zip(numbers, slow, strict=True)]
     )
     monkeypatch.setattr(host_layers.calibrate, "measure", lambda *given, **named: fast)
-    found = host_layers_of(None, stream_fraction="auto")
+    found = measured(drafts_per_request=0)
+    assert found.rates == found.draft_rates == Rates(*slow)
+    assert found.group.stream_split == stream_split(Rates(*slow), Rates(*slow))
+    assert stream_split(fast) == StreamSplit(0.0)
+
+
+def measured(drafts_per_request: int) -> HostLayers:
+    """Host layers that have decided by measured rates which fraction the device reads."""
+    found = host_layers_of(None, stream_fraction="auto", drafts_per_request=drafts_per_request)
     found.runtime = SimpleNamespace(pin=True)  # type: ignore[assignment]
     found.targets = {"layer": "target"}
-    found._divide_reading({"layer": SimpleNamespace(impl=SimpleNamespace(attention=None, num_heads=4))})
-    assert found.rates == Rates(*slow)
-    assert found.group.stream_split == stream_split(Rates(*slow)) != stream_split(fast)
+    found._divide_reading({"layer": SimpleNamespace(impl=SimpleNamespace(attention=object(), num_heads=4))})
+    return found
+
+
+@pytest.mark.parametrize(("drafts", "tokens"), [(0, [1]), (4, [1, 5]), (20, [1, MAX_CPU_TOKENS])])
+def test_rates_are_measured_with_one_token_and_with_all_drafts(
+    drafts: int, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer steps are divided between CPU and device."""
+    rates = {count: Rates(100e9, 70e9 / count, 50e9, 60e9 / count, 30e9, 25e9) for count in (1, 5, MAX_CPU_TOKENS)}
+    asked: list[int] = []
+    monkeypatch.setattr(host_layers, "smallest", lambda *numbers: list(numbers))
+    monkeypatch.setattr(
+        host_layers.calibrate,
+        "measure",
+        lambda layer, heads, dtype, count, **named: asked.append(count) or rates[count],
+    )
+    found = measured(drafts)
+    assert asked == tokens
+    assert (found.rates, found.draft_rates) == (rates[1], rates[tokens[-1]])
+    for with_drafts in (False, True):
+        expected = rates[tokens[-1] if with_drafts else 1]
+        share = found.group.stream_split.of(1 << 40, drafts=with_drafts)
+        assert share == stream_split(expected).of(1 << 40)
 
 
 def test_counters_are_of_both_ways() -> None:

@@ -295,12 +295,14 @@ def test_the_log_predicts_the_time_that_host_layers_add_per_token(model: Path, l
         graph, shared = SimpleNamespace(over_link=None), SimpleNamespace(over_link=object())
         for cpu, calls, rate in ((95e9, None, 95), (60e9, None, 40 + 30), (60e9, graph, 60), (60e9, shared, 40 + 15)):
             layers.graph_calls = cast(Any, calls)
-            layers.rates = Rates(100e9, cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9, in_place=25e9)
+            layers.draft_rates = Rates(100e9, cpu, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9, in_place=25e9)
             (line,) = [line for line in describe(layers, num_blocks(llm)) if "Prediction" in line]
             milliseconds = 3 * (1024 // 16) * PAGE / (rate * 1e9) * 1e3
             assert f"Prediction: after 1024 tokens the host layers add {milliseconds:.3g} ms" in line
             assert line.endswith(f"at {rate} GB/s).")
-        layers.graph_calls = None
+        layers.graph_calls, layers.drafts_per_request = None, 2
+        (line,) = [line for line in describe(layers, num_blocks(llm)) if "Prediction" in line]
+        assert "ms to each step with all drafts (" in line
         layers.max_filled_tokens, layers.filled_steps_until = 40, 7.5 * PAGE
         (line,) = [line for line in describe(layers, num_blocks(llm)) if "n-gram" in line]
         assert "up to 40 tokens whose contexts have fewer than 120 tokens in total" in line
