@@ -56,7 +56,16 @@ def main() -> int:
     parser.add_argument(
         "--ways",
         nargs="+",
-        default=["stream all", "CPU alone", "pieces", "graph", "shared graph", "auto", "drafts as found", "split of one token"],
+        default=[
+            "stream all",
+            "CPU alone",
+            "pieces",
+            "graph",
+            "shared graph",
+            "auto",
+            "drafts as found",
+            "split of one token",
+        ],
     )
     parser.add_argument("--engines", nargs="+", choices=["stock", "device", "host"], default=["stock", "host"])
     parser.add_argument("--enforce-eager", action="store_true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fastattention_vllm.attention import flash
+from fastattention_vllm.attention.problem import AttentionProblem
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from fastattention_vllm.placement import cuda_bell, host_memory
 from fastattention_vllm.placement.graph_calls import GraphBatch, GraphCalls
@@ -20,6 +22,7 @@ from fastattention_vllm.placement.pinning import CudaPinning
 from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import Batch
 from tests import reference_models as reference
+from tests.attention import oracle
 from tests.gpu.apart import apart
 from tests.gpu.test_engine import ALLOWED, GPU, LAYERS, LENGTHS, Steps, check, model  # noqa: F401
 from tests.integration.engine import NGRAM, check_drafts, engine, generate
@@ -201,6 +204,69 @@ def test_a_graph_reads_over_the_link_beside_the_cpu(fraction: float) -> None:
         tokens += 16 * min(int(torch.tensor(fraction, dtype=torch.float32) * whole), max(0, whole - 1))
     assert tokens
     assert calls.counters().decode_streamed_bytes == tokens * 2 * 128 * 2
+
+
+@functools.cache
+def sinks_on_gpu(num_heads: int) -> torch.Tensor:
+    return (torch.arange(num_heads) / 2 - 1).cuda()  # as Model's
+
+
+class GpuModel(Model):
+    """Its sinks are on the GPU before a capture, in which nothing can be copied from a CPU's tensor."""
+
+    def problem(self, **parts: Any) -> AttentionProblem:
+        if not (self.has_sinks and parts["query"].is_cuda):
+            return super().problem(**parts)
+        return replace(self, has_sinks=False).problem(**({"sinks": sinks_on_gpu(self.num_heads)} | parts))
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_shared_reading_equals_attention_over_everything(
+    dtype: torch.dtype, head_size: int, page_size: int, has_sinks: bool, fraction: float
+) -> None:
+    """Random keys and values, sequences with whole blocks and without, and one request of padding."""
+    bell = cuda_bell.create()
+    assert not isinstance(bell, str), bell
+    lengths = torch.tensor([1500, 17, 300, 900, 0], dtype=torch.int32)
+    width = 2048 // page_size
+    spec = GpuModel(num_heads=8, head_size=head_size, page_size=page_size, dtype=dtype, has_sinks=has_sinks)
+    shape = (len(lengths) * width, spec.num_kv_heads, page_size, 2 * head_size)
+    generator = torch.Generator().manual_seed(0)
+    cache = host_memory.commit(torch.Size(shape).numel() * 2, pin=CudaPinning())[0].view(dtype).view(shape)
+    cache.copy_(torch.randn(shape, generator=generator))
+    calls = GraphCalls(CudaLink(torch.device("cuda")), CudaPinning(), bell, device=flash)
+    layer = HostAttention(HostLayerGroup(calls.link, flash), spec, cache)
+    calls.prepare(layer)
+    assert calls.share_over_link(fraction)
+    table = torch.randperm(len(cache), generator=generator).int().view(len(lengths), width)
+    last = (lengths - 1).clamp(min=0).long()
+    slots = table.gather(1, last[:, None] // page_size)[:, 0].long() * page_size + last % page_size
+    slots[lengths == 0] = -1
+    starts = torch.tensor([0, 1, 2, 3, 4, 4], dtype=torch.int32)
+    batch = GraphBatch("0", starts.cuda(), lengths.cuda(), table.cuda(), slots.cuda())
+    tensors = [torch.randn(5, heads, head_size, generator=generator).to("cuda", dtype) for heads in (8, 2, 2)]
+    output = torch.zeros_like(tensors[0])
+    calls.reserve(batch, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls.bring_down(batch)
+        calls.attend(layer, batch, *tensors, output)
+    graph.replay()
+    problem = spec.problem(
+        query=tensors[0][:4].cpu(),
+        **layer.in_cache(),
+        query_start_loc=starts[:5],
+        seq_lens=lengths[:4],
+        block_table=table[:4],
+        causal=True,
+    )
+    expected, _ = oracle.attention(problem)
+    # Two parts are rounded to ``dtype``, and then their sum.
+    torch.testing.assert_close(output[:4].cpu().double(), expected, atol=2e-3, rtol=3 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("second_runner", ["0", "1"], ids=["v1", "v2"])
