@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,19 +221,19 @@ class GpuModel(Model):
         return replace(self, has_sinks=False).problem(**({"sinks": sinks_on_gpu(self.num_heads)} | parts))
 
 
+@pytest.mark.parametrize("lengths", [(1500,), (1500, 17, 300, 900, 0)], ids=["one", "several and padding"])
 @pytest.mark.parametrize("fraction", [0.3, 0.6, 1.0])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_shared_reading_equals_attention_over_everything(
-    dtype: torch.dtype, head_size: int, page_size: int, has_sinks: bool, fraction: float
+    dtype: torch.dtype, head_size: int, page_size: int, has_sinks: bool, fraction: float, lengths: tuple[int, ...]
 ) -> None:
-    """Random keys and values, sequences with whole blocks and without, and one request of padding."""
+    """Random keys and values, and sequences with whole blocks and without. Padding has length 0."""
     bell = cuda_bell.create()
     assert not isinstance(bell, str), bell
-    lengths = torch.tensor([1500, 17, 300, 900, 0], dtype=torch.int32)
-    width = 2048 // page_size
+    requests, width = sum(length > 0 for length in lengths), 2048 // page_size
     spec = GpuModel(num_heads=8, head_size=head_size, page_size=page_size, dtype=dtype, has_sinks=has_sinks)
     shape = (len(lengths) * width, spec.num_kv_heads, page_size, 2 * head_size)
     generator = torch.Generator().manual_seed(0)
@@ -243,30 +244,33 @@ def test_shared_reading_equals_attention_over_everything(
     calls.prepare(layer)
     assert calls.share_over_link(fraction)
     table = torch.randperm(len(cache), generator=generator).int().view(len(lengths), width)
-    last = (lengths - 1).clamp(min=0).long()
-    slots = table.gather(1, last[:, None] // page_size)[:, 0].long() * page_size + last % page_size
-    slots[lengths == 0] = -1
-    starts = torch.tensor([0, 1, 2, 3, 4, 4], dtype=torch.int32)
-    batch = GraphBatch("0", starts.cuda(), lengths.cuda(), table.cuda(), slots.cuda())
-    tensors = [torch.randn(5, heads, head_size, generator=generator).to("cuda", dtype) for heads in (8, 2, 2)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    last = seq_lens.long() - 1
+    slots = table.gather(1, last.clamp(min=0)[:, None] // page_size)[:, 0].long() * page_size + last % page_size
+    slots[last < 0] = -1
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32).clamp(max=requests)
+    batch = GraphBatch("0", starts.cuda(), seq_lens.cuda(), table.cuda(), slots.cuda())
+    rows = [torch.randn(len(lengths), heads, head_size, generator=generator) for heads in (8, 2, 2)]
+    tensors = [part.to("cuda", dtype) for part in rows]
     output = torch.zeros_like(tensors[0])
     calls.reserve(batch, dtype)
+    gc.collect()  # what other tests have pinned must not be released during the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         calls.bring_down(batch)
         calls.attend(layer, batch, *tensors, output)
     graph.replay()
     problem = spec.problem(
-        query=tensors[0][:4].cpu(),
+        query=tensors[0][:requests].cpu(),
         **layer.in_cache(),
-        query_start_loc=starts[:5],
-        seq_lens=lengths[:4],
-        block_table=table[:4],
+        query_start_loc=starts[: requests + 1],
+        seq_lens=seq_lens[:requests],
+        block_table=table[:requests],
         causal=True,
     )
     expected, _ = oracle.attention(problem)
     # Two parts are rounded to ``dtype``, and then their sum.
-    torch.testing.assert_close(output[:4].cpu().double(), expected, atol=2e-3, rtol=3 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(output[:requests].cpu().double(), expected, atol=2e-3, rtol=3 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("second_runner", ["0", "1"], ids=["v1", "v2"])
