@@ -50,9 +50,11 @@ def answers(model: Path, **changes: Any) -> list[Steps]:
 def check(found: list[Steps], expected: list[Steps], allowed: float = ALLOWED) -> None:
     """Log-probabilities agree up to the token where rounding decides between two equally good tokens."""
     compared = 0
-    for ours, theirs in zip(found, expected, strict=True):
-        for (token, logprob), (wanted, like) in zip(ours, theirs, strict=True):
-            assert logprob == pytest.approx(like, abs=allowed)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for at, ((token, logprob), (wanted, like)) in enumerate(zip(ours, theirs, strict=True)):
+            assert logprob == pytest.approx(like, abs=allowed), (
+                f"request {number}: {ours[: at + 1]}, {theirs[: at + 1]}"
+            )
             compared += 1
             if token != wanted:
                 break
