@@ -85,7 +85,7 @@ def stream_split(rates: Rates, drafting: Rates | None = None) -> StreamSplit:
 
     Args:
         rates: with one token of a request.
-        drafting: with all drafts. None if there are none.
+        drafting: with all drafts. None: steps have no drafts.
     """
     if drafting:
         return replace(stream_split(rates), drafting=stream_split(drafting))

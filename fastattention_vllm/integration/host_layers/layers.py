@@ -223,9 +223,10 @@ class HostLayers:
         elif self.runtime.pin:
             layer = forward_context[next(iter(self.targets))].impl
             self.rates = self.draft_rates = self._measure(layer, 1)
+            split = stream_split(self.rates)
             if self.drafts_per_request:
                 self.draft_rates = self._measure(layer, min(1 + self.drafts_per_request, MAX_CPU_TOKENS))
-            split = stream_split(self.rates, self.draft_rates)
+                split = stream_split(self.rates, self.draft_rates)
         else:
             return
         calls = self.graph_calls

@@ -409,7 +409,7 @@ def test_ranks_share_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_layers.calibrate, "measure", lambda *given, **named: fast)
     found = measured(drafts_per_request=0)
     assert found.rates == found.draft_rates == Rates(*slow)
-    assert found.group.stream_split == stream_split(Rates(*slow), Rates(*slow))
+    assert found.group.stream_split == stream_split(Rates(*slow))
     assert stream_split(fast) == StreamSplit(0.0)
 
 
