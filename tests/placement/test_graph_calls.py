@@ -91,11 +91,12 @@ class Engine:
         width: int = 6,
         copies: int = 0,
         over_link: float = 0.0,
+        pinning: Pins | None = None,
     ) -> None:
         self.model = model
         self.random = torch.Generator().manual_seed(1)
         self.bell = Doorbell()
-        self.calls = GraphCalls(LocalLink(), None, self.bell, device=GraphKernels())
+        self.calls = GraphCalls(LocalLink(), pinning, self.bell, device=GraphKernels())
         group = HostLayerGroup(LocalLink(), None)  # type: ignore[arg-type]
         blocks = 1 + requests * width
         self.layers = []
@@ -287,6 +288,33 @@ def test_two_block_tables_one_of_layers_with_windows() -> None:
         )
         torch.testing.assert_close(output.double(), oracle.attention(problem)[0], atol=2e-5, rtol=2e-5)
         engine.check(lengths)
+
+
+class Pins:
+    """Keeps the addresses that were released."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def register(self, address: int, size: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        self.released.append(address)
+
+
+@pytest.mark.parametrize("over_link", [0.0, 0.5])
+def test_a_graph_keeps_the_memory_that_it_copies_to(over_link: float) -> None:
+    """Also what only the graph writes: the CPU reads lengths and blocks without the device's share."""
+    pins = Pins()
+    engine = Engine(Model(), layers=1, requests=2, query_len=1, over_link=over_link, pinning=pins)
+    engine.check([20, 7])
+    engine.bell.captures = False
+    lengths = torch.zeros(64, dtype=torch.int32)
+    larger = GraphBatch("0", torch.zeros(65, dtype=torch.int32), lengths, lengths[:, None].repeat(1, 9), lengths.long())
+    engine.calls.reserve(larger, engine.model.dtype)
+    engine.calls.bring_down(larger)
+    assert not pins.released
 
 
 def test_windows_and_copies_leave_the_link_alone() -> None:
