@@ -80,6 +80,7 @@ def commit(
                 raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be allocated")
             placements.append(cpu_memory.place_memory(begin + offset, step, nodes, discard=True))
     if pin:
+        mapping.madvise(mmap.MADV_DONTFORK)  # after a fork, a write here could move a page away from the device
         if whole > LONG_TO_PIN:
             say(f"{size / GIB:.1f} GiB are allocated and are now pinned for the device")
         pin.register(begin, whole)
