@@ -34,7 +34,7 @@ def measure(
     """Read a sample of ``layer``'s pages, which are still zero, in all ways. Takes about a second.
 
     Args:
-        tokens: Of one request in a decode step. They share one read, which takes the CPU longer the more they are.
+        tokens: Of one request in a decode step. They share one read, which takes the CPU longer if there are more.
         together: Called before each read. Ranks of a tensor-parallel group wait there for each other: when decoding,
             they read at the same time, and often from the same memory.
     """

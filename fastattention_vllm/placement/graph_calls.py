@@ -262,14 +262,14 @@ class GraphCalls:
         )
         if shares is None:
             attention, *_ = cpu_kernels.attention_arguments(problem, out, None, False)
-            call = self.thread.add(write, attention, problem, step, rows, out)
+            call = self.thread.add(write, attention, problem, step.down, rows, out)
             self.bell.ring(self.thread.rung, self.thread.answered, call)
             self.bell.wait(self.thread.answered, call)
             output[:tokens].copy_(out_seen)
             return
         lse, lse_seen = self._buffer("lse", query.shape[:2], torch.float32)
         attention, *_ = cpu_kernels.attention_arguments(problem, out, lse, False)
-        call = self.thread.add(write, attention, problem, step, rows, out, lse)
+        call = self.thread.add(write, attention, problem, step.down, rows, out, lse)
         unless = 0 if shares.nothing_left is None else shares.nothing_left.data_ptr()
         self.bell.ring(self.thread.rung, self.thread.answered, call, unless)
         total, total_lse = self._attend_to_share(layer, batch, shares, query, key, value)

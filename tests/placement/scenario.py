@@ -272,3 +272,16 @@ def some_steps(scenario: Scenario, numbers: random.Random, *, rounds: int, chunk
             works.append(scenario.work(request, min(request.tokens - request.done, numbers.choice(firsts))))
         numbers.shuffle(works)
         scenario.attend(works)
+
+
+class Pins:
+    """Pins nothing, and keeps the addresses that were released."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def register(self, address: int, size: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        self.released.append(address)

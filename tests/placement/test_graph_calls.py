@@ -23,7 +23,7 @@ from fastattention_vllm.placement.link import LocalLink
 from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import Batch
 from tests.attention import oracle
-from tests.placement.scenario import Model
+from tests.placement.scenario import Model, Pins
 
 PAGE = 4
 
@@ -288,19 +288,6 @@ def test_two_block_tables_one_of_layers_with_windows() -> None:
         )
         torch.testing.assert_close(output.double(), oracle.attention(problem)[0], atol=2e-5, rtol=2e-5)
         engine.check(lengths)
-
-
-class Pins:
-    """Keeps the addresses that were released."""
-
-    def __init__(self) -> None:
-        self.released: list[int] = []
-
-    def register(self, address: int, size: int) -> None:
-        pass
-
-    def unregister(self, address: int) -> None:
-        self.released.append(address)
 
 
 @pytest.mark.parametrize("over_link", [0.0, 0.5])

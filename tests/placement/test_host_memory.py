@@ -16,6 +16,7 @@ import torch
 from fastattention_vllm.placement import host_memory
 from fastattention_vllm.placement.host_memory import GIB, HUGE_PAGE
 from tests.attention.cpu.test_memory import huge_bytes, needs_huge_pages
+from tests.placement.scenario import Pins
 
 MIB = 1 << 20
 
@@ -55,22 +56,14 @@ def test_the_memory_is_in_huge_pages() -> None:
     assert huge_bytes(memory.data_ptr(), memory.nbytes) >= 10 * MIB
 
 
-class Pins:
-    def register(self, address: int, size: int) -> None:
-        pass
-
-    def unregister(self, address: int) -> None:
-        pass
-
-
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize("pin", [None, Pins()], ids=["not pinned", "pinned"])
 def test_pinned_memory_is_not_copied_by_a_fork(pin: Pins | None) -> None:
     """A write after a fork could move the page, and the device would go on with the old one."""
     memory, _ = host_memory.commit(4 * MIB, pin=pin)
     mappings = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
-    ranges = {range(*(int(end, 16) for end in one.split(maxsplit=1)[0].split("-"))): one for one in mappings}
-    (ours,) = [one for addresses, one in ranges.items() if memory.data_ptr() in addresses]
+    ends = [[int(end, 16) for end in mapping.split(maxsplit=1)[0].split("-")] for mapping in mappings]
+    ours = next(one for one, (begin, end) in zip(mappings, ends, strict=True) if begin <= memory.data_ptr() < end)
     found = re.search(r"^VmFlags:(.*)$", ours, flags=re.MULTILINE)
     assert found
     assert ("dc" in found[1].split()) == (pin is not None)
