@@ -49,8 +49,7 @@ class Options(BaseModel):
 
     stream_fraction: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
     """Fraction of a decoding request's host KV that the GPU or NPU reads over the link while the CPU attends to the
-    rest. "auto": measured at start; 0 if the CPU alone already uses the full memory bandwidth. With attention sinks,
-    nothing is read over the link in one CUDA graph for a decode step."""
+    rest. "auto": measured at start; 0 if the CPU alone already uses the full memory bandwidth."""
 
     tiling_all_reduce: Literal["auto", "off"] | Annotated[int, Field(ge=2, le=64)] = "off"
     """Number of token blocks into which row-parallel linear layers are split under tensor parallelism. While one block

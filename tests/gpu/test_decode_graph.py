@@ -327,13 +327,7 @@ def test_answers_are_those_of_vllms_backend(
     [
         ({}, "FLASH_ATTN"),
         ({"stream_fraction": 0}, "FLASH_ATTN"),
-        pytest.param(
-            {"stream_fraction": 0.6},
-            "FLASH_ATTN",
-            marks=pytest.mark.skip(
-                reason="failed on an H100, so graphs share nothing with sinks (docs/host-layers.md)"
-            ),
-        ),
+        ({"stream_fraction": 0.6}, "FLASH_ATTN"),
         ({"volta_kernels": "ptx"}, "TRITON_ATTN"),
     ],
     ids=["flash", "cpu alone", "share over the link", "volta"],

@@ -230,14 +230,7 @@ class HostLayers:
         else:
             return
         calls = self.graph_calls
-        # One answer of a model with sinks was wrong on an H100, and the cause is not known (docs/host-layers.md).
-        has_sinks = any(forward_context[name].impl.inner.sinks is not None for name in self.targets)
-        if calls and has_sinks and split.in_graph() > 0:
-            logger.warning(
-                "In one graph for a decode step the CPU reads all host KV, because reading over the link is not known "
-                "to be right with attention sinks."
-            )
-        elif calls and calls.share_over_link(split.in_graph()):
+        if calls and calls.share_over_link(split.in_graph()):
             logger.info(
                 "One graph for a decode step: the device reads %.0f %% of the host KV in place%s.",
                 100 * split.in_graph(),

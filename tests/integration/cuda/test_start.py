@@ -120,6 +120,7 @@ def stub(
     backend: Any = "ours",
     level: int = 2,
     model_type: str = "llama",
+    experts: int = 0,
     **options: Any,
 ) -> Any:
     return SimpleNamespace(
@@ -128,6 +129,7 @@ def stub(
             model="a/model",
             dtype=dtype,
             get_head_size=lambda: 128,
+            get_num_experts=lambda: experts,
             use_mla=False,
             hf_config=SimpleNamespace(model_type=model_type),
             hf_text_config=SimpleNamespace(model_type=model_type),
@@ -183,6 +185,32 @@ def test_what_the_user_has_set_stays(config: Any) -> None:
     before = (config.compilation_config.mode, config.compilation_config.cudagraph_mode)
     type(current_platform).apply_config_platform_defaults(config)
     assert (config.compilation_config.mode, config.compilation_config.cudagraph_mode) == before
+
+
+@pytest.mark.parametrize(("experts", "changed"), [(0, False), (4, True), (60, True), (64, False), (128, False)])
+@pytest.mark.parametrize("found", [(7, 0), (7, 5), (9, 0)], ids=["V100", "T4", "H100"])
+def test_rows_of_router_logits_are_not_padded(
+    experts: int, changed: bool, found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(current_platform)
+    monkeypatch.setattr(kind, "get_device_capability", lambda device_id=0: DeviceCapability(*found))
+    monkeypatch.setattr(kind, "apply_config_platform_defaults", kind.apply_config_platform_defaults)
+    monkeypatch.setattr(vllm.config.model, "_check_valid_dtype", vllm.config.model._check_valid_dtype)
+    start.install()
+    config, of_others = stub(experts=experts), stub(experts=experts, backend=None)
+    kind.apply_config_platform_defaults(config)
+    kind.apply_config_platform_defaults(of_others)
+    assert config.compilation_config.inductor_compile_config.get("shape_padding") is (False if changed else None)
+    assert "shape_padding" not in of_others.compilation_config.inductor_compile_config
+    assert "shape_padding" in torch._inductor.config._config, "inductor has renamed its option"
+
+
+@pytest.mark.usefixtures("capability")
+def test_padding_that_the_user_has_asked_for_stays() -> None:
+    config = stub(experts=4)
+    config.compilation_config = CompilationConfig(inductor_compile_config={"shape_padding": True})
+    type(current_platform).apply_config_platform_defaults(config)
+    assert config.compilation_config.inductor_compile_config["shape_padding"] is True
 
 
 # --- where -----------------------------------------------------------------------------------------------------------

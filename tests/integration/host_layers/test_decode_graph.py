@@ -378,27 +378,6 @@ def test_the_users_fraction_is_read_in_graphs_too(asked: float) -> None:
     assert found.group.stream_split == StreamSplit(asked)
 
 
-def impl_of(sinks: torch.Tensor | None) -> Any:
-    inner = SimpleNamespace(sinks=sinks)
-    return SimpleNamespace(impl=SimpleNamespace(attention=object(), num_heads=4, inner=inner))
-
-
-@pytest.mark.parametrize("sinks", [None, torch.ones(4)], ids=["without", "with sinks"])
-def test_with_sinks_a_graph_reads_nothing_over_the_link(
-    sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(host_layers.logger, "propagate", True)
-    calls: Any = Calls()
-    shared: list[float] = []
-    calls.share_over_link = lambda fraction: shared.append(fraction) or False
-    found = host_layers_of(calls, stream_fraction=0.25)
-    found.group.layers = [SimpleNamespace(window=None)]  # type: ignore[list-item]
-    found.targets = {"one": "target", "other": "target"}
-    found._divide_reading({"one": impl_of(None), "other": impl_of(sinks)})
-    assert shared == ([0.25] if sinks is None else [])
-    assert ("not known to be right with attention sinks" in caplog.text) == (sinks is not None)
-
-
 def test_ranks_share_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU of this rank needs no help, as measured alone; another one's does."""
     fast = Rates(100e9, 99e9, link=50e9, cpu_beside_link=40e9, link_beside_cpu=30e9, in_place=25e9)
@@ -418,7 +397,7 @@ def measured(drafts_per_request: int) -> HostLayers:
     found = host_layers_of(None, stream_fraction="auto", drafts_per_request=drafts_per_request)
     found.runtime = SimpleNamespace(pin=True)  # type: ignore[assignment]
     found.targets = {"layer": "target"}
-    found._divide_reading({"layer": impl_of(sinks=None)})
+    found._divide_reading({"layer": SimpleNamespace(impl=SimpleNamespace(attention=object(), num_heads=4))})
     return found
 
 
