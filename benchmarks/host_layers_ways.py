@@ -158,6 +158,7 @@ def with_host_layers(path: Path, options: argparse.Namespace) -> list[Row]:
                         limit=None if options.resident_gib else limit * tokens_per_read,
                         first_way=(ways[0], batch / first),
                         share=round(ranks[0].share(way, ranks[0].token_bytes * tokens * batch, drafts=finds), 3),
+                        # With drafts, milliseconds of a token, of which a step gives several.
                         step_ms=[round(1000 * value, 2) for value in times[way]],
                         host_gb_per_s=round(per_token * tokens * batch / step / 1e9, 1),
                         cpu_gb_per_s=[round(rate / 1e9, 1) for rate in cpu_rates[way]],

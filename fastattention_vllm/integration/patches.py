@@ -112,7 +112,8 @@ PATCHES = (
         names=("vllm.config.model._check_valid_dtype", "the apply_config_platform_defaults of vLLM's CUDA platforms"),
         why="On GPUs of compute capability 7.x, vLLM recommends bfloat16, which they lack, for models that do not run "
         "in float16. Models that the kernels refuse are refused before any process is started. On the V100, "
-        "torch.compile is off by default. vLLM has no hook for any of these.",
+        "torch.compile is off by default. Models with some numbers of experts are compiled without padding, see "
+        "https://github.com/vllm-project/vllm/issues/56900. vLLM has no hook for any of these.",
         remove_when="plugins can check a configuration and set defaults on built-in platforms",
         sites=(
             "cuda/start:refuse_float16:module._check_valid_dtype",

@@ -38,10 +38,11 @@ def engine(model: Path, **changes: Any) -> Iterator[LLM]:
         "disable_log_stats": False,
     }
     settings |= changes
-    # vLLM's own backends need this, too (cuda/start.py): test models have 4 experts.
-    compilation: dict[str, Any] = settings.get("compilation_config", {})
-    inductor = {"shape_padding": False} | compilation.get("inductor_compile_config", {})
-    settings["compilation_config"] = compilation | {"inductor_compile_config": inductor}
+    if settings["attention_backend"] != "fastattention":
+        # This backend does so itself (cuda/start.py): the test models have 4 experts.
+        compilation: dict[str, Any] = settings.get("compilation_config", {})
+        inductor = {"shape_padding": False} | compilation.get("inductor_compile_config", {})
+        settings["compilation_config"] = compilation | {"inductor_compile_config": inductor}
     llm = None
     # vLLM collects garbage nine times per engine, half a second each among the objects of all imported modules. Until
     # the engine has ended, these are left out.

@@ -73,43 +73,28 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         before(vllm_config)
         if vllm_config.attention_config.backend is not compat.ensure_backend_member():
             return
-        keep_router_logits_packed(vllm_config)
         if capability >= FLASH:
             support.check_supported(vllm_config, support.WITHOUT_KERNELS)
             drafter.use_this_backend(vllm_config)
-            return
-        support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
-        check_weights(vllm_config)
-        from fastattention_vllm.integration.cuda import xformers
-
-        drafter.use_this_backend(vllm_config)
-        reason = xformers.why_volta_refuses(vllm_config)
-        if reason is not None:
-            xformers.check_asked(vllm_config, reason)
-        elif capability == V100:
-            prefer_whole_graphs(vllm_config)
+        else:
+            check_and_set_volta_defaults(vllm_config, capability)
+        keep_router_logits_packed(vllm_config)
 
     apply_config_platform_defaults._fastattention = True  # type: ignore[attr-defined]
     platform.apply_config_platform_defaults = classmethod(apply_config_platform_defaults)
 
 
-def keep_router_logits_packed(vllm_config: Any) -> None:
-    """Keep torch.compile from padding the rows of router logits, which vLLM reads as if they were packed.
+def check_and_set_volta_defaults(vllm_config: Any, capability: tuple[int, int]) -> None:
+    support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
+    check_weights(vllm_config)
+    from fastattention_vllm.integration.cuda import xformers
 
-    Inductor pads the rows of a linear layer whose width is not a multiple of 8, if its benchmark finds that faster.
-    vLLM then routes tokens by the numbers of other tokens, with every attention backend. In 3 of 21 compilations of a
-    model with 4 experts on an H100, answers of vLLM 0.23.0 were wrong. Whatever the user has set stays. Remove this
-    when https://github.com/vllm-project/vllm/issues/56900 is solved in all supported versions.
-    """
-    experts = vllm_config.model_config.get_num_experts()
-    options = vllm_config.compilation_config.inductor_compile_config
-    if experts % 8 and "shape_padding" not in options:
-        options["shape_padding"] = False
-        logger.info_once(
-            "torch.compile pads no matrices, because vLLM would route tokens wrongly if it padded the logits of %d "
-            "experts (vLLM issue 56900).",
-            experts,
-        )
+    drafter.use_this_backend(vllm_config)
+    reason = xformers.why_volta_refuses(vllm_config)
+    if reason is not None:
+        xformers.check_asked(vllm_config, reason)
+    elif capability == V100:
+        prefer_whole_graphs(vllm_config)
 
 
 def prefer_whole_graphs(vllm_config: Any) -> None:
@@ -128,4 +113,28 @@ def prefer_whole_graphs(vllm_config: Any) -> None:
     logger.info_once(
         "Compute capability 7.0: torch.compile is off and whole decode steps are CUDA graphs. "
         "--compilation-config '{\"mode\": 3}' turns torch.compile on."
+    )
+
+
+def keep_router_logits_packed(vllm_config: Any) -> None:
+    """Keep torch.compile from padding the rows of router logits, which vLLM reads as if no gaps were between them.
+
+    Inductor pads the rows of a linear layer whose width is not a multiple of 8, if its benchmark finds that faster.
+    vLLM then chooses experts by the numbers of other tokens, with every attention backend. In 3 of 21 compilations of
+    a model with 4 experts on an H100, answers of vLLM 0.23.0 were wrong. Whatever the user has set stays. Remove this
+    when https://github.com/vllm-project/vllm/issues/56900 is solved in all supported versions.
+    """
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    experts = vllm_config.model_config.get_num_experts()
+    options = compilation.inductor_compile_config
+    packed = experts <= 1 or experts % 8 == 0
+    if packed or compilation.mode == CompilationMode.NONE or "shape_padding" in options:
+        return
+    options["shape_padding"] = False
+    logger.info_once(
+        "torch.compile pads no matrices, because vLLM would choose wrong experts if it padded the router's logits of "
+        "%d experts (vLLM issue 56900).",
+        experts,
     )

@@ -21,6 +21,7 @@ from fastattention_vllm.integration import compat, plugin
 from fastattention_vllm.integration.cuda import start
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.integration.serving import ray_cluster
+from tests import reference_models as reference
 
 SHAPE = {
     "vocab_size": 64,
@@ -187,30 +188,57 @@ def test_what_the_user_has_set_stays(config: Any) -> None:
     assert (config.compilation_config.mode, config.compilation_config.cudagraph_mode) == before
 
 
-@pytest.mark.parametrize(("experts", "changed"), [(0, False), (4, True), (60, True), (64, False), (128, False)])
-@pytest.mark.parametrize("found", [(7, 0), (7, 5), (9, 0)], ids=["V100", "T4", "H100"])
-def test_rows_of_router_logits_are_not_padded(
-    experts: int, changed: bool, found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The platform, which says that it is an H100."""
     kind = type(current_platform)
-    monkeypatch.setattr(kind, "get_device_capability", lambda device_id=0: DeviceCapability(*found))
+    monkeypatch.setattr(kind, "get_device_capability", lambda device_id=0: DeviceCapability(9, 0))
     monkeypatch.setattr(kind, "apply_config_platform_defaults", kind.apply_config_platform_defaults)
-    monkeypatch.setattr(vllm.config.model, "_check_valid_dtype", vllm.config.model._check_valid_dtype)
     start.install()
+    return kind
+
+
+def padding_of(config: Any) -> bool | None:
+    found: bool | None = config.compilation_config.inductor_compile_config.get("shape_padding")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("experts", "padding"), [(0, None), (1, None), (4, False), (60, False), (64, None), (128, None)]
+)
+def test_rows_of_router_logits_are_not_padded(experts: int, padding: bool | None, hopper: Any) -> None:
     config, of_others = stub(experts=experts), stub(experts=experts, backend=None)
-    kind.apply_config_platform_defaults(config)
-    kind.apply_config_platform_defaults(of_others)
-    assert config.compilation_config.inductor_compile_config.get("shape_padding") is (False if changed else None)
-    assert "shape_padding" not in of_others.compilation_config.inductor_compile_config
+    hopper.apply_config_platform_defaults(config)
+    hopper.apply_config_platform_defaults(of_others)
+    assert padding_of(config) is padding
+    assert padding_of(of_others) is None
     assert "shape_padding" in torch._inductor.config._config, "inductor has renamed its option"
 
 
-@pytest.mark.usefixtures("capability")
-def test_padding_that_the_user_has_asked_for_stays() -> None:
+@pytest.mark.usefixtures("hopper")
+def test_the_experts_of_a_checkpoint_are_found(tmp_path: Path) -> None:
+    """vLLM's own configuration, from the arguments to what torch.compile gets."""
+    reference.gpt_oss().save_pretrained(tmp_path)
+    asked = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, attention_backend="fastattention", max_model_len=64
+    )
+    assert padding_of(asked.create_engine_config()) is False
+
+
+@pytest.mark.parametrize("mode", [None, CompilationMode.VLLM_COMPILE])
+def test_padding_is_turned_off_only_if_there_is_any(capability: tuple[int, int], mode: Any) -> None:
+    """By default the V100 compiles nothing."""
+    config = stub(experts=4)
+    config.compilation_config.mode = mode
+    type(current_platform).apply_config_platform_defaults(config)
+    assert padding_of(config) is (None if capability == (7, 0) and mode is None else False)
+
+
+def test_padding_that_the_user_has_asked_for_stays(hopper: Any) -> None:
     config = stub(experts=4)
     config.compilation_config = CompilationConfig(inductor_compile_config={"shape_padding": True})
-    type(current_platform).apply_config_platform_defaults(config)
-    assert config.compilation_config.inductor_compile_config["shape_padding"] is True
+    hopper.apply_config_platform_defaults(config)
+    assert padding_of(config) is True
 
 
 # --- where -----------------------------------------------------------------------------------------------------------
