@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def hardware() -> str:
-    host = machine.hardware(os.cpu_count() or 1)
+    host = machine.hardware(len(os.sched_getaffinity(0)))
     return (
         f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {host}" if torch.cuda.is_available() else host
     )

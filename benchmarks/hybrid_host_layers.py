@@ -94,7 +94,7 @@ def main() -> int:
 
 def save(rows: list[Row], options: argparse.Namespace) -> None:
     if options.json:
-        hardware = machine.hardware(os.cpu_count() or 1)
+        hardware = machine.hardware(len(os.sched_getaffinity(0)))
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
         report(rows, f"{gpu}, KV memory beside host layers {options.device_gib} GiB; {hardware}").write(options.json)
 

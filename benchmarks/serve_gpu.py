@@ -72,7 +72,7 @@ def main() -> int:
     for row in rows:
         print(row.model_dump_json(), flush=True)
     if options.json:
-        hardware = f"{torch.cuda.get_device_name()}; {machine.hardware(os.cpu_count() or 1)}"
+        hardware = f"{torch.cuda.get_device_name()}; {machine.hardware(len(os.sched_getaffinity(0)))}"
         report(rows, hardware).write(options.json)
     return 0
 

@@ -83,5 +83,5 @@ def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def hardware(link: str) -> str:
-    host = machine.hardware(os.cpu_count() or 1)
+    host = machine.hardware(len(os.sched_getaffinity(0)))
     return host if link == "gloo" else f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {host}"

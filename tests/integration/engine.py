@@ -39,7 +39,7 @@ def engine(model: Path, **changes: Any) -> Iterator[LLM]:
     }
     settings |= changes
     if settings["attention_backend"] != "fastattention":
-        # This backend does so itself (cuda/start.py): the test models have 4 experts.
+        # Otherwise vLLM may choose wrong ones of the test models' 4 experts on GPUs (cuda/start.py).
         compilation: dict[str, Any] = settings.get("compilation_config", {})
         inductor = {"shape_padding": False} | compilation.get("inductor_compile_config", {})
         settings["compilation_config"] = compilation | {"inductor_compile_config": inductor}

@@ -85,6 +85,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
 
 
 def check_and_set_volta_defaults(vllm_config: Any, capability: tuple[int, int]) -> None:
+    """The same on GPUs below compute capability 8.0."""
     support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
     check_weights(vllm_config)
     from fastattention_vllm.integration.cuda import xformers
@@ -120,9 +121,10 @@ def keep_router_logits_packed(vllm_config: Any) -> None:
     """Keep torch.compile from padding the rows of router logits, which vLLM reads as if no gaps were between them.
 
     Inductor pads the rows of a linear layer whose width is not a multiple of 8, if its benchmark finds that faster.
-    vLLM then chooses experts by the numbers of other tokens, with every attention backend. In 3 of 21 compilations of
-    a model with 4 experts on an H100, answers of vLLM 0.23.0 were wrong. Whatever the user has set stays. Remove this
-    when https://github.com/vllm-project/vllm/issues/56900 is solved in all supported versions.
+    vLLM then chooses experts by the logits of other tokens, with every attention backend. In 3 of 21 compilations of a
+    model with 4 experts on an H100, answers of vLLM 0.23.0 were wrong. Whatever the user has set stays.
+
+    Remove this when https://github.com/vllm-project/vllm/issues/56900 is solved in all supported versions.
     """
     from vllm.config import CompilationMode
 
@@ -134,7 +136,7 @@ def keep_router_logits_packed(vllm_config: Any) -> None:
         return
     options["shape_padding"] = False
     logger.info_once(
-        "torch.compile pads no matrices, because vLLM would choose wrong experts if it padded the router's logits of "
-        "%d experts (vLLM issue 56900).",
+        "torch.compile pads no matrices, because vLLM would choose wrong experts if the router's logits of %d experts "
+        "were padded (vLLM issue 56900).",
         experts,
     )
