@@ -351,6 +351,16 @@ def calculates_kv_scales(vllm_config: VllmConfig) -> bool:
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
 
 
+def dynamic_tables_are_scaled() -> bool:
+    """Whether the table of rotary embeddings of type "dynamic" has ``max_position_embeddings`` x ``factor`` rows.
+
+    vLLM 0.19.1. In 0.32 and 0.33 it has ``max_position_embeddings`` rows.
+    """
+    from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope import DynamicNTKScalingRotaryEmbedding
+
+    return "max_trained_positions" not in inspect.signature(DynamicNTKScalingRotaryEmbedding.__init__).parameters
+
+
 def refuses_float16(model_type: str) -> bool:
     """Whether vLLM refuses float16 for this model type. 0.19 to 0.33: a table in vLLM's configuration of the model."""
     from vllm.config import model

@@ -94,7 +94,9 @@ def check_features() -> None:
     from vllm.config import get_current_vllm_config_or_none
 
     from fastattention_vllm.integration import support
+    from fastattention_vllm.integration.positions import check_positions
 
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is not None:
         support.check_supported(vllm_config, support.UNTESTED_ON_NPUS)
+        check_positions(vllm_config)

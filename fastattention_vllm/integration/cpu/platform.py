@@ -22,6 +22,7 @@ from fastattention_vllm.integration.host_layers import plan as host_plan
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.serving import ray_cluster
+from fastattention_vllm.integration.positions import check_positions
 from fastattention_vllm.integration.support import check_supported
 from fastattention_vllm.placement import cpu_claims
 from fastattention_vllm.placement import cpus as topology
@@ -67,6 +68,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         ours = cls._uses_fastattention(vllm_config.attention_config.backend)
         if ours:
             check_supported(vllm_config)
+            check_positions(vllm_config)
             multimodal.allow_images_only(vllm_config)
             cls._check_kernels()
             check_weights(vllm_config)

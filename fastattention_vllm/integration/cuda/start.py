@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from fastattention_vllm.integration import compat, drafter, support
 from fastattention_vllm.integration.checkpoint import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
+from fastattention_vllm.integration.positions import check_positions
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")
@@ -73,6 +74,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         before(vllm_config)
         if vllm_config.attention_config.backend is not compat.ensure_backend_member():
             return
+        check_positions(vllm_config)
         if capability >= FLASH:
             support.check_supported(vllm_config, support.WITHOUT_KERNELS)
             drafter.use_this_backend(vllm_config)

@@ -1,0 +1,78 @@
+"""No request may be longer than the model's table of positions.
+
+With VLLM_ALLOW_LONG_MAX_MODEL_LEN=1, or with a YaRN configuration that promises more than its factor gives, vLLM accepts
+a longer --max-model-len. A GPU then reads behind the table, and a CPU stops at the first token beyond it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.refusal import Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SCALED_FROM_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Their table has ``original_max_position_embeddings`` x ``factor`` rows, whatever ``max_position_embeddings`` says."""
+IMAGE_POSITIONS = 4
+"""vLLM makes the tables of rotary embeddings with image positions so many times as long."""
+
+
+def check_positions(vllm_config: VllmConfig) -> None:
+    """Compare --max-model-len with the positions that the model's table will have.
+
+    Raises:
+        Refusal: it is longer. The sentence has a shorter length and, with rotary embeddings, a longer table.
+    """
+    model: Any = vllm_config.model_config
+    if model is None:
+        return
+    text, wanted = model.hf_text_config, model.max_model_len
+    tables = positions_of(text)
+    if not tables or wanted <= min(tables):
+        return
+    longest = min(tables)
+    fix = f"pass --max-model-len {longest} or less"
+    parameters = rope_parameters(text)
+    if len(parameters) == 1 and parameters[0].get("rope_type", "default") in ("default", "yarn"):
+        fix += f", or extend the positions with --hf-overrides '{json.dumps(extended(text, parameters[0], wanted))}'"
+    raise Refusal(f"--max-model-len {wanted} is longer than the {longest} positions of this model; {fix}.")
+
+
+def positions_of(text: Any) -> list[int]:
+    """The length of each table of positions that vLLM will make for a model with this configuration.
+
+    Empty if it has none, or one that this package does not know. Source: vLLM's ``get_rope``.
+    """
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or getattr(text, "alibi", False):
+        return []
+    return [_rows(parameters, positions) for parameters in rope_parameters(text)] or [positions]
+
+
+def rope_parameters(text: Any) -> list[dict[str, Any]]:
+    """The parameters of each rotary embedding. Some models have one for each kind of layers."""
+    found = getattr(text, "rope_parameters", None) or {}
+    nested = [entry for entry in found.values() if isinstance(entry, dict)]
+    return nested or ([found] if found else [])
+
+
+def _rows(parameters: dict[str, Any], positions: int) -> int:
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
+    if kind in SCALED_FROM_ORIGINAL:
+        positions = int(parameters["original_max_position_embeddings"] * factor)
+    elif kind == "linear" or (kind == "dynamic" and compat.dynamic_tables_are_scaled()):
+        positions = int(positions * factor)
+    return positions * (IMAGE_POSITIONS if "mrope_section" in parameters else 1)
+
+
+def extended(text: Any, parameters: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """The configuration with which YaRN extends a rotary embedding to ``wanted`` positions."""
+    original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+    factor = float(math.ceil(wanted / original))
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    return {"rope_parameters": parameters | yarn, "max_position_embeddings": int(original * factor)}
