@@ -1,4 +1,5 @@
-"""The weights of a local model are complete. Otherwise a worker would fail after half a minute, with a traceback.
+"""The weights of a local model are complete. Otherwise a worker would fail after half a minute, with a traceback, or
+answer with what memory held in place of a missing tensor.
 
 Only the heads of the files are read, so this takes milliseconds for a model of any size.
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.tensor_names import missing_tensor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +28,7 @@ def check_weights(vllm_config: VllmConfig) -> None:
     """Check the safetensors files of a model folder on this machine. Other models and formats are left to vLLM.
 
     Raises:
-        Refusal: a file is missing, cut off, or not a safetensors file.
+        Refusal: a file or a tensor is missing, or a file is cut off or not a safetensors file.
     """
     if vllm_config.model_config is None:
         return
@@ -37,32 +39,46 @@ def check_weights(vllm_config: VllmConfig) -> None:
     files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(".")]
     mistral = [path for path in files if path.name.startswith(MISTRAL)]
     index = folder / INDEX
-    if files and not mistral and index.is_file():
-        for name in _files_of(index):
-            if not (folder / name).is_file():
-                raise Refusal(f"{index} names {name}, which is not in this folder; {FIX}.")
-    for path in mistral or files:
-        _check(path)
+    indexed = _indexed(index) if files and not mistral and index.is_file() else {}
+    for name in sorted(set(indexed.values())):
+        if not (folder / name).is_file():
+            raise Refusal(f"{index} names {name}, which is not in this folder; {FIX}.")
+    tensors = {path.name: _tensors_of(path) for path in mistral or files}
+    for tensor, name in indexed.items():
+        if tensor not in tensors.get(name, ()):
+            raise Refusal(f"{index} says that {name} has the tensor {tensor}, which it lacks; {FIX}.")
+    lacking = missing_tensor(set().union(*tensors.values()), vllm_config.model_config.hf_text_config)
+    if lacking:
+        raise Refusal(
+            f"the weights in {folder} lack the tensor {lacking}, although they have its like of other layers or "
+            f"experts; {FIX}."
+        )
 
 
-def _files_of(index: Path) -> list[str]:
+def _indexed(index: Path) -> dict[str, str]:
+    """The file of each tensor."""
     try:
-        return sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        return {str(tensor): str(name) for tensor, name in json.loads(index.read_bytes())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{index} is not an index of weights ({error!r}); {FIX}.") from error
 
 
-def _check(path: Path) -> None:
-    """A safetensors file is the length of its head in 8 bytes, the head in JSON, and the tensors."""
+def _tensors_of(path: Path) -> list[str]:
+    """The names of a file's tensors. The file is the length of its head in 8 bytes, the head in JSON, and the tensors.
+
+    Raises:
+        Refusal: it is not such a file, or cut off.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > LONGEST_HEAD:
                 raise ValueError(f"its head would have {length} bytes")
             head = json.loads(file.read(length))
-        tensors = [entry for name, entry in head.items() if name != "__metadata__"]
-        whole = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors), default=0)
+        tensors = {name: int(entry["data_offsets"][1]) for name, entry in head.items() if name != "__metadata__"}
+        whole = 8 + length + max(tensors.values(), default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise Refusal(f"{path} is not a complete safetensors file ({error}); {FIX}.") from error
     if (size := path.stat().st_size) != whole:
         raise Refusal(f"{path} has {size} bytes, but its head says {whole}; {FIX}.")
+    return list(tensors)

@@ -17,7 +17,8 @@ from fastattention_vllm.integration.refusal import Refusal
 
 def config(folder: Path, load_format: str = "auto") -> Any:
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(folder)), load_config=SimpleNamespace(load_format=load_format)
+        model_config=SimpleNamespace(model=str(folder), hf_text_config=SimpleNamespace()),
+        load_config=SimpleNamespace(load_format=load_format),
     )
 
 
@@ -93,4 +94,22 @@ def test_mistrals_own_files_need_no_others(model: Path) -> None:
 def test_an_index_that_names_numbers(model: Path) -> None:
     (model / INDEX).write_text(json.dumps({"weight_map": {"a": 3}}))
     with pytest.raises(Refusal, match="names 3, which is not in this folder"):
+        check_weights(config(model))
+
+
+def test_a_tensor_that_the_index_names_and_its_file_lacks(model: Path) -> None:
+    names = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    (model / INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(Refusal, match=r"says that model-2\.safetensors has the tensor c, which it lacks; download"):
+        check_weights(config(model))
+
+
+def test_a_tensor_that_other_layers_have(model: Path) -> None:
+    parts = ("q_proj", "k_proj", "v_proj")
+    tensors = {f"layers.{n}.{part}.weight": torch.ones(2) for n in (0, 1) for part in parts}
+    del tensors["layers.1.k_proj.weight"]
+    save_file(tensors, model / "model-3.safetensors")
+    with pytest.raises(
+        Refusal, match=r"lack the tensor layers\.1\.k_proj\.weight, although they have its like of other"
+    ):
         check_weights(config(model))

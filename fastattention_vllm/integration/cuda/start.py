@@ -75,6 +75,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         if vllm_config.attention_config.backend is not compat.ensure_backend_member():
             return
         check_positions(vllm_config)
+        check_weights(vllm_config)
         if capability >= FLASH:
             support.check_supported(vllm_config, support.WITHOUT_KERNELS)
             drafter.use_this_backend(vllm_config)
@@ -89,7 +90,6 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
 def check_and_set_volta_defaults(vllm_config: Any, capability: tuple[int, int]) -> None:
     """The same on GPUs below compute capability 8.0."""
     support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
-    check_weights(vllm_config)
     from fastattention_vllm.integration.cuda import xformers
 
     drafter.use_this_backend(vllm_config)

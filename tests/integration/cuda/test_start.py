@@ -129,6 +129,7 @@ def stub(
         model_config=SimpleNamespace(
             model="a/model",
             dtype=dtype,
+            max_model_len=1024,
             get_head_size=lambda: 128,
             get_num_experts=lambda: experts,
             use_mla=False,
