@@ -30,7 +30,8 @@ MAY_IMPORT = {
 LEVELS = (
     {"refusal", "patches"},
     {"compat", "options", "claims", "binding", "multimodal"},
-    {"support", "kv_size", "drafter", "base", "checkpoint"},
+    {"support", "kv_size", "drafter", "base"},
+    {"checkpoint"},
     {"tiling"},
     {"host_layers"},
     {"serving"},

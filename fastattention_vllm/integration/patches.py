@@ -200,6 +200,13 @@ PATCHES = (
         sites=("serving/server_start:attach_at_start:module.Server.startup",),
     ),
     Patch(
+        names=("the __init__ and forward of vllm.model_executor.layers.logits_processor.LogitsProcessor",),
+        why="Logits with NaN are counted, and said once. vLLM samples from them without a word. Its own count, "
+        "VLLM_COMPUTE_NANS_IN_LOGITS, waits for the device in each step in most versions, and is off by default.",
+        remove_when="vLLM reports NaN by default, without waiting for the device",
+        sites=("serving/nan_logits:count_logits:kind.__init__", "serving/nan_logits:count_logits:kind.forward"),
+    ),
+    Patch(
         names=("a method fastattention_stats, added to vllm.v1.worker.worker_base.WorkerBase",),
         why="collective_rpc calls methods of the worker, and a worker extension belongs to the user.",
         remove_when="a plugin can register a method for collective_rpc",

@@ -72,6 +72,7 @@ NOT_VLLMS = {
     "host_layers/layers:set_up:setattr": "a mark on vLLM's configuration",
     "options:decide_host_layers:config.additional_config": "an option of vLLM's",
     "options:decide_host_layers:config.additional_config[KEY]": "an option of vLLM's",
+    "serving/nan_logits:count_logits:kind._fastattention": "a mark on vLLM's class",
     "refusal:install_excepthook:sys.excepthook": "Python's, in the vllm command's own process",
     "serving/engine_end:_record_at_shutdown:shutdown._fastattention": "a mark on our own function",
     "serving/engine_end:note_stops:shutdown._fastattention_notes": "a mark on our own function",

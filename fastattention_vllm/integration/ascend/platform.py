@@ -94,7 +94,7 @@ def check_features() -> None:
     from vllm.config import get_current_vllm_config_or_none
 
     from fastattention_vllm.integration import support
-    from fastattention_vllm.integration.positions import check_positions
+    from fastattention_vllm.integration.checkpoint.positions import check_positions
 
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is not None:

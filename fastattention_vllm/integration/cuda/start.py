@@ -14,9 +14,9 @@ import torch
 from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat, drafter, support
-from fastattention_vllm.integration.checkpoint import check_weights
+from fastattention_vllm.integration.checkpoint.positions import check_positions
+from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
-from fastattention_vllm.integration.positions import check_positions
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")

@@ -39,6 +39,7 @@ class WorkerMetrics(Collector):
         age.add_metric([], self._channel.age() or 0.0)
         yield age
         yield kernels(workers)
+        yield of_nan_logits(workers)
         yield from of_host_layers(workers)
         yield from of_tiling(workers)
 
@@ -59,6 +60,13 @@ def kernels(workers: Iterable[WorkerStats]) -> Metric:
                 [str(worker.rank), worker.host], {"kernels": name, "layers": str(layers), "version": __version__}
             )
     return info
+
+
+def of_nan_logits(workers: Iterable[WorkerStats]) -> Metric:
+    total = counter("nan_logits", "Tokens whose logits contained NaN, so that their answers are wrong.", ["rank"])
+    for worker in workers:
+        total.add_metric([str(worker.rank)], worker.nan_logits)
+    return total
 
 
 def of_host_layers(workers: Iterable[WorkerStats]) -> Iterable[Metric]:

@@ -108,6 +108,8 @@ class WorkerStats(BaseModel):
     kernels: dict[str, int]
     """The number of attention layers that each kind of kernels computes."""
     layers: list[LayerGroup]
+    nan_logits: int
+    """Tokens whose logits contained NaN."""
     host_layers: HostLayerStats | None
     tiling: TilingStats | None
 
@@ -121,6 +123,7 @@ def add_method(module: Any) -> None:
 def of_worker(worker: Any) -> WorkerStats:
     # Not at the top: these import vLLM's layers, and this module is imported while vLLM starts.
     from fastattention_vllm.integration.host_layers import layers as host_layers
+    from fastattention_vllm.integration.serving import nan_logits
     from fastattention_vllm.integration.tiling import row_parallel
 
     config = worker.vllm_config
@@ -138,6 +141,7 @@ def of_worker(worker: Any) -> WorkerStats:
         device_bytes=device_bytes,
         kernels=dict(Counter(kernels_of(layer.impl) for layer in layers.values())),
         layers=groups_of(layers),
+        nan_logits=nan_logits.count.total,
         host_layers=of_host_layers(found) if found else None,
         tiling=of_tiling(row_parallel.decided) if row_parallel.decided else None,
     )

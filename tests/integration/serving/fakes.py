@@ -61,6 +61,7 @@ def worker(rank: int, host_layers: HostLayerStats | None = HOST) -> dict[str, An
         device_bytes=None,
         kernels={"ours": 4},
         layers=LAYERS,
+        nan_logits=5,
         host_layers=host_layers,
         tiling=tiling,
     )
@@ -136,6 +137,7 @@ def gpu_worker(host: int, rates: HostRates | None = None, rank: int = 0) -> Work
         device_bytes=int(139.72 * (1 << 30)),
         kernels={"FlashAttention": 32},
         layers=layers,
+        nan_logits=0,
         host_layers=HOST.model_copy(update=update) if host else None,
         tiling=None,
     )

@@ -57,6 +57,7 @@ def test_a_scrape_shows_every_worker(registry: CollectorRegistry) -> None:
     assert found["fastattention:attention_layers", "place=host", "rank=0"] == 3
     assert found["fastattention:attention_layers", "place=device", "rank=0"] == 1
     assert found["fastattention:attention_layers", "place=device", "rank=1"] == 4
+    assert found["fastattention:nan_logits_total", "rank=1"] == 5
     assert found["fastattention:host_pool_bytes", "rank=0", "state=used"] == 250
     assert found["fastattention:host_pool_bytes", "rank=0", "state=free"] == 750
     assert found["fastattention:cpu_attention_seconds_total", "rank=0"] == 1.5

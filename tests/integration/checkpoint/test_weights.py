@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fastattention_vllm.integration.checkpoint import INDEX, check_weights
+from fastattention_vllm.integration.checkpoint.weights import INDEX, check_weights
 from fastattention_vllm.integration.refusal import Refusal
 
 

@@ -1,4 +1,4 @@
-"""A length beyond the model's table of positions is refused, and YaRN as the sentence and docs/models.md give it is exact."""
+"""A length beyond the model's table of positions is refused. YaRN as the sentence gives it is exact."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from fastattention_vllm.integration.positions import check_positions, positions_of
+from fastattention_vllm.integration.checkpoint.positions import check_positions, positions_of
 from fastattention_vllm.integration.refusal import Refusal
 from tests import reference_models as models
 from tests.integration.engine import check, engine, generate
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 THETA = {"rope_theta": 10000.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128} | THETA

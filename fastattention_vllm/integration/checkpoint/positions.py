@@ -1,7 +1,7 @@
 """No request may be longer than the model's table of positions.
 
-With VLLM_ALLOW_LONG_MAX_MODEL_LEN=1, or with a YaRN configuration that promises more than its factor gives, vLLM accepts
-a longer --max-model-len. A GPU then reads behind the table, and a CPU stops at the first token beyond it.
+With VLLM_ALLOW_LONG_MAX_MODEL_LEN=1, or with a YaRN configuration that promises more than its factor gives, vLLM
+accepts a longer --max-model-len. A GPU then reads behind the table, and a CPU stops at the first token beyond it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastattention_vllm.integration.checkpoint.tensor_names import missing_tensor
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.integration.tensor_names import missing_tensor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

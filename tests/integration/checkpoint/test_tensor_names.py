@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.integration.tensor_names import FUSED, missing_tensor
+from fastattention_vllm.integration.checkpoint.tensor_names import FUSED, missing_tensor
 from tests import reference_models as models
 from tests.integration.engine import engine
 

@@ -1,0 +1,1 @@
+"""What a model's folder says, checked before any process is started."""
