@@ -155,6 +155,18 @@ def test_packed_weights(tmp_path: Path) -> None:
     numpy.testing.assert_array_equal(words.view(numpy.float16), expected)
 
 
+def test_bits_of_nan_are_the_gpus(tmp_path: Path) -> None:
+    """Arithmetic has one NaN, whose packed weight is 0. x86 keeps the bits of an operand, or sets the sign."""
+    words = numpy.zeros(4, numpy.uint32)
+    floats = numpy.array([0x7FC00000, 0x7F800001, 0xFFC00000, 0x7F800000], numpy.uint32).view(numpy.float32)
+    body = """  if (lane != 0) return;
+  a.words[0] = __float_as_int(multiply(a.floats[0], 2.0f)); a.words[1] = __float_as_int(a.floats[3] - a.floats[3]);
+  a.words[2] = pack(a.floats[1], a.floats[2]); a.words[3] = pack_weights(a.floats[0], 1.0f);
+"""
+    run(body, tmp_path, floats, words)
+    assert words.tolist() == [0x7FFFFFFF, 0x7FFFFFFF, 0x7FFF7FFF, 0x3C000000]
+
+
 def test_two_warps_wait_for_each_other_alone(tmp_path: Path) -> None:
     """Each pair passes numbers twice through shared memory. Its partner's barrier also orders what follows it."""
     floats = numpy.arange(128, dtype=numpy.float32)

@@ -90,6 +90,7 @@ inline float __int_as_float(int bits) {
   return value;
 }
 inline int __float_as_int(float value) {
+  if (std::isnan(value)) return 0x7fffffff;  // the only NaN that the GPU's arithmetic produces; x86 has others
   int bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;

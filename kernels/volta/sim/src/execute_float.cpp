@@ -19,6 +19,7 @@ Lanes flushed(const Step& step, const Lanes& values) {
 }
 
 void write_real(Step& step, Lanes values) {
+  values = map(values, [](uint32_t x) { return result_bits(as_float(x)); });
   if (step.has(M::kSat)) {
     // NaN saturates to 0.
     values = map(values, [](uint32_t x) { return as_bits(std::fmin(std::fmax(0.0f, as_float(x)), 1.0f)); });
@@ -60,7 +61,7 @@ void fmnmx(Step& step) {
   Lanes result;
   for (size_t i = 0; i < kLanes; ++i) {
     const float x = as_float(a[i]), y = as_float(b[i]);
-    result[i] = as_bits((wants_min >> i & 1) != 0 ? lesser(x, y) : -lesser(-x, -y));
+    result[i] = result_bits((wants_min >> i & 1) != 0 ? lesser(x, y) : -lesser(-x, -y));
   }
   step.write(0, result);
 }
@@ -109,8 +110,8 @@ void mufu(Step& step) {
   const M function =
       step.instruction.modifiers.first_of({M::kEx2, M::kRcp, M::kRsq, M::kLg2, M::kSqrt, M::kSin, M::kCos}, none);
   if (function == none) fail("this special function is not implemented.");
-  step.write(
-      0, map(step.real(1), [&](uint32_t x) { return as_bits(flush(special_function(function, flush(as_float(x))))); }));
+  step.write(0, map(step.real(1),
+                    [&](uint32_t x) { return result_bits(flush(special_function(function, flush(as_float(x))))); }));
 }
 
 // Whether a / b needs the slow path of division. A superfluous "yes" costs time, not accuracy.
@@ -133,7 +134,7 @@ void f2f(Step& step) {
   if (to_half) {
     step.write(0, map(flushed(step, step.real(1)), [](uint32_t x) { return pack_halves(as_float(x), 0); }));
   } else {
-    step.write(0, map(step.halves(1), [](uint32_t x) { return as_bits(low_half(x)); }));
+    step.write(0, map(step.halves(1), [](uint32_t x) { return result_bits(low_half(x)); }));
   }
 }
 
@@ -163,8 +164,8 @@ float round_to_integer(const Step& step, float x) {
 }
 
 void frnd(Step& step) {
-  step.write(
-      0, map(flushed(step, step.real(1)), [&](uint32_t x) { return as_bits(round_to_integer(step, as_float(x))); }));
+  step.write(0, map(flushed(step, step.real(1)),
+                    [&](uint32_t x) { return result_bits(round_to_integer(step, as_float(x))); }));
 }
 
 // Out-of-range numbers become the nearest integer of the type.

@@ -13,7 +13,7 @@ using M = Modifier;
 void hadd2(Step& step) {
   const bool to_float = step.has(M::kF32);
   step.write(0, map(step.halves(1), step.halves(2), [&](uint32_t a, uint32_t b) {
-               if (to_float) return as_bits(low_half(a) + low_half(b));
+               if (to_float) return result_bits(low_half(a) + low_half(b));
                return pack_halves(low_half(a) + low_half(b), high_half(a) + high_half(b));
              }));
 }

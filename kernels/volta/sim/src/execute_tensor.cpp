@@ -75,7 +75,7 @@ void hmma(Step& step) {
       if (to_float) {
         const int i = 2 * number + part;
         const int row = (lane & 1) + (i & 2) + 4 * upper(lane), column = (i & 4) + (lane & 2) + (i & 1);
-        results[part][at] = as_bits(static_cast<float>(dot(inputs, lane, row, column, as_float(c[at]))));
+        results[part][at] = result_bits(static_cast<float>(dot(inputs, lane, row, column, as_float(c[at]))));
       } else {
         const int row = (lane & 3) + 4 * upper(lane), column = 4 * number + 2 * part;
         results[part][at] = pack_halves(dot(inputs, lane, row, column, low_half(c[at])),

@@ -28,8 +28,8 @@ float half_to_float(uint16_t bits) {
 }
 
 uint16_t double_to_half(double value) {
+  if (std::isnan(value)) return kNanHalf;
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  if (std::isnan(value)) return sign | 0x7fff;
   const double magnitude = std::fabs(value);
   if (std::isinf(value)) return sign | 0x7c00;
   if (magnitude == 0) return sign;

@@ -19,6 +19,14 @@ inline uint32_t as_bits(float value) {
   return bits;
 }
 
+// The only NaN that arithmetic produces, whatever NaN its operands are (PTX ISA, "Floating Point Instructions").
+// Kernels that compute with bits see it. x86 keeps the bits of an operand, or sets the sign.
+constexpr uint32_t kNan = 0x7fffffff;
+constexpr uint16_t kNanHalf = 0x7fff;
+
+// The bits of a result.
+inline uint32_t result_bits(float value) { return value != value ? kNan : as_bits(value); }
+
 // Exact; looks the number up in a table.
 float half_to_float(uint16_t bits);
 

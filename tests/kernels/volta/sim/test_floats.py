@@ -283,3 +283,37 @@ def test_floats_to_integers(mode: str, kind: str) -> None:
         else:
             expected = min(max(int(ROUNDINGS[mode](value)), limits.min), limits.max)
         assert int(found) == expected, value
+
+
+NANS = numpy.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFC00000, 0xFFFFFFFF, 0x7FA00000], numpy.uint32)
+NAN_HALVES = numpy.array([0x7C01, 0x7E00, 0x7FFF, 0xFE00, 0xFFFF, 0x7D00], numpy.uint16)
+NAN, NAN_HALF = 0x7FFFFFFF, 0x7FFF
+OF_NAN: list[tuple[str, tuple[Array, ...], str, int]] = [
+    ("__fadd_rn(a, 1.0f)", (NANS.view("f4"),), "float32", NAN),
+    ("__fmul_rn(a, -2.0f)", (NANS.view("f4"),), "float32", NAN),
+    ("__fmaf_rn(a, 2.0f, 1.0f)", (NANS.view("f4"),), "float32", NAN),
+    ("fmaxf(a, b)", (NANS.view("f4"), NANS[::-1].copy().view("f4")), "float32", NAN),
+    ("fminf(a, -b)", (NANS.view("f4"), NANS[::-1].copy().view("f4")), "float32", NAN),
+    ("rintf(a)", (NANS.view("f4"),), "float32", NAN),
+    *((special_function(name), (NANS.view("f4"),), "float32", NAN) for name, _ in SPECIAL_FUNCTIONS),
+    ('asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));', (NAN_HALVES,), "float32", NAN),
+    ('asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(a));', (NANS.view("f4"),), "uint16", NAN_HALF),
+    ('asm("add.rn.f16 %0, %1, %1;" : "=h"(d) : "h"(a));', (NAN_HALVES,), "uint16", NAN_HALF),
+    ('asm("mul.rn.f16 %0, %1, %1;" : "=h"(d) : "h"(a));', (NAN_HALVES,), "uint16", NAN_HALF),
+    ('asm("fma.rn.f16 %0, %1, %1, %1;" : "=h"(d) : "h"(a));', (NAN_HALVES,), "uint16", NAN_HALF),
+]
+INVALID = numpy.array([math.inf, -math.inf], numpy.float32)
+OF_NAN += [
+    ("__fadd_rn(a, -a)", (INVALID,), "float32", NAN),
+    ("__fmul_rn(a, 0.0f)", (INVALID,), "float32", NAN),
+    (special_function("sqrt.approx.ftz"), (INVALID[1:],), "float32", NAN),
+]
+compile_together((text, types_of(inputs, kind)) for text, inputs, kind, _ in OF_NAN)
+
+
+@pytest.mark.parametrize(("expression", "inputs", "kind", "expected"), OF_NAN)
+def test_arithmetic_has_one_nan(expression: str, inputs: tuple[Array, ...], kind: str, expected: int) -> None:
+    """PTX ISA: a NaN that arithmetic produces has these bits, whatever NaN went in."""
+    result, _ = elementwise(expression, *inputs, output=kind)
+    bits = result.view(f"u{result.dtype.itemsize}")
+    assert (bits == expected).all(), [hex(one) for one in bits]

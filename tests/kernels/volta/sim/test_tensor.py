@@ -72,3 +72,12 @@ def test_a_product_of_8_by_8_by_4_in_each_quadpair(layout_a: str, layout_b: str,
     numpy.testing.assert_array_equal(held_d, expected)
     steps = 4 if sums == "f32" else 2
     assert sum(opcode.startswith("HMMA.884") for opcode in done.opcodes) == steps
+
+
+@pytest.mark.parametrize(("sums", "expected"), [("f32", 0x7FFFFFFF), more("f16", 0x7FFF)])
+def test_a_product_with_nan_is_the_gpus_nan(sums: str, expected: int) -> None:
+    kind = numpy.dtype(f"f{int(sums[1:]) // 8}")
+    of_nan = numpy.full((32, 4), numpy.array(0xFE01, numpy.uint16).view(numpy.float16))
+    held_c, held_d = numpy.zeros((32, 8), kind), numpy.zeros((32, 8), kind)
+    run(kernel("row", "col", sums), of_nan, numpy.ones((32, 4), numpy.float16), held_c, held_d)
+    assert (held_d.view(f"u{kind.itemsize}") == expected).all()
