@@ -75,8 +75,18 @@ def attention(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
                 score = torch.cat([score, sink], 1)
             lse[begin:end, head] = score.logsumexp(1)
             weight = score.softmax(1)[:, :kv_len].masked_fill(blind[:, None], 0.0)
-            out[begin:end, head] = weight @ value[:, head // group]
+            out[begin:end, head] = _sum_of_seen(weight, value[:, head // group], visible)
     return out, lse
+
+
+def _sum_of_seen(weight: torch.Tensor, value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """``weight @ value``, where NaN and infinity reach only rows that see them: 0 times NaN is NaN."""
+    finite = value.isfinite()
+    out = weight @ value.masked_fill(~finite, 0.0)
+    for key in (~finite).any(1).nonzero().flatten().tolist():
+        product = weight[:, key, None] * value[key].masked_fill(finite[key], 0.0)
+        out += product.masked_fill(~visible[:, key, None], 0.0)
+    return out
 
 
 def widened(cache: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:

@@ -52,8 +52,9 @@ extern "C" __global__ void fa_volta_combine(const Split s) {
       for (int e = 0; e < 8; ++e) x[e] += share * to_float(static_cast<Half>(pairs[e / 2] >> 16 * (e & 1)));
     }
   }
-  float log_of_sum = total > 0.0f ? (top + __log2f(total)) * kLn2 : -infinity(),
-        share = total > 0.0f ? p.value_scale / total : 0.0f;
+  // A part of NaN has made the total NaN, and that stays.
+  float log_of_sum = total == 0.0f ? -infinity() : (top + __log2f(total)) * kLn2,
+        share = total == 0.0f ? 0.0f : p.value_scale / total;
   // A sink of -inf adds nothing. It must not be subtracted from the -inf of a row that sees no key.
   const float sink = p.sinks == nullptr ? -infinity() : p.sinks[head];
   if (sink != -infinity()) {

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     share[w] = of_warp == -infinity() ? 0.0f : exp2(of_warp - top);
     total += share[w] * sums_of(w)[kRows * kWidth + kRows + row];
   }
-  const float inverse = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
+  const float inverse = total == 0.0f ? 0.0f : __fdividef(1.0f, total);  // a NaN stays one, as in prefill.cu
   const size_t at = ((static_cast<size_t>(seq) * gridDim.x + kv_head) * s.parts.divisor + part) * s.rows + row;
   FA_UNROLL
   for (int column = first_column; column < HEAD_SIZE; column += 4 * kThreadsOfRow) {
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     *reinterpret_cast<uint2*>(s.partial_out + at * HEAD_SIZE + column) =
         make_uint2(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse));
   }
-  if (first_column == 0) s.partial_lse[at] = total > 0.0f ? top + __log2f(total) : -infinity();
+  if (first_column == 0) s.partial_lse[at] = total == 0.0f ? -infinity() : top + __log2f(total);
 }
 
 }  // namespace fastattention

@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
   FA_UNROLL
   for (int r = 0; r < 2; ++r) {
     sum[r] = lane.sum_of_row(sum[r]);
-    inverse[r] = sum[r] > 0.0f ? __fdividef(1.0f, sum[r]) : 0.0f;
+    inverse[r] = sum[r] == 0.0f ? 0.0f : __fdividef(1.0f, sum[r]);  // a NaN stays one, as in prefill.cu
   }
   Half* const means = reinterpret_cast<Half*>(queries);
   __syncwarp();
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_d
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane.row(r);
       if (row < num_rows)
-        s.partial_lse[first_of_part + row] = sum[r] > 0.0f ? reference[r] + __log2f(sum[r]) : -infinity();
+        s.partial_lse[first_of_part + row] = sum[r] == 0.0f ? -infinity() : reference[r] + __log2f(sum[r]);
     }
   }
   __syncwarp();

@@ -23,7 +23,8 @@ namespace fastattention {
 // they do not, neither the output nor the sum needs to be rescaled. Weights are at most 2^kLag.
 constexpr float kLag = 8.0f;
 
-// Two numbers from 0 to 65504 in fp16, rounded to nearest; ties go up. NaN becomes 0, but it is also in the row's sum.
+// Two numbers from 0 to 65504 in fp16, rounded to nearest; ties go up. NaN becomes 0, but it is also in the row's sum,
+// which makes the whole row NaN at the end.
 // pack() would wait for the unit that converts, which also computes exponentials. The factor 2^-112 turns the exponent
 // of fp32 into that of fp16, also below its normal numbers. Then the bits of fp16 begin at bit 13, of which 12 is the
 // last that is rounded.

@@ -443,14 +443,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
   for (int i = 0; i < kBlocks; ++i) {
     FA_UNROLL
     for (int r = 0; r < 2; ++r) {
+      // 0 if the row sees no key, NaN if a score is NaN or +inf: comparisons with 0 alone keep that.
       const float total = sum_of_row(sum[i][r]);
       const int own_row = result_row + 16 * i + kRowStep * r, row = first_row + own_row;
       const bool real = row < num_rows;
-      float share = total > 0.0f ? (s.parts.divisor > 1 ? 1.0f : p.value_scale) / total : 0.0f;
+      float share = total == 0.0f ? 0.0f : (s.parts.divisor > 1 ? 1.0f : p.value_scale) / total;
       const bool writes_lse = real && lane.is_first_of_row();
       if (s.parts.divisor > 1) {  // other parts have the same rows, and a sink must count once
         const size_t at = (static_cast<size_t>(seq) * gridDim.x + blockIdx.x) * s.rows + row;
-        if (writes_lse) s.partial_lse[at] = total > 0.0f ? reference[i][r] * factor + __log2f(total) : -infinity();
+        if (writes_lse) s.partial_lse[at] = total == 0.0f ? -infinity() : reference[i][r] * factor + __log2f(total);
         if constexpr (kPaired) {
           if (lane.is_first_of_row()) shares[own_row] = share;
         } else {
@@ -458,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) fa_volta_p
         }
         continue;
       }
-      const float log_of_sum = total > 0.0f ? reference[i][r] * factor * kLn2 + __logf(total) : -infinity();
+      const float log_of_sum = total == 0.0f ? -infinity() : reference[i][r] * factor * kLn2 + __logf(total);
       float lse = log_of_sum;
       float sink = -infinity();
       if (p.sinks != nullptr && real) sink = p.sinks[kv_head * group + row - divide(row, p.group) * group];

@@ -127,6 +127,41 @@ def test_values_and_states_of_any_size(size: float) -> None:
     check(one, run(one))
 
 
+@pytest.mark.parametrize(
+    ("part", "number"),
+    [
+        ("q", numpy.nan),
+        ("k", numpy.nan),
+        ("k", numpy.inf),
+        ("v", numpy.nan),
+        ("v", numpy.inf),
+        ("g", numpy.nan),
+        ("beta", numpy.nan),
+        ("states", numpy.nan),
+    ],
+)
+def test_nan_and_infinity_reach_their_request_and_no_other(part: str, number: float) -> None:
+    """All that follows the token in its request, or the token alone for a query. Earlier tokens of its block of 16 may
+    become NaN too, those before that block do not."""
+    of, sound = problem([70, 90, 20]), problem([70, 90, 20])
+    first, token, end = 70, 70 + 37, 160
+    changed = getattr(of, part)
+    if part == "states":
+        changed[1, 0, 3, 5], token = number, first
+    else:
+        changed[(token, 0, 5) if changed.dim() == 3 else (token, 0)] = number
+    (out, states), (expected, expected_states) = run(of), run(sound)
+    reached = ~numpy.isfinite(out).all(-1)
+    assert reached[token].all()
+    assert reached[token:end].all() or part == "q"
+    assert numpy.isfinite(states[1]).all() == (part == "q")
+    before = first + (token - first) // 16 * 16
+    for rows in (slice(0, before), slice(end, None)):
+        assert numpy.array_equal(out[rows], expected[rows])
+    for request in (0, 2):
+        assert numpy.array_equal(states[request], expected_states[request])
+
+
 @pytest.mark.parametrize("scan", SCANS, ids=lambda one: one.name)
 def test_bits_depend_on_the_request_alone(scan: GatedDeltaVariant) -> None:
     """Nor on the order of warps, which differs between CTAs."""

@@ -64,6 +64,20 @@ def test_drawn_problems(weight: str, rows: int, tiles: int, data: st.DataObject)
     check(run(drawn, tiles, ctas, data.draw(st.integers(1, most))), drawn)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_nan_and_infinity_reach_their_row_and_no_other(weight: str, rows: int) -> None:
+    of = linear.problem(weight, rows, 264, 40, group=128)
+    of.x[1, 200] = numpy.nan
+    of.x[2, 7] = numpy.inf
+    found = run(of, 4, 2)
+    assert numpy.isnan(found[1]).all()
+    assert not numpy.isfinite(found[2]).any()
+    others = [0, *range(3, rows)]
+    expected = of.x[others].astype(float) @ of.weights()
+    assert (numpy.abs(found[others] - expected) < 2**-8 * numpy.abs(expected).max()).all()
+
+
 @pytest.mark.parametrize("weight", ["int4", "int8"])
 def test_every_number_with_every_zero_point(weight: str) -> None:
     """Each row selects a single k: the results are the weights themselves. All places in a word are selected."""
