@@ -37,7 +37,7 @@ LOG2E = math.log2(math.e)
 MAX_OFFSET = 1 << 32
 """Maximum number of 16-byte chunks in a cache that the kernels can address."""
 MAX_BLOCKS = 65535
-"""The driver's limit for the second dimension of a grid."""
+"""The driver's limit for the second and third dimension of a grid."""
 NUMBERS = {
     "query_start_loc": torch.int32,
     "seq_lens": torch.int32,
@@ -226,6 +226,10 @@ def attend(
             absent. A captured graph keeps using it.
     """
     kv_heads, seqs = problem.num_kv_heads, problem.num_seqs
+    if seqs > MAX_BLOCKS:
+        raise ValueError(
+            f"the batch has {seqs} sequences, but the Volta kernels process at most {MAX_BLOCKS} at a time; split it."
+        )
     head_size, device = problem.head_size, problem.query.device
     max_rows = problem.num_heads // kv_heads * extent.max_tokens
     argument = parameters(problem, out, lse)

@@ -233,6 +233,17 @@ def test_more_new_tokens_than_the_grid_limit(monkeypatch: pytest.MonkeyPatch) ->
     assert not grids
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_more_sequences_than_the_grid_limit(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are the second dimension of a grid in decoding, and the third in prefill."""
+    grids = simulated_gpu.use(monkeypatch)
+    problem = case((tokens,), (200,))
+    many = replace(problem, seq_lens=problem.seq_lens.expand(65536))
+    with pytest.raises(ValueError, match=r"^the batch has 65536 sequences, .* at most 65535 at a time; split it\.$"):
+        volta.attend(many, volta.Extent(tokens, 200), torch.empty_like(many.query))
+    assert not grids
+
+
 @pytest.mark.parametrize(
     ("changes", "asked"),
     [
