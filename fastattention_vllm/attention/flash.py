@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 
 import torch
 
 from fastattention_vllm.attention.pages import rows
-from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
+from fastattention_vllm.attention.problem import AttentionProblem, deliver, flash_sums, no_keys
 
 ANY_PAGE_SIZE = False
 DEVICE = "cuda"
@@ -94,8 +93,8 @@ def run(
         **keys,
     )
     sums = by_head.transpose(0, 1)
-    if any(count > keys_of for count, keys_of in zip(new, lengths, strict=True)):
-        sums = sums.masked_fill(sums == math.inf, -math.inf)  # FlashAttention 2's sign for a query that sees no key
+    if any(count > keys_of for count, keys_of in zip(new, lengths, strict=True)):  # a query may see no key
+        sums = flash_sums(found, sums)
     out, lse = deliver(problem, found, sums, out, lse)
     return out, lse if return_lse else None
 

@@ -100,6 +100,16 @@ def no_keys(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse if problem.sinks is None else lse.copy_(problem.sinks.to(lse.device))
 
 
+def flash_sums(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exps of FlashAttention 2, which are +inf for a query that sees no key and for one whose sum is NaN.
+
+    The first becomes -inf, the second NaN. ``out`` ``[tokens, heads, head_size]`` tells them apart: it is NaN in the
+    second.
+    """
+    is_nan = out[: len(lse)].isnan().any(-1)
+    return torch.where(lse == math.inf, torch.where(is_nan, math.nan, -math.inf).to(lse.dtype), lse)
+
+
 def deliver(
     problem: AttentionProblem,
     found: torch.Tensor,

@@ -7,13 +7,12 @@ takes no window and returns no log-sum-exp. torch's own ``torch.nn.attention.var
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 
 from fastattention_vllm.attention import pages
 from fastattention_vllm.attention.pages import write_kv as write_kv
-from fastattention_vllm.attention.problem import AttentionProblem, deliver, no_keys
+from fastattention_vllm.attention.problem import AttentionProblem, deliver, flash_sums, no_keys
 
 ANY_PAGE_SIZE = False
 DTYPES = (torch.float16, torch.bfloat16)
@@ -84,8 +83,7 @@ def run(
                 f"torch {torch.__version__} pads the log-sum-exp of ragged sequences; "
                 "install torch 2.10 or newer for CUDA."
             )
-        sums = by_head.transpose(0, 1)
-        sums = sums.masked_fill(sums == math.inf, -math.inf)  # its sign for a query that sees no key
+        sums = flash_sums(found, by_head.transpose(0, 1))
     if len(query) < len(problem.query):  # the operator has no rows of padding
         out = torch.zeros_like(problem.query, memory_format=torch.contiguous_format) if out is None else out
         lse = sums.new_zeros(problem.query.shape[:2]) if lse is None else lse

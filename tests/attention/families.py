@@ -153,7 +153,7 @@ def flash_attention_forward(
     """``aten::_flash_attention_forward`` over ragged sequences, in float64, called through torch's genuine schema.
 
     Like the CUDA kernels, it aligns masks to the bottom right and returns log-sum-exps as ``[heads, tokens]``, plus
-    infinity where a query sees no key.
+    infinity where a query sees no key and where the sum of its weights is NaN.
     """
     assert not any(others.values())
     assert dropout_p == 0
@@ -178,9 +178,10 @@ def flash_attention_forward(
         if window_size_left is not None and window_size_left >= 0:
             hidden |= distance < -window_size_left
         score = score.masked_fill(hidden, -math.inf)
-        out[begin:end] = torch.einsum("hqk,khd->qhd", score.softmax(-1).nan_to_num(0.0), values).to(query.dtype)
+        weight = score.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weight, values).to(query.dtype)
         sums = score.logsumexp(-1)
-        lse[:, begin:end] = sums.masked_fill(sums == -math.inf, math.inf).float()
+        lse[:, begin:end] = sums.masked_fill((sums == -math.inf) | sums.isnan(), math.inf).float()
     assert longest == [max_q, max_k]
     unused = query.new_empty(0)
     return out, lse, unused, unused, unused

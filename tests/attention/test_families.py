@@ -14,8 +14,9 @@ from fastattention_vllm import fast_attn_func, fast_attn_varlen_func
 from fastattention_vllm.attention import flash
 from fastattention_vllm.attention.kernels import FAMILIES
 from fastattention_vllm.attention.problem import AttentionProblem
-from tests.attention import families, oracle
+from tests.attention import families, not_finite, oracle
 from tests.attention.families import FEATURES, UNDER_TEST, UnderTest
+from tests.attention.not_finite import Broken
 from tests.attention.oracle import Case
 
 SEQUENCES = {"varlen": ((5, 20, 1), (50, 20, 30)), "long and single": ((1, 70, 1), (200, 90, 1))}
@@ -183,6 +184,15 @@ def test_lengths_beyond_the_tensors_are_refused(
     given = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in ends.items()}
     with pytest.raises(ValueError, match=sentence):
         fast_attn_varlen_func(q, k, k, **given, max_seqlen_q=20, max_seqlen_k=200, block_table=table)
+
+
+@pytest.mark.parametrize(("part", "number"), [("key", math.nan), ("key", math.inf), ("query", math.nan)])
+def test_nan_and_infinity(tested: UnderTest, part: str, number: float) -> None:
+    """They reach the rows that see them, and no other. Some rows see no key: their log-sum-exp stays -inf."""
+    kv_lens = (50, 20 if tested is UNDER_TEST["ascend"] else 8, 30)
+    one = Broken(part, number, 0, 3, 0, 5)
+    problem = one.put(problem_of(tested, "causal", (5, 20, 1), kv_lens))
+    not_finite.check(problem, *ask(problem, "causal"), one.beside(problem), tested.output, tested.lse)
 
 
 def test_head_sizes(tested: UnderTest) -> None:
