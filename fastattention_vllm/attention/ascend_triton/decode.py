@@ -91,5 +91,5 @@ def combine(
     seen = larger(total, 1.0e-30)
     place = out + sequence * out_sequence + head * out_head + rows[:, None] * out_row + column[None, :]
     tl.store(place, (acc / seen[:, None]).to(out.dtype.element_ty), mask=rows[:, None] < used)
-    sums = tl.where(total > 0.0, top + tl.log(seen), float("-inf"))
+    sums = tl.where(total == 0.0, float("-inf"), top + tl.log(seen))  # NaN stays NaN
     tl.store(lse + sequence * lse_sequence + head * lse_head + rows, sums, mask=rows < used)

@@ -56,5 +56,5 @@ def prefill(
     )  # fmt: skip
     seen = larger(total, 1.0e-30)
     tl.store(out + tokens * out_token + head * out_head + column[None, :], (acc / seen[:, None]).to(DTYPE), mask=real)
-    sums = tl.where(total > 0.0, top + tl.log(seen), float("-inf"))
+    sums = tl.where(total == 0.0, float("-inf"), top + tl.log(seen))  # NaN stays NaN
     tl.store(lse + head * lse_head + start + row + rows, sums, mask=rows < new - row)
