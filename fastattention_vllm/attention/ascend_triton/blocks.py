@@ -56,7 +56,8 @@ def four_pages(query, keys, values, table, page, page_stride, inside, top, total
 def masked_page(query, keys, values, place, inside, valid, hidden, top, total, acc, scale, DTYPE: tl.constexpr):
     """Attend to one page with a mask.
 
-    ``hidden`` ``[rows, page]`` is added to the scores. Rows of the page that are not ``valid`` are not read, because
+    ``hidden`` ``[rows, page]`` is added to the scores. A score of NaN or infinity stays one, so it also reaches rows of
+    its sequence that do not see the key. Rows of the page that are not ``valid`` are not read, because
     they may hold anything, also NaN.
     """
     score = tl.dot(query, tl.trans(tl.load(keys + place + inside, mask=valid, other=0.0))) * scale

@@ -5,6 +5,7 @@ The interpreter computes products of fp16 and bf16 in fp32, as the cube does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from fastattention_vllm.attention.ascend_triton import device_work, kernels
 from fastattention_vllm.attention.ascend_triton.masks import PAGE
 from fastattention_vllm.attention.problem import AttentionProblem
+from tests.attention import not_finite
 from tests.attention.ascend_triton.interpreter import teach_bf16
+from tests.attention.not_finite import Broken
 from tests.attention.oracle import Case, attention
 
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -81,6 +84,19 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name: str) -> None:
     assert_right(CASES[name].build())
+
+
+@pytest.mark.parametrize(("part", "number"), [("key", math.nan), ("key", math.inf), ("query", math.nan)])
+@pytest.mark.parametrize("name", ["prefill", "four pages a step", "decode", "mixed"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+def test_nan_and_infinity(name: str, part: str, number: float) -> None:
+    """In the first key of a sequence, which all of its rows see, or in one query."""
+    case = CASES[name]
+    one = Broken(part, number, 0, 0, 0, 5)
+    problem = one.put(case.build())
+    out, lse = kernels.run(problem, return_lse=True)
+    assert lse is not None
+    not_finite.check(problem, out, lse, one.beside(problem), (0, 2**-8), (1e-6, 1e-5))
 
 
 def drawn(draw: st.DrawFn, q_lens: tuple[int, ...], context: int, groups: tuple[tuple[int, int], ...]) -> Case:
