@@ -10,6 +10,7 @@ root is visible. Groups that are not visible are skipped.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,9 +46,12 @@ def cpus(root: Path | None = None) -> int | None:
 
 
 def read_text(path: Path, absent: str) -> str:
-    """The stripped text of a file in /sys or /proc; ``absent`` if it cannot be read."""
+    """The stripped text of a file in /sys or /proc; ``absent`` if it cannot be read.
+
+    Names in it may be anyone's. Bytes that are not UTF-8 become what :func:`os.fsencode` turns back.
+    """
     try:
-        return path.read_text().strip()
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return absent
 
@@ -67,9 +71,11 @@ def _groups(root: Path, controller: str, mounts: tuple[str, ...]) -> Iterator[Pa
 
 
 def _path(controller: str) -> str:
-    for line in read_text(OWN, "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
+    # Not splitlines, which also breaks a group's name at characters that Linux allows there.
+    for line in read_text(OWN, "").split("\n"):
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if colon and controller in controllers.split(","):
             return path
     return "/"
 
@@ -95,4 +101,4 @@ def _quota(quota: str, period: str = "100000") -> int | None:
 
 def _number(text: str) -> int | None:
     """None for "max", -1 and any other text that is not a number."""
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isascii() and text.isdigit() else None

@@ -6,25 +6,28 @@ nothing, and the other one, which watches for this, unbinds its threads. Linux t
 A server announces each of its CPUs by the name of a socket in Linux's abstract namespace, on which nothing listens.
 Linux lists these names to every user, and removes them with the last process that holds them. Containers whose network
 is their own do not see each other's names.
+
+Any user can announce any CPU, so only announcements of this user and of root count. Linux before 5.3 does not tell
+whose a name is; there, all count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from fastattention_vllm.placement.cgroups import read_text
+from fastattention_vllm.placement import socket_names
 
 SERVER = "FASTATTENTION_SERVER"
 """The environment variable with the server's random name, which its processes inherit."""
 PREFIX = "fastattention-cpu"
-NAMES = Path("/proc/net/unix")
+ANNOUNCED = re.compile(rf"\0{PREFIX}/([0-9]{{1,7}})/([^/]+)".encode(), re.DOTALL)
 LOOK_EVERY = 2.0
 """Seconds."""
 
@@ -48,8 +51,14 @@ def claim(cpus: Iterable[int]) -> list[int]:
 
 
 def others_on(cpus: Iterable[int]) -> list[int]:
-    """Those of ``cpus`` that other servers have announced, ascending."""
-    return sorted(_announced_by_others(os.environ.get(SERVER, "")).intersection(cpus))
+    """Those of ``cpus`` that other servers of this user or of root have announced, ascending."""
+    return sorted({cpu for cpu, owner in _announced_by_others() if owner in _believed()}.intersection(cpus))
+
+
+def announced_by_other_users(cpus: Iterable[int]) -> list[int]:
+    """Those of ``cpus`` that only other users have announced, ascending. They may not compute there at all."""
+    announced = {cpu for cpu, owner in _announced_by_others() if owner not in _believed()}
+    return sorted(announced.intersection(cpus).difference(others_on(cpus)))
 
 
 def unbind_beside_others(bound: Iterable[int], everywhere: Iterable[int], say: Callable[[list[int]], object]) -> None:
@@ -94,10 +103,13 @@ def _announce(cpu: int, server: str) -> None:
         _held[cpu] = name
 
 
-def _announced_by_others(own: str) -> set[int]:
-    found = set()
-    for line in read_text(NAMES, "").splitlines():
-        parts = line.rpartition("@")[2].split("/")
-        if parts[0] == PREFIX and len(parts) == 3 and parts[1].isdigit() and parts[2] != own:
-            found.add(int(parts[1]))
-    return found
+def _believed() -> set[int | None]:
+    """Owners whose announcements count. None: Linux does not tell."""
+    return {os.geteuid(), 0, None}
+
+
+def _announced_by_others() -> set[tuple[int, int | None]]:
+    """CPUs with the user ids of those who announced them."""
+    own = os.fsencode(os.environ.get(SERVER, ""))
+    found = ((ANNOUNCED.fullmatch(name), owner) for name, owner in socket_names.names())
+    return {(int(match[1]), owner) for match, owner in found if match and match[2] != own}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,14 @@ def test_a_container_without_its_path_uses_its_root(tree: Path, path: str) -> No
     files(tree, ".", cpu__max="200000 100000")
     files(tree, "../another", cpu__max="100000 100000")
     assert (cgroups.memory_left(), cgroups.cpus()) == (64 * MIB, 2)
+
+
+def test_names_of_groups_are_bytes(tree: Path) -> None:
+    r"""Linux allows every byte but 0, / and \n in them, so those who make groups may, too."""
+    name = os.fsdecode(b"a\xff:\xc2\x85b\rc")
+    (tree / "own").write_bytes(b"garbage\n7\n\xfe\n0::/" + os.fsencode(name) + b"\n")
+    files(tree, name, memory__max=str(5 * MIB), memory__current="0", cpu__max="\u00b2 100000")
+    assert (cgroups.memory_left(), cgroups.cpus()) == (5 * MIB, None)
 
 
 def test_all_callers_see_the_same_limits(tree: Path) -> None:

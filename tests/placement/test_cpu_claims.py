@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from fastattention_vllm.placement import cpu_claims
-from fastattention_vllm.placement.cpu_claims import SERVER, claim, others_on
+from fastattention_vllm.placement import cpu_claims, socket_names
+from fastattention_vllm.placement.cpu_claims import PREFIX, SERVER, announced_by_other_users, claim, others_on
+from tests.another_user import another_user, needs_root
 
 FAR = 1_000_000
 """No machine has these CPUs, so no real server can be in the way."""
@@ -106,3 +108,66 @@ def test_bound_threads_are_unbound_when_another_server_comes(monkeypatch: pytest
     finally:
         done.set()
         thread.join()
+
+
+def bind(name: bytes) -> socket.socket:
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    holder.bind(name)
+    return holder
+
+
+def without_owners() -> Iterator[tuple[bytes, int]]:
+    raise OSError("Linux before 5.3")
+
+
+@pytest.mark.parametrize("owners", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"\0another program/\xff\xfe",
+        f"\0{PREFIX}/\u00b2/x".encode(),
+        f"\0{PREFIX}/\u0661/x".encode(),
+        f"\0{PREFIX}/-1/x".encode(),
+        f"\0{PREFIX}/ 1/x".encode(),
+        f"\0{PREFIX}/{'9' * 80}/x".encode(),
+        f"\0{PREFIX}//x".encode(),
+        f"\0{PREFIX}/1/".encode(),
+        f"\0{PREFIX}/1/x/y".encode(),
+    ],
+)
+def test_no_name_of_a_socket_ends_a_start_or_the_watcher(
+    name: bytes, owners: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_claims, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(cpu_claims, "_watcher", None)
+    if not owners:
+        monkeypatch.setattr(socket_names, "_asked", without_owners)
+    said: list[list[int]] = []
+    with bind(name):
+        assert claim([FAR]) == []
+        assert others_on([1, 2, 10**80 - 1]) == []
+        cpu_claims.unbind_beside_others([FAR], os.sched_getaffinity(0), said.append)
+        time.sleep(0.1)
+        assert cpu_claims._watcher is not None
+        assert cpu_claims._watcher.is_alive()
+    with bind(f"\0{PREFIX}/{FAR}/another".encode()):
+        cpu_claims._watcher.join(60)
+    assert said == [[FAR]]
+
+
+@needs_root
+def test_announcements_of_other_users_are_reported_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, also = f"\0{PREFIX}/{FAR}/fake".encode(), f"\0{PREFIX}/{FAR + 1}/fake".encode()
+    with another_user(lambda: (bind(fake), bind(also))), bind(f"\0{PREFIX}/{FAR + 1}/server".encode()):
+        assert claim([FAR, FAR + 1]) == [FAR + 1]
+        assert announced_by_other_users([FAR, FAR + 1]) == [FAR]
+        monkeypatch.setattr(socket_names, "_asked", without_owners)
+        assert others_on([FAR, FAR + 1]) == [FAR, FAR + 1], "Linux does not tell whose they are"
+        assert announced_by_other_users([FAR, FAR + 1]) == []
+
+
+@needs_root
+def test_servers_of_root_are_believed_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_claims.os, "geteuid", lambda: 1000)
+    with bind(f"\0{PREFIX}/{FAR}/server".encode()):
+        assert others_on([FAR]) == [FAR]
