@@ -3,8 +3,9 @@
 vLLM 0.19.1 to 0.33 stops such a server as if a user had stopped it: status 0, and a log that ends in tracebacks of the
 processes that noticed. A supervisor that restarts failed services would not restart it.
 
-The executor knows which worker ended, and it runs in the engine's process. That process leaves one line in a file for
-its parent, the API server. Remove this when vLLM's server itself fails with the reason.
+The executor knows which worker ended, and it runs in the engine's process. That process leaves one line in a pipe of
+its parent, the API server, which it opens through /proc. The pipe has no name in a folder, so no other user can put
+anything in its place. Remove this when vLLM's server itself fails with the reason.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import multiprocessing.connection
 import os
 import signal
 import socket
+import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -32,6 +32,10 @@ from fastattention_vllm.integration.serving.once_imported import once_imported
 logger = init_logger("vllm.fastattention")
 
 UNKNOWN = "its process ended, and the log above has the error"
+PIPE = "FASTATTENTION_ENGINE_END"
+"""The environment variable with the process, the descriptor, the device and the inode of a parent's pipe."""
+MOST_BYTES = 1000
+"""Of a reason. The pipe takes as many at once without a wait."""
 NOTICE_S = 2.0
 """The other workers lose their connection to a worker a moment before its parent, or Ray, learns that it has ended."""
 
@@ -39,8 +43,15 @@ stopped: WeakSet[Any] = WeakSet()
 """Engine clients of this process that were stopped, so that the end of their engine is no failure."""
 
 
+_inherited = os.environ.get(PIPE, "")
+"""Where this process leaves a reason."""
+_own: tuple[int, int] | None = None
+"""This process, and the end of its pipe from which it reads."""
+
+
 def install() -> None:
     """Change the modules in this process as soon as it imports them. Repeated calls are safe."""
+    make_pipe()
     once_imported("vllm.v1.executor.multiproc_executor", watch_processes)
     once_imported("vllm.v1.executor.ray_executor_v2", watch_ray)
     once_imported("vllm.v1.engine.async_llm", note_stops)
@@ -64,7 +75,10 @@ def _record_at_shutdown(executor: Any, ended: Callable[[Any], str]) -> None:
 
     @functools.wraps(original)
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(self, "shutting_down", True) and (self.is_failed or sys.exc_info()[0] is not None):
+        # vLLM 0.19.1 to 0.33: the default executor has no ``shutting_down`` before it shuts down, and no executor has
+        # ``is_failed`` before its first lines have run.
+        fails = getattr(self, "is_failed", False) or isinstance(sys.exc_info()[1], Exception)
+        if fails and not getattr(self, "shutting_down", False):
             # The executor has to end whatever happens here.
             try:
                 record(ended(self))
@@ -79,6 +93,8 @@ def _record_at_shutdown(executor: Any, ended: Callable[[Any], str]) -> None:
 def ended_processes(executor: Any) -> str:
     """The worker process that ended first; empty if none did."""
     workers = {worker.proc.sentinel: worker for worker in getattr(executor, "workers", None) or []}
+    if not workers:  # it could not start them
+        return ""
     for sentinel in multiprocessing.connection.wait(workers, timeout=NOTICE_S):
         worker = workers[sentinel]
         # The sentinel is ready a little before the exit code is.
@@ -101,7 +117,9 @@ def ended_ray_workers(executor: Any) -> str:
     """The Ray worker that ended first; empty if none did."""
     import ray
 
-    workers = {worker.run_ref: worker for worker in executor.ray_worker_handles if worker.run_ref is not None}
+    workers = {
+        worker.run_ref: worker for worker in getattr(executor, "ray_worker_handles", ()) if worker.run_ref is not None
+    }
     if not workers or not ray.is_initialized():
         return ""
     done, _ = ray.wait([*workers], num_returns=1, timeout=NOTICE_S)
@@ -109,33 +127,45 @@ def ended_ray_workers(executor: Any) -> str:
     return "".join(f"worker {workers[ref].rank} on {nodes[workers[ref].node_id]} ended" for ref in done)
 
 
-def place(server: int) -> Path:
-    """Where the engine leaves the reason for the server with this process id."""
-    return Path(tempfile.gettempdir()) / f"fastattention-{os.getuid()}-{server}.end"
+def make_pipe() -> None:
+    """Tell the processes that this one will start where to leave a reason. Repeated calls are safe."""
+    global _inherited, _own
+    if _own is not None and _own[0] == os.getpid():
+        return
+    if _own is not None:  # forked from the process that made it
+        _inherited = os.environ.get(PIPE, "")
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    found = os.fstat(writes)
+    _own = os.getpid(), reads
+    os.environ[PIPE] = f"{os.getpid()} {writes} {found.st_dev} {found.st_ino}"
 
 
 def record(reason: str) -> None:
     """Leave the reason to this process's parent. The first one counts: later ends follow from it."""
-    if reason:
-        # O_EXCL: no link that another user may have put there is followed.
-        with contextlib.suppress(FileExistsError):
-            descriptor = os.open(place(os.getppid()), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(reason)
+    forked = _own is not None and _own[0] != os.getpid()
+    text = os.environ.get(PIPE, "") if forked else _inherited
+    if not reason or not text.startswith(f"{os.getppid()} "):
+        return
+    # A parent without this pipe, or another process that has its number now, gets none.
+    with contextlib.suppress(OSError, ValueError):
+        process, writes, *wanted = (int(word) for word in text.split())
+        pipe = os.open(f"/proc/{process}/fd/{writes}", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            found = os.fstat(pipe)
+            if stat.S_ISFIFO(found.st_mode) and [found.st_dev, found.st_ino] == wanted:
+                os.write(pipe, reason.encode(errors="replace")[:MOST_BYTES] + b"\n")
+        finally:
+            os.close(pipe)
 
 
 def take() -> str:
-    """The reason that this process's engine left, which is then removed. Empty if there is none."""
-    path = place(os.getpid())
+    """The first reason that this process's engine left. All are then removed. Empty if there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
+        left = os.read(_own[1], 1 << 16) if _own is not None and _own[0] == os.getpid() else b""
+    except BlockingIOError:
         return ""
-    with os.fdopen(descriptor) as file:
-        text = file.read() if os.fstat(descriptor).st_uid == os.getuid() else ""
-    with contextlib.suppress(OSError):
-        path.unlink()
-    return text
+    return left.partition(b"\n")[0].decode(errors="replace")
 
 
 def note_stops(module: Any) -> None:

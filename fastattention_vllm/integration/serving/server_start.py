@@ -12,7 +12,6 @@ from typing import Any
 from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat
-from fastattention_vllm.integration.serving import engine_end
 from fastattention_vllm.integration.serving.once_imported import once_imported
 from fastattention_vllm.integration.serving.worker_stats import add_method
 
@@ -34,7 +33,6 @@ def attach_at_start(module: Any) -> None:
     @functools.wraps(original)
     async def startup(self: Any, *args: Any, **kwargs: Any) -> None:
         if computes_attention(self.config.app):
-            engine_end.take()  # an earlier process with this id may have left the reason of its end
             add_routes(self.config)
         await original(self, *args, **kwargs)
 

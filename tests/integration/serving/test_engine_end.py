@@ -3,66 +3,93 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import multiprocessing
 import os
+import re
 import signal
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHandle
 
 from fastattention_vllm.integration.refusal import EngineEnded, sentence
 from fastattention_vllm.integration.serving import engine_end
+from tests.another_user import another_user, needs_root
+
+GETPPID = os.getppid
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_end.tempfile, "gettempdir", lambda: str(tmp_path))
-    # The engine's process and the server's are one here.
-    monkeypatch.setattr(engine_end.os, "getppid", os.getpid)
+def own_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine's process and the server's are one here."""
     monkeypatch.setattr(engine_end, "NOTICE_S", 0.5)
-
-
-class Executor:
-    def __init__(self, *processes: Any, is_failed: bool = True) -> None:
-        self.workers = [SimpleNamespace(rank=rank, proc=process) for rank, process in enumerate(processes)]
-        self.is_failed = is_failed
-        self.shutting_down = False
-
-    def shutdown(self) -> None:
-        self.shutting_down = True
-        for worker in self.workers:
-            worker.proc.kill()
-            worker.proc.join()
+    monkeypatch.setattr(engine_end, "_own", None)
+    monkeypatch.setenv(engine_end.PIPE, "")
+    engine_end.make_pipe()
+    monkeypatch.setattr(engine_end, "_inherited", os.environ[engine_end.PIPE])
+    monkeypatch.setattr(engine_end.os, "getppid", os.getpid)
+    yield
+    own: Any = engine_end._own
+    os.close(own[1])
+    os.close(int(os.environ[engine_end.PIPE].split()[1]))
 
 
 @pytest.fixture
 def executor() -> Any:
-    own: Any = type("Own", (Executor,), {"shutdown": Executor.shutdown})
+    """vLLM's own default executor with two workers, as its ``_init_executor`` leaves it when they are ready."""
     for _ in range(2):
-        engine_end.watch_processes(SimpleNamespace(MultiprocExecutor=own))
+        engine_end.watch_processes(multiproc_executor)
     processes = [multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,)) for _ in range(2)]
     for process in processes:
         process.start()
-    made = own(*processes)
+    made: Any = object.__new__(MultiprocExecutor)
+    made.is_failed = False
+    made.failure_callback = None
+    made.workers = [
+        WorkerProcHandle(proc=process, rank=rank, worker_response_mq=None, peer_worker_response_mqs=[])
+        for rank, process in enumerate(processes)
+    ]
+    made.rpc_broadcast_mq, made.response_mqs = None, []
     yield made
-    Executor.shutdown(made)
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_the_executor_of_the_tests_has_what_vllms_has() -> None:
+    """The names that vLLM's own code gives an executor before it serves."""
+    names = set()
+    for function in (MultiprocExecutor.__init__, MultiprocExecutor._init_executor):
+        names |= set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(function)))
+    assert {"is_failed", "failure_callback", "workers", "rpc_broadcast_mq", "response_mqs"} <= names
+    assert "shutting_down" not in names
+    assert not hasattr(MultiprocExecutor, "shutting_down"), "engine_end asks whether it is there"
 
 
 def test_the_worker_that_was_killed_is_named(executor: Any) -> None:
-    executor.workers[1].proc.kill()
-    executor.shutdown()
+    """vLLM's own monitor finds it."""
+    died = threading.Event()
+    executor.register_failure_callback(died.set)
+    executor.start_worker_monitor()
+    process = executor.workers[1].proc
+    process.kill()
+    assert died.wait(60)
     assert executor.shutting_down
-    pid = executor.workers[1].proc.pid
-    assert engine_end.take() == f"worker 1 on {os.uname().nodename} (process {pid}) was ended by SIGKILL"
+    assert engine_end.take() == f"worker 1 on {os.uname().nodename} (process {process.pid}) was ended by SIGKILL"
     assert engine_end.take() == ""
 
 
 def test_the_worker_is_named_if_another_one_notices_its_end_first(executor: Any) -> None:
-    executor.is_failed = False
     executor.workers[0].proc.terminate()
     try:
         raise RuntimeError("a worker lost its connection")
@@ -71,9 +98,29 @@ def test_the_worker_is_named_if_another_one_notices_its_end_first(executor: Any)
     assert "worker 0" in engine_end.take()
 
 
-def test_a_regular_end_leaves_no_reason(executor: Any) -> None:
-    executor.is_failed = False
-    executor.shutdown()
+@pytest.mark.parametrize("how", [None, SystemExit, KeyboardInterrupt])
+def test_a_regular_end_leaves_no_reason(how: type[BaseException] | None, executor: Any) -> None:
+    """vLLM ends an engine that is stopped by SystemExit. Ctrl-C ends its workers at the same moment."""
+    executor.workers[0].proc.terminate()
+    executor.workers[0].proc.join()
+    try:
+        if how:
+            raise how
+        executor.shutdown()
+    except BaseException:
+        executor.shutdown()
+    assert executor.shutting_down
+    assert engine_end.take() == ""
+
+
+def test_an_executor_that_could_not_start_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine_end.watch_processes(multiproc_executor)
+    began = time.monotonic()
+    try:
+        raise RuntimeError("no room for its queues")
+    except RuntimeError:
+        object.__new__(MultiprocExecutor).shutdown()
+    assert time.monotonic() - began < engine_end.NOTICE_S
     assert engine_end.take() == ""
 
 
@@ -81,14 +128,77 @@ def test_a_later_end_does_not_replace_the_reason() -> None:
     engine_end.record("the first")
     engine_end.record("the second")
     assert engine_end.take() == "the first"
-
-
-def test_a_link_is_neither_followed_nor_read(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("of someone else")
-    engine_end.place(os.getpid()).symlink_to(tmp_path / "other")
-    engine_end.record("ours")
     assert engine_end.take() == ""
-    assert (tmp_path / "other").read_text() == "of someone else"
+
+
+def test_a_long_reason_is_cut_and_never_waited_for() -> None:
+    for _ in range(200):
+        engine_end.record("\udcff" + "ü" * 100_000)
+    assert engine_end.take() == "?" + "ü" * 499 + "\ufffd"
+    for _ in range(3):
+        engine_end.take()
+    assert engine_end.take() == ""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_the_reason_comes_from_a_child_and_not_from_its_children(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_end.os, "getppid", GETPPID)
+    child = multiprocessing.get_context("fork").Process(target=records, args=(start, "its own"))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert engine_end.take() == "its own"
+
+
+def records(start: str, reason: str) -> None:
+    """An engine, whose own child has no business with the server."""
+    if start == "spawn":
+        importlib.reload(engine_end)  # a new process imports it
+    if reason == "its own":
+        engine_end.make_pipe()
+        child = multiprocessing.get_context("fork").Process(target=records, args=(start, "of a child's child"))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        assert engine_end.take() == "of a child's child"
+    engine_end.record(reason)
+
+
+@pytest.mark.parametrize("told", ["", "{} x", "{} 0", "{} 0 1 2", "{} -1 1 2", "{0} {1} 5 6", "{0} {2} {3} {4}"])
+def test_nothing_is_written_to_what_is_not_the_parents_pipe(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the process that has the parent's number now had a file, or another pipe, at the pipe's descriptor."""
+    other = tmp_path / "other"
+    with other.open("wb") as file:
+        found = os.fstat(file.fileno())
+        writes = os.environ[engine_end.PIPE].split()[1]
+        text = told.format(os.getpid(), writes, file.fileno(), found.st_dev, found.st_ino)
+        monkeypatch.setattr(engine_end, "_inherited", text)
+        engine_end.record("ours")
+    assert engine_end.take() == ""
+    assert other.read_bytes() == b""
+
+
+@needs_root
+def test_other_users_can_neither_hold_up_a_server_nor_speak_for_its_engine() -> None:
+    process, writes, *_ = os.environ[engine_end.PIPE].split()
+    name = Path(tempfile.gettempdir()) / f"fastattention-{os.getuid()}-{os.getpid()}.end"
+
+    def act() -> None:
+        os.mkfifo(name, 0o666)
+        with pytest.raises(PermissionError):
+            os.open(f"/proc/{process}/fd/{writes}", os.O_WRONLY)
+
+    taken: list[str] = []
+    try:
+        with another_user(act):
+            server = threading.Thread(target=lambda: taken.append(engine_end.take()), daemon=True)
+            server.start()
+            server.join(10)
+        assert taken == [""]
+    finally:
+        name.unlink()
 
 
 def test_exit_codes_are_explained() -> None:
@@ -160,7 +270,7 @@ def test_a_server_that_is_stopped_does_not_fail() -> None:
     assert client.errored
     engine_end.record("ended with the others")
     asyncio.run(end(client))
-    assert engine_end.take() == "", "the file must not stay"
+    assert engine_end.take() == "", "the reason must not stay"
 
 
 def test_other_servers_of_the_process_do_not_fail() -> None:
