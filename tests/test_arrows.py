@@ -16,11 +16,12 @@ PACKAGE = "fastattention_vllm"
 MAY_IMPORT = {
     PACKAGE: {"attention"},  # fast_attn_func, imported when it is first used
     "cuda_driver": set(),
+    "private_folder": set(),
     "attention": {"cuda_driver"},
-    "placement": {"attention", "cuda_driver"},
+    "placement": {"attention", "cuda_driver", "private_folder"},
     "parallel": {"attention", "cuda_driver"},
     "linear": {"attention", "cuda_driver"},
-    "integration": {PACKAGE, "attention", "linear", "placement", "parallel", "plan"},
+    "integration": {PACKAGE, "attention", "linear", "placement", "parallel", "plan", "private_folder"},
     "bench": {"attention", "linear", "placement", "parallel"},
     "doctor": {PACKAGE, "attention", "linear", "placement", "parallel", "integration", "bench"},
     "plan": {"placement"},
