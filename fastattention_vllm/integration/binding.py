@@ -81,8 +81,8 @@ def share_with_other_servers(cpus: Sequence[int], everywhere: Iterable[int], fix
     """
     if unsure := cpu_claims.announced_by_other_users(cpus):
         logger.warning(
-            "A process of another user announces that it computes on CPUs %s. Only servers of this user and of root are "
-            "believed, so threads are bound to these CPUs. If it is a server, give each server its own CPUs: %s.",
+            "A process of another user announces that it computes on CPUs %s. Only servers of this user and of root "
+            "are believed, so threads are bound to these CPUs. If it is a server, give each server its own CPUs: %s.",
             ",".join(map(str, unsure)),
             fix,
         )

@@ -15,7 +15,7 @@ import pytest
 
 from fastattention_vllm.placement import cpu_claims, socket_names
 from fastattention_vllm.placement.cpu_claims import PREFIX, SERVER, announced_by_other_users, claim, others_on
-from tests.another_user import another_user, needs_root
+from tests.other_user import another_user_holds, needs_another_user
 
 FAR = 1_000_000
 """No machine has these CPUs, so no real server can be in the way."""
@@ -155,10 +155,10 @@ def test_no_name_of_a_socket_ends_a_start_or_the_watcher(
     assert said == [[FAR]]
 
 
-@needs_root
+@needs_another_user
 def test_announcements_of_other_users_are_reported_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, also = f"\0{PREFIX}/{FAR}/fake".encode(), f"\0{PREFIX}/{FAR + 1}/fake".encode()
-    with another_user(lambda: (bind(fake), bind(also))), bind(f"\0{PREFIX}/{FAR + 1}/server".encode()):
+    with another_user_holds(lambda: (bind(fake), bind(also))), bind(f"\0{PREFIX}/{FAR + 1}/server".encode()):
         assert claim([FAR, FAR + 1]) == [FAR + 1]
         assert announced_by_other_users([FAR, FAR + 1]) == [FAR]
         monkeypatch.setattr(socket_names, "_asked", without_owners)
@@ -166,7 +166,7 @@ def test_announcements_of_other_users_are_reported_and_not_believed(monkeypatch:
         assert announced_by_other_users([FAR, FAR + 1]) == []
 
 
-@needs_root
+@needs_another_user
 def test_servers_of_root_are_believed_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_claims.os, "geteuid", lambda: 1000)
     with bind(f"\0{PREFIX}/{FAR}/server".encode()):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastattention_vllm.placement import socket_names
-from tests.another_user import NOBODY, another_user, needs_root
+from tests.other_user import NOBODY, another_user_holds, needs_another_user
 
 NAMES = [
     b"\0fastattention-test/\xff\xfe",
@@ -59,9 +59,9 @@ def test_names_are_bytes(name: bytes, told: bool) -> None:
         assert owners(name) == ([os.geteuid()] if told else [] if b"\n" in name else [None])
 
 
-@needs_root
+@needs_another_user
 def test_the_owner_of_a_name_is_told() -> None:
-    with another_user(lambda: bind(NAMES[0])):
+    with another_user_holds(lambda: bind(NAMES[0])):
         assert owners(NAMES[0]) == [NOBODY]
 
 

@@ -24,7 +24,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHan
 
 from fastattention_vllm.integration.refusal import EngineEnded, sentence
 from fastattention_vllm.integration.serving import engine_end
-from tests.another_user import another_user, needs_root
+from tests.other_user import as_another_user, needs_another_user
 
 GETPPID = os.getppid
 
@@ -180,7 +180,7 @@ def test_nothing_is_written_to_what_is_not_the_parents_pipe(
     assert other.read_bytes() == b""
 
 
-@needs_root
+@needs_another_user
 def test_other_users_can_neither_hold_up_a_server_nor_speak_for_its_engine() -> None:
     process, writes, *_ = os.environ[engine_end.PIPE].split()
     name = Path(tempfile.gettempdir()) / f"fastattention-{os.getuid()}-{os.getpid()}.end"
@@ -192,10 +192,10 @@ def test_other_users_can_neither_hold_up_a_server_nor_speak_for_its_engine() -> 
 
     taken: list[str] = []
     try:
-        with another_user(act):
-            server = threading.Thread(target=lambda: taken.append(engine_end.take()), daemon=True)
-            server.start()
-            server.join(10)
+        as_another_user(act)
+        server = threading.Thread(target=lambda: taken.append(engine_end.take()), daemon=True)
+        server.start()
+        server.join(10)
         assert taken == [""]
     finally:
         name.unlink()
