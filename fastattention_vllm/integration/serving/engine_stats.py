@@ -16,6 +16,8 @@ logger = init_logger("vllm.fastattention")
 
 KEPT = 500
 """Finished requests. There are more than there are recent ones, because an HTTP request may have many prompts."""
+ID_CHARACTERS = 1100
+"""The header X-Request-Id gives a request its id. No recent request has a longer one, so it would not be found."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class EngineStats(StatLoggerBase):
             self.history.add(max(step.kv_cache_usage for step in self._steps.values()))
         for one in iteration_stats.finished_requests if iteration_stats is not None else ():
             # vLLM 0.19.1 does not name the request.
-            if getattr(one, "request_id", None):
+            if 0 < len(getattr(one, "request_id", None) or "") <= ID_CHARACTERS:
                 self.finished.append(
                     Finished(
                         one.request_id,

@@ -1,7 +1,13 @@
-"""The last requests to the OpenAI API: when, how long, with which status. No prompts or outputs are kept."""
+"""The last requests to the OpenAI API: when, how long, with which status. No prompts or outputs are kept.
+
+Requests without the server's key, and to paths that it does not have, are not kept: anyone could push the others out
+with them.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import time
 from collections import deque
@@ -12,7 +18,12 @@ API = "/v1/"
 KEPT = 50
 EDGE_BYTES = 2048
 """Bytes of a response's beginning and end that are searched for its id and its number of tokens."""
-ID = re.compile(rb'"id"\s*:\s*"([\w.-]{1,200})"')
+PATH_CHARACTERS = 200
+"""Of a path that are kept."""
+TURNED_AWAY = {401, 403, 404, 405}
+"""Without the key, or to a path or method that the server does not have."""
+ID = re.compile(rb'"id"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
+"""vLLM takes the id from the header X-Request-Id, with whatever characters it has."""
 USAGE = re.compile(rb'"usage"\s*:\s*\{')
 PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
 NEW_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
@@ -22,7 +33,7 @@ class Seen:
     """One request, while it is answered and afterwards."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = path[:PATH_CHARACTERS]
         self.began = time.monotonic()
         self.seconds: float | None = None
         """None while it is answered."""
@@ -46,7 +57,7 @@ class Seen:
     def read(self, body: bytes) -> None:
         """Look for the id in the first bytes, and keep the last ones."""
         if self.response_id is None and (found := ID.search(body[:EDGE_BYTES])):
-            self.response_id = found[1].decode()
+            self.response_id = text_of(found[1])
         self._edges = (self._edges + body[-EDGE_BYTES:])[-EDGE_BYTES:]
 
     def end(self) -> None:
@@ -58,6 +69,14 @@ class Seen:
             self.prompt_tokens = int(prompt[1]) if prompt else None
             self.new_tokens = int(new[1]) if new else None
         self._edges = b""
+
+
+def text_of(quoted: bytes) -> str | None:
+    """A JSON string's text; None if it is not valid."""
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        return None
 
 
 def path_of(scope: Any, prefix: str) -> str:
@@ -73,11 +92,14 @@ class RecentRequests:
     def __init__(self, app: Any, prefix: str = "") -> None:
         self.app = app
         self._prefix = prefix
+        self._waiting: set[Seen] = set()
+        """Those without an answer yet."""
         self._kept: deque[Seen] = deque(maxlen=KEPT)
 
     def __iter__(self) -> Iterator[Seen]:
         """The latest first."""
-        return reversed(self._kept)
+        latest = sorted([*self._waiting, *self._kept], key=lambda seen: seen.began, reverse=True)
+        return itertools.islice(latest, KEPT)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = path_of(scope, self._prefix) if scope["type"] == "http" else ""
@@ -85,13 +107,21 @@ class RecentRequests:
             await self.app(scope, receive, send)
             return
         seen = Seen(path)
-        self._kept.append(seen)
+        self._waiting.add(seen)
 
         async def watched(message: Any) -> None:
             await send(message)
             seen.sent(message)
+            if message["type"] == "http.response.start":
+                self._answered(seen)
 
         try:
             await self.app(scope, receive, watched)
         finally:
             seen.end()
+            self._answered(seen)
+
+    def _answered(self, seen: Seen) -> None:
+        if seen in self._waiting and seen.status not in TURNED_AWAY:
+            self._kept.append(seen)
+        self._waiting.discard(seen)

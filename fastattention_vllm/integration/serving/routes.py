@@ -76,11 +76,12 @@ def router(channel: Channel, source: StatusSource, keys: list[str]) -> APIRouter
 
 
 def check_key(request: Request, keys: list[str]) -> None:
-    """vLLM itself checks keys only below /v1.
+    """vLLM itself checks keys only below /v1. This accepts the same headers as its ``AuthenticationMiddleware``.
 
     Raises:
         HTTPException: 401 if the server has a key and the request does not contain it.
     """
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-    if keys and not any(secrets.compare_digest(given, key.encode()) for key in keys):
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    right = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
+    if keys and not (scheme.lower() == "bearer" and any(right)):
         raise HTTPException(401, "Send the server's API key in the header `Authorization: Bearer KEY`.")

@@ -138,6 +138,14 @@ def test_finished_requests_are_found_by_the_id_of_the_response() -> None:
     assert engine.of_request("cmpl-3") == []
 
 
+def test_ids_of_any_length_are_not_kept() -> None:
+    """Clients choose them, by the header X-Request-Id."""
+    engine = EngineStats()
+    engine.record(*step(finished("cmpl-" + "a" * 1000 + "-0", 5), finished("cmpl-" + "b" * 60_000, 6)))
+    assert [one.prompt_tokens for one in engine.finished] == [5]
+    assert [one.prompt_tokens for one in engine.of_request("cmpl-" + "a" * 1000)] == [5]
+
+
 def test_the_fields_are_vllms() -> None:
     fields = set(FinishedRequestStats.__dataclass_fields__)
     assert set(vars(finished("a", 1))) <= fields

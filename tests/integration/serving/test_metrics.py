@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import logging
 import re
 from pathlib import Path
@@ -108,6 +110,77 @@ def test_a_server_with_a_key_asks_for_it(registry: CollectorRegistry, sent: str 
         return await get(routes.attach(app, app), routes.STATUS, headers={"Authorization": sent} if sent else {})
 
     assert asyncio.run(ask()).status_code == code
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        None,
+        b"",
+        b"right",
+        b"bearer",
+        b"Bearer ",
+        b"bearer right",
+        b"BEARER right",
+        b"Bearer  right",
+        b"Bearer right ",
+        b"Bearer\tright",
+        b"Bearer Bearer right",
+        b"Basic right",
+        b"Bearerright",
+        b"Bearer caf\xe9",
+        b"Bearer caf\xc3\xa9",
+        b"Bearer \xff\xfe",
+        b"Bearer wrong, Bearer right",
+    ],
+)
+def test_vllm_accepts_the_same_keys(registry: CollectorRegistry, sent: bytes | None) -> None:
+    """Its own middleware, with the same keys, before a path that it guards."""
+    keys = ["other", "right", "café"]
+
+    async def ask(app: Any, path: str) -> int:
+        return (await get(app, path, headers=[(b"Authorization", sent)] if sent is not None else [])).status_code
+
+    async def both() -> tuple[int, int]:
+        app = application(Engine(worker(0)), registry, keys)
+        ours, theirs = routes.attach(app, app), FastAPI()
+        theirs.get("/v1/models")(list)
+        theirs.add_middleware(authentication(), tokens=keys)
+        return await ask(ours, routes.STATUS), await ask(theirs, "/v1/models")
+
+    found, expected = asyncio.run(both())
+    assert found == expected
+
+
+def authentication() -> Any:
+    """vLLM's AuthenticationMiddleware; 0.19.1 has it in another module."""
+    for module in ("vllm.entrypoints.serve.middleware.authenticate", "vllm.entrypoints.openai.server_utils"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(module).AuthenticationMiddleware
+    raise AssertionError("this vLLM has its AuthenticationMiddleware elsewhere")
+
+
+def test_requests_without_the_key_are_not_kept(registry: CollectorRegistry) -> None:
+    """With vLLM's own middleware, which is part of the application that is watched."""
+
+    async def asks() -> Any:
+        app = application(Engine(worker(0)), registry, ["right"])
+        app.post("/v1/completions")(lambda: {"id": "cmpl-1"})
+        app.add_middleware(authentication(), tokens=["right"])
+        attached = routes.attach(app, app)
+        transport, key = httpx.ASGITransport(attached), {"Authorization": "Bearer right"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            await client.post("/v1/completions", headers=key)
+            for number in range(60):
+                await client.post("/v1/completions")
+                await client.post(f"/v1/{number}/{'a' * 60_000}", headers=key if number % 2 else {})
+                await client.put("/v1/completions", headers=key)
+        return await get(attached, routes.STATUS, headers=key)
+
+    status = asyncio.run(asks())
+    (seen,) = status.json()["requests"]["recent"]
+    assert (seen["response_id"], seen["path"], seen["status"]) == ("cmpl-1", "/v1/completions", 200)
+    assert len(status.content) < 10_000
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
-from fastattention_vllm.integration.serving.recent_requests import KEPT, RecentRequests
+from fastattention_vllm.integration.serving.recent_requests import KEPT, PATH_CHARACTERS, RecentRequests
 
 PROMPT = "a secret prompt"
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
@@ -108,6 +108,68 @@ def test_an_answer_that_is_cut_off_is_not_complete() -> None:
     (seen,) = recent
     assert (seen.status, seen.complete, seen.response_id) == (200, False, "cmpl-3")
     assert seen.seconds is not None
+
+
+@pytest.mark.parametrize(
+    "asked", ["team:a/7", "a b", 'with "quotes" and \\ and \n', "ü", "\U0001f600", "x" * 900, "1", "]}", "\x7f"]
+)
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_an_id_may_have_any_characters(asked: str, ascii_only: bool) -> None:
+    """The header X-Request-Id becomes a part of it."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = json.dumps({"id": f"cmpl-{asked}", "usage": USAGE}, ensure_ascii=ascii_only).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    recent = RecentRequests(app)
+    asyncio.run(call(recent, "POST", "/v1/completions"))
+    (seen,) = recent
+    assert seen.response_id == f"cmpl-{asked}"
+    assert seen.prompt_tokens == 7
+
+
+@pytest.mark.parametrize("body", [b'{"id": "', b'{"id": "\xff"}', b'{"id": "\\"}', b'{"id": "\\x"}', b'{"id": 7}', b""])
+def test_an_answer_without_an_id_is_kept_without_one(body: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    recent = RecentRequests(app)
+    asyncio.run(call(recent, "POST", "/v1/completions"))
+    (seen,) = recent
+    assert (seen.response_id, seen.complete) == (None, True)
+
+
+def test_requests_that_wait_are_shown_and_what_is_turned_away_leaves_nothing() -> None:
+    async def calls() -> None:
+        go, shown = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            status = int(scope["path"].rpartition("/")[2][:3])
+            if status == 200:
+                shown.set()
+                await go.wait()
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        recent = RecentRequests(app)
+        waiting = asyncio.create_task(call(recent, "POST", f"/v1/200{'a' * 60_000}"))
+        await shown.wait()
+        for status in [400, 500] + [401, 403, 404, 405] * KEPT:
+            await call(recent, "POST", f"/v1/{status}")
+        assert [seen.status for seen in recent] == [500, 400, None]
+        for _ in range(KEPT):
+            await call(recent, "POST", "/v1/400")
+        go.set()
+        await waiting
+        latest = list(recent)
+        assert len(latest) == KEPT
+        assert [seen.status for seen in latest].count(200) == 1
+        assert max(len(seen.path) for seen in latest) == PATH_CHARACTERS
+        assert not recent._waiting
+
+    asyncio.run(calls())
 
 
 def test_neither_prompts_nor_outputs_are_kept_and_only_the_last_requests() -> None:
