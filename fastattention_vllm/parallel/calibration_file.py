@@ -7,11 +7,15 @@ import dataclasses
 import json
 import math
 import os
+import secrets
+import stat
 from pathlib import Path
 
 from fastattention_vllm.parallel.choice import Choice, Trial
 
 MAX_ROWS = 1 << 30
+MOST_BYTES = 16 << 20
+"""Of the file. A layer's measurements take less than 4 KiB."""
 
 
 def read(path: Path, key: str) -> Choice | None:
@@ -21,7 +25,7 @@ def read(path: Path, key: str) -> Choice | None:
         ValueError: the file holds no valid measurements. The message is one sentence.
     """
     try:
-        text = path.read_text()
+        text = _text(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -43,18 +47,31 @@ def write(path: Path, key: str, choice: Choice) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = _entries(path) | {key: dataclasses.asdict(choice)}
-    new = path.with_name(f"{path.name}.{os.getpid()}")
+    # Users may share the folder: nobody can guess the name, and what has it is neither followed nor waited for.
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        new.write_text(json.dumps(entries, indent=1))
+        with open(new, "x", encoding="utf-8") as file:
+            file.write(json.dumps(entries, indent=1))
         new.replace(path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             new.unlink()
 
 
+def _text(path: Path) -> str:
+    """Raises ``OSError`` or ``ValueError`` if it is no text of a regular file. Never waits for another process."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_size > MOST_BYTES:
+            raise ValueError(f"it has {found.st_size} bytes")
+        return file.read(MOST_BYTES).decode()
+
+
 def _entries(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ def share(size: int, exchange: Exchange) -> list[mmap.mmap]:
         try:
             segments = [_open(name, size) for name in paths]
         except OSError as error:
-            failure = f"cannot be mapped ({error.strerror}); give all ranks the same {FOLDER}"
+            failure = f"cannot be mapped ({error.strerror or error}); give all ranks the same {FOLDER}"
         _all_succeed(exchange, None, failure)
     finally:
         if path:
@@ -64,8 +65,12 @@ def _create(size: int) -> str:
 
 
 def _open(path: str, size: int) -> mmap.mmap:
-    handle = os.open(path, os.O_RDWR)
+    # Where the folder is no tmpfs with a sticky bit, or not the same on all ranks, another user may have the name.
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != size:
+            raise OSError(f"{path} is not this user's file of {size} bytes")
         return mmap.mmap(handle, size)
     finally:
         os.close(handle)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from fastattention_vllm.parallel.collective import CollectiveError
 from fastattention_vllm.parallel.layer_timer import Timed
 from fastattention_vllm.parallel.pipeline import Pipeline
 from fastattention_vllm.parallel.plan import GRANULE, cut, even, plan
+from tests.other_user import as_another_user, needs_another_user
 from tests.parallel import tasks
 from tests.parallel.models import AFFINE, affine
 from tests.parallel.ranks import Ranks
@@ -275,6 +278,40 @@ def test_an_invalid_file_is_refused_in_one_sentence(tmp_path: Path, text: str) -
         calibration_file.read(path, "a")
     calibration_file.write(path, "a", Choice((trial(256, (256,)),)))
     assert calibration_file.read(path, "a") is not None
+
+
+def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users may share the folder (VLLM_CACHE_ROOT)."""
+    path = tmp_path / "tiling.json"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"tiling\.json cannot be read \(it is not a regular file\)"):
+        calibration_file.read(path, "a")
+    calibration_file.write(path, "a", one := Choice((trial(256, (256,)),)))
+    assert calibration_file.read(path, "a") == one
+    monkeypatch.setattr(calibration_file, "MOST_BYTES", 100)
+    with pytest.raises(ValueError, match=r"tiling\.json cannot be read \(it has \d+ bytes\)"):
+        calibration_file.read(path, "a")
+
+
+@needs_another_user
+@pytest.mark.timeout(60)
+def test_other_users_of_the_folder_can_neither_redirect_nor_hold_up_what_is_written() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        path, mine = folder / "tiling.json", folder / "mine"
+        mine.write_text("of this user")
+
+        def act() -> None:
+            os.mkfifo(path)
+            (folder / f"tiling.json.{os.getppid()}").symlink_to(mine)
+
+        as_another_user(act)
+        with pytest.raises(ValueError, match="not a regular file"):
+            calibration_file.read(path, "a")
+        calibration_file.write(path, "a", one := Choice((trial(256, (256,)),)))
+        assert calibration_file.read(path, "a") == one
+        assert mine.read_text() == "of this user"
 
 
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
