@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
 import httpx
 from starlette.requests import Request
@@ -20,16 +21,37 @@ async def forward(request: Request, client: httpx.AsyncClient) -> Response:
     Args:
         client: connected to the server, with :data:`SERVER` as its base address.
     """
-    # Ray Serve leaves the application's route_prefix in the path. The server does not know of it.
-    prefix = request.scope.get("root_path", "")
-    url = httpx.URL(path=request.url.path.removeprefix(prefix) or "/", query=request.url.query.encode())
-    headers = [(name, text) for name, text in request.headers.items() if name not in HOP_BY_HOP]
-    sent = client.build_request(request.method, url, headers=headers, content=await request.body())
+    headers = [(name, text) for name, text in request.headers.raw if name.decode("latin-1") not in HOP_BY_HOP]
+    # A URL of httpx's would change `//`, `%25` and `/../`.
+    target = {"target": target_of(request.scope)}
+    sent = client.build_request(request.method, "/", headers=headers, content=await request.body(), extensions=target)
     answer = await client.send(sent, stream=True)
     kept: dict[str, Any] = {name: text for name, text in answer.headers.items() if name not in HOP_BY_HOP}
+    prefix = request.scope.get("root_path", "")
     if kept.get("location", "").startswith(f"{SERVER}/"):
         kept["location"] = prefix + kept["location"].removeprefix(SERVER)
     return StreamingResponse(parts(answer), answer.status_code, kept)
+
+
+def target_of(scope: Any) -> bytes:
+    """Path and query as the client sent them. Bytes that HTTP does not allow in them become `%XX`."""
+    query: bytes = scope["query_string"]
+    target = path_below(scope) + b"?" * bool(query) + query
+    return quote_from_bytes(target, safe=bytes(range(0x21, 0x7F))).encode()
+
+
+def path_below(scope: Any) -> bytes:
+    """The path as the client sent it, without the application's route_prefix, of which the server does not know.
+
+    Ray Serve leaves the prefix in the path. A client may have sent some of its characters as `%XX`.
+    """
+    prefix, path = scope.get("root_path", ""), scope["path"]
+    sent: bytes = scope.get("raw_path") or quote(path, safe="/:@!$&'()*+,;=~").encode()
+    sent = sent.partition(b"?")[0]
+    if not (prefix and path.startswith(prefix)):
+        return sent
+    ends = (end for end in range(len(sent) + 1) if unquote_to_bytes(sent[:end]) == prefix.encode())
+    return sent[next(ends, 0) :] or b"/"
 
 
 async def parts(answer: httpx.Response) -> AsyncIterator[bytes]:

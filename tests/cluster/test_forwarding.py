@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import re
 import sys
+from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin
 
 import httpx
 import pytest
@@ -43,24 +45,106 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     return routes.attach(app, app)
 
 
-def through_ray_serve(server: Any, prefix: str, monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
-    """A client of Ray Serve, which passes on the whole path, and the prefix as ``root_path``."""
-    monkeypatch.syspath_prepend(str(ROOT / "deploy" / "ray"))
-    import forwarding
+class InProcess(httpx.ASGITransport):
+    """Asks an application for the target that httpcore would send to its server."""
 
-    replica = httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url=forwarding.SERVER)
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        request.url = httpx.URL(f"http://server{request.extensions['target'].decode()}")
+        return await super().handle_async_request(request)
+
+
+@pytest.fixture
+def forwarding(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "deploy" / "ray"))
+    yield importlib.import_module("forwarding")
+    sys.modules.pop("forwarding")
+
+
+def through_ray_serve(forwarding: Any, server: Any, prefix: str) -> httpx.AsyncClient:
+    """A client of Ray Serve, which passes on the whole path, and the prefix as ``root_path``."""
+    replica = httpx.AsyncClient(transport=InProcess(server), base_url=forwarding.SERVER)
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await (await forwarding.forward(Request(scope, receive), replica))(scope, receive, send)
 
-    sys.modules.pop("forwarding")
     return httpx.AsyncClient(transport=httpx.ASGITransport(answer, root_path=prefix), base_url=CLIENT)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_the_api_is_below_the_prefix(server: Any, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        b"/v1/models/a%2Fb",
+        b"/v1/a%252Fb",
+        b"//v1/completions",
+        b"//other:80/v1",
+        b"/v1//x/../y/.",
+        b"/v1/caf%C3%A9%ff",
+        b"/v1/\xc3\xa9\xff",
+        b"/v1/a%3Fb%23c",
+        b"/%76%31/completions",
+        b"/",
+        b"/demo/team/v1",
+    ],
+)
+def test_the_target_reaches_the_server_as_it_was_sent(
+    path: bytes, prefix: str, forwarding: Any, tmp_path: Path
+) -> None:
+    """With the replica's own transport, to a server that answers with the target that it was sent."""
+    query = b"a=b%20c&d=%2F+%252F&e=\xff&&" if prefix else b""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        while await reader.readline() != b"\r\n":
+            pass
+        target = line.split(b" ", 1)[1].rpartition(b" ")[0]
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(target) + target)
+        writer.close()
+
+    async def ask() -> bytes:
+        sent = prefix.encode() + path
+        # As uvicorn, in which Ray Serve's proxy runs, gives it.
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": unquote(sent.decode("latin-1"), "utf-8"),
+            "raw_path": sent,
+            "root_path": prefix,
+            "query_string": query,
+            "headers": [(b"host", b"cluster:8000"), (b"x-other", b"\xff")],
+        }
+        socket = str(tmp_path / "socket")
+        async with (
+            await asyncio.start_unix_server(answer, socket),
+            httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=socket, verify=False), base_url=forwarding.SERVER
+            ) as client,
+        ):
+            forwarded = await forwarding.forward(Request(scope, no_body), client)
+            return b"".join([part async for part in forwarded.body_iterator])
+
+    allowed = path.replace(b"\xc3\xa9\xff", b"%C3%A9%FF") + b"?" * bool(query) + query.replace(b"\xff", b"%FF")
+    assert asyncio.run(ask()) == allowed
+
+
+async def no_body() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def test_a_prefix_is_found_however_the_client_wrote_it(forwarding: Any) -> None:
+    def below(**scope: Any) -> bytes:
+        return bytes(forwarding.path_below(scope))
+
+    assert below(path="/démo/v1", raw_path=b"/d%C3%A9m%6F/v1", root_path="/démo") == b"/v1"
+    assert below(path="/demo", raw_path=b"/demo", root_path="/demo") == b"/"
+    assert below(path="/demo/a b/é", root_path="/demo") == b"/a%20b/%C3%A9", "an ASGI server may leave raw_path out"
+    assert below(path="/v1/x", raw_path=b"/v1/x", root_path="/demo") == b"/v1/x", "a proxy has removed the prefix"
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_the_api_is_below_the_prefix(server: Any, prefix: str, forwarding: Any) -> None:
     async def ask() -> httpx.Response:
-        async with through_ray_serve(server, prefix, monkeypatch) as client:
+        async with through_ray_serve(forwarding, server, prefix) as client:
             return await client.post(f"{prefix}/v1/completions?a=b%20c", content=b"a prompt")
 
     answer = asyncio.run(ask())
@@ -68,11 +152,11 @@ def test_the_api_is_below_the_prefix(server: Any, prefix: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_the_page_finds_its_files_and_numbers(server: Any, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_finds_its_files_and_numbers(server: Any, prefix: str, forwarding: Any) -> None:
     """Every address in it, as a browser resolves it from the page's own address."""
 
     async def browse() -> set[str]:
-        async with through_ray_serve(server, prefix, monkeypatch) as client:
+        async with through_ray_serve(forwarding, server, prefix) as client:
             # A trailing slash is redirected.
             opened = await client.get(f"{prefix}{page.PAGE}/", follow_redirects=True)
             assert str(opened.url) == f"{CLIENT}{prefix}{page.PAGE}"
