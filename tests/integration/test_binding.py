@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from fastattention_vllm.integration import binding
 from fastattention_vllm.integration.binding import format_bind
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.placement import cpu_claims, host_memory
 from fastattention_vllm.placement import cpus as topology
-from fastattention_vllm.placement import host_memory
 
 
 @pytest.fixture
@@ -57,3 +57,17 @@ def test_unbound_ranks_share_the_threads_and_reach_every_cpu(cgroup: Path, monke
     assert len(binding.cpus_in_reach(1)) == 64
     monkeypatch.setenv(binding.THREADS_BIND, "1000,1001|1002")
     assert binding.cpus_in_reach(1) == [1002]
+
+
+@pytest.mark.parametrize("announced", [[], [3]])
+def test_what_other_users_announce_is_named_and_changes_nothing(
+    announced: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched: list[list[int]] = []
+    monkeypatch.setattr(cpu_claims, "announced_by_other_users", lambda cpus: announced)
+    monkeypatch.setattr(cpu_claims, "unbind_beside_others", lambda cpus, everywhere, say: watched.append(cpus))
+    monkeypatch.setattr(binding.logger, "propagate", True)
+    binding.share_with_other_servers([2, 3], [0, 1, 2, 3], "set X")
+    assert watched == [[2, 3]]
+    assert ("A process of another user announces that it computes on CPUs 3." in caplog.text) == bool(announced)
+    assert ("give each server its own CPUs: set X." in caplog.text) == bool(announced)

@@ -20,8 +20,9 @@ EDGE_BYTES = 2048
 """Bytes of a response's beginning and end that are searched for its id and its number of tokens."""
 PATH_CHARACTERS = 200
 """Of a path that are kept."""
-TURNED_AWAY = {401, 403, 404, 405}
-"""Without the key, or to a path or method that the server does not have."""
+WITHOUT_KEY = {401, 403}
+NOT_THERE = {404, 405}
+"""Statuses of paths and methods that the server does not have, but also of models that it does not serve."""
 ID = re.compile(rb'"id"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 """vLLM takes the id from the header X-Request-Id, with whatever characters it has."""
 USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -113,15 +114,17 @@ class RecentRequests:
             await send(message)
             seen.sent(message)
             if message["type"] == "http.response.start":
-                self._answered(seen)
+                self._answered(seen, scope)
 
         try:
             await self.app(scope, receive, watched)
         finally:
             seen.end()
-            self._answered(seen)
+            self._answered(seen, scope)
 
-    def _answered(self, seen: Seen) -> None:
-        if seen in self._waiting and seen.status not in TURNED_AWAY:
+    def _answered(self, seen: Seen, scope: Any) -> None:
+        # Starlette's router adds the endpoint to the scope of a path that it knows.
+        turned_away = seen.status in WITHOUT_KEY or (seen.status in NOT_THERE and "endpoint" not in scope)
+        if seen in self._waiting and not turned_away:
             self._kept.append(seen)
         self._waiting.discard(seen)

@@ -144,7 +144,7 @@ def test_vllm_accepts_the_same_keys(registry: CollectorRegistry, sent: bytes | N
     async def both() -> tuple[int, int]:
         app = application(Engine(worker(0)), registry, keys)
         ours, theirs = routes.attach(app, app), FastAPI()
-        theirs.get("/v1/models")(list)
+        theirs.get("/v1/models")(lambda: {"data": []})
         theirs.add_middleware(authentication(), tokens=keys)
         return await ask(ours, routes.STATUS), await ask(theirs, "/v1/models")
 

@@ -40,6 +40,10 @@ def application() -> RecentRequests:
     async def refused() -> None:
         raise HTTPException(400, "no")
 
+    @app.post("/v1/rerank")
+    async def other_model() -> None:
+        raise HTTPException(404, "The model does not exist.")
+
     @app.post("/v1/broken")
     async def broken() -> None:
         raise RuntimeError("broken")
@@ -83,11 +87,14 @@ def test_errors_are_kept_and_other_paths_are_not() -> None:
     async def calls() -> None:
         await call(app, "GET", "/v1/models")
         await call(app, "POST", "/v1/embeddings")
+        await call(app, "POST", "/v1/rerank")
+        await call(app, "POST", "/v1/unknown")
         with pytest.raises(RuntimeError):
             await call(app, "POST", "/v1/broken")
 
     asyncio.run(calls())
-    broken, refused = app
+    broken, unserved, refused = app
+    assert (unserved.path, unserved.status) == ("/v1/rerank", 404)
     assert (refused.status, refused.complete, refused.response_id) == (400, True, None)
     assert broken.complete == (broken.status == 500)
     assert broken.seconds is not None
