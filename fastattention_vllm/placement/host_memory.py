@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import math
 import mmap
-import os
-import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
-from pathlib import Path
 
 import psutil
 import torch
 
 from fastattention_vllm.attention.cpu import memory as cpu_memory
 from fastattention_vllm.placement import cgroups
+from fastattention_vllm.placement.memory_turns import Turns
 from fastattention_vllm.placement.pinning import Pinning
 
 GIB = 1 << 30
@@ -33,6 +30,7 @@ SAY_EVERY = 3.0
 LONG_TO_PIN = 8 << 30
 """Bytes from which on pinning takes seconds."""
 CGROUP = cgroups.ROOT
+TURNS = Turns()
 MAP_NORESERVE = 0x4000  # from <sys/mman.h> on x86 and Arm; Python defines it from 3.13 on
 
 
@@ -74,11 +72,11 @@ def commit(
             said = time.monotonic()
             say(f"{offset / GIB:.1f} of {size / GIB:.1f} GiB are allocated")
         step = min(SLICE, whole - offset)
-        with _one_at_a_time():
-            if not _wait_for(step):
-                del mapping
-                raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be allocated")
-            placements.append(cpu_memory.place_memory(begin + offset, step, nodes, discard=True))
+        placed = _place(begin + offset, step, nodes, say)
+        if placed is None:
+            del mapping
+            raise MemoryError(f"only {offset / GIB:.2f} of {size / GIB:.2f} GiB could be allocated")
+        placements.append(placed)
     if pin:
         mapping.madvise(mmap.MADV_DONTFORK)  # after a fork, a write here could move a page away from the device
         if whole > LONG_TO_PIN:
@@ -96,26 +94,16 @@ def _drop(mapping: mmap.mmap, begin: int, pin: Pinning | None) -> None:
         pin.unregister(begin)
 
 
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Lock out this user's other processes between check and allocation, because all ranks allocate at once."""
-    path = Path(tempfile.gettempdir()) / f"fastattention-memory-{os.getuid()}.lock"
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:  # no writable folder: continue without a lock
-        yield
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _wait_for(size: int) -> bool:
-    deadline = time.monotonic() + PATIENCE
-    while available_bytes() < size + KEEP:
+def _place(
+    address: int, size: int, nodes: Sequence[int], say: Callable[[str], object]
+) -> cpu_memory.MemoryPlacement | None:
+    """Commit a slice as soon as there is memory for it; None if there is none in time."""
+    deadline = math.inf
+    while True:
+        with TURNS.one(say):
+            if available_bytes() >= size + KEEP:
+                return cpu_memory.place_memory(address, size, nodes, discard=True)
+        deadline = min(deadline, time.monotonic() + PATIENCE)
         if time.monotonic() > deadline:
-            return False
+            return None
         time.sleep(0.1)
-    return True
