@@ -657,9 +657,10 @@ def merge(total: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: 
     """Merge ``part`` and ``part_lse`` into ``total`` and ``lse``, in place.
 
     ``total``: fp32 ``[tokens, heads, head_size]``; ``lse``: fp32 ``[tokens, heads]``; it or ``part_lse`` may be -inf.
-    With w = e^part_lse / (e^lse + e^part_lse): total += w * (part - total).
+    With w = e^part_lse / (e^lse + e^part_lse): total += w * (part - total). If both are -inf, nothing changes.
     """
-    weight = torch.sigmoid(part_lse - lse)
+    # A row of padding has no keys in either part, and -inf - -inf would be NaN.
+    weight = torch.sigmoid(part_lse - lse.clamp(min=torch.finfo(torch.float32).min))
     total.lerp_(part.to(total.dtype), weight[..., None])
     torch.logaddexp(lse, part_lse, out=lse)
 

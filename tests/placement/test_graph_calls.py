@@ -236,6 +236,19 @@ def test_steps_shared_with_the_link_equal_attention_over_everything(
         assert counters.cpu_bytes - before.cpu_bytes == 2 * (sum(lengths) - shared) * token
 
 
+@pytest.mark.parametrize("how", [{"copies": 30}, {"over_link": 0.5}, {}], ids=["copies", "over the link", "CPU alone"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_padding_is_finite(how: dict[str, Any], sinks: bool) -> None:
+    """Whoever takes a maximum over all rows, as dynamic scales of fp8 do, would make every request NaN."""
+    engine = Engine(Model(has_sinks=sinks), layers=1, requests=3, query_len=1, **how)
+    for length in (1, PAGE + 1):
+        engine.set_lengths([length, length])
+        if "copies" in how:
+            engine.admit()
+        (output,), _ = engine.step()
+        assert torch.equal(output[2:], torch.zeros_like(output[2:]))
+
+
 class LateBell(Doorbell):
     """The CPU begins when the device waits for it, so the device is always first."""
 

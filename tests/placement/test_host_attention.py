@@ -466,7 +466,7 @@ def test_neighbouring_requests_are_a_slice() -> None:
 
 @given(
     st.integers(1, 6),
-    st.lists(st.floats(-60, 60), min_size=4, max_size=4),
+    st.lists(st.one_of(st.just(-math.inf), st.floats(-60, 60)), min_size=4, max_size=4),
     st.lists(st.one_of(st.just(-math.inf), st.floats(-60, 60)), min_size=4, max_size=4),
     st.sampled_from([F32, BF16]),
 )
@@ -474,9 +474,11 @@ def test_merging_equals_float64(tokens: int, lses: list[float], part_lses: list[
     random = torch.Generator().manual_seed(tokens)
     total, part = (torch.randn(tokens, 4, 8, generator=random) for _ in range(2))
     lse, part_lse = (torch.tensor(numbers).expand(tokens, 4).clone() for numbers in (lses, part_lses))
+    total = total.masked_fill(lse[..., None] == -math.inf, 0.0)
     part = part.to(dtype).masked_fill(part_lse[..., None] == -math.inf, 0.0)
     weights = [numbers.double().exp()[..., None] for numbers in (lse, part_lse)]
-    expected = (weights[0] * total.double() + weights[1] * part.double()) / (weights[0] + weights[1])
+    weight = (weights[0] + weights[1]).clamp(min=1e-300)  # rows without keys in both parts are 0
+    expected = (weights[0] * total.double() + weights[1] * part.double()) / weight
     expected_lse = torch.logaddexp(lse.double(), part_lse.double())
     none = part_lse == -math.inf
     before, lse_before = total.clone(), lse.clone()
@@ -485,3 +487,17 @@ def test_merging_equals_float64(tokens: int, lses: list[float], part_lses: list[
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
     assert torch.equal(total[none], before[none])
     assert torch.equal(lse[none], lse_before[none])
+
+
+@pytest.mark.parametrize("lse", [-math.inf, 0.0])
+@pytest.mark.parametrize("nan", ["lse", "part_lse", "total", "part"])
+def test_merging_keeps_nan(lse: float, nan: str) -> None:
+    given = {
+        "total": torch.zeros(1, 1, 2),
+        "lse": torch.full((1, 1), lse),
+        "part": torch.zeros(1, 1, 2),
+        "part_lse": torch.zeros(1, 1),
+    }
+    given[nan].fill_(math.nan)
+    merge(*given.values())
+    assert given["total"].isnan().all()
