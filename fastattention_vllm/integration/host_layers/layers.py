@@ -129,7 +129,7 @@ class HostLayers:
                 f"{len(self.placement.host)} host layers, but the limit is {self.budget / GIB:.2f} GiB; pass "
                 f"--max-model-len {size.longest_request(clamped)} or less, or raise host_kv_gib."
             )
-        if clamped < available:
+        if blocks < available // page:  # less than a block is lost without a limit, too
             logger.info(
                 "KV cache: %d blocks instead of %d, to keep the host layers' share within %.2f GiB.",
                 blocks,

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from transformers import PretrainedConfig
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -28,7 +29,8 @@ from fastattention_vllm.integration.host_layers.layers import HostLayers, descri
 from fastattention_vllm.integration.refusal import Refusal, sentence
 from fastattention_vllm.placement import host_attention, host_memory, prefetch
 from fastattention_vllm.placement.calibrate import Rates
-from fastattention_vllm.placement.plan import indices_text
+from fastattention_vllm.placement.kv_size import KvSize
+from fastattention_vllm.placement.plan import Layers, Limits, indices_text, plan
 from fastattention_vllm.placement.stream_split import StreamSplit
 from tests import reference_models as reference
 from tests.integration.engine import MAX_TOKENS, NGRAM, check, check_drafts, counter, engine, generate
@@ -271,6 +273,17 @@ def test_the_host_budget_limits_the_blocks_and_the_log_says_so(
         check(generate(llm, prompts), expected)
     (line,) = [line for line in log if "instead of" in line]
     assert line.startswith(f"KV cache: 80 blocks instead of {KV_BYTES // (2 * PAGE)}, ")
+
+
+def test_a_part_of_a_block_that_is_left_over_is_no_limit(log: list[str]) -> None:
+    limits = Limits(device_bytes=1 << 20, host_bytes=1 << 30, tokens=64)
+    placement = plan(Layers((0, 1)), KvSize(16, 1024, full_layers=2), [1], limits)
+    found = HostLayers(cast(Any, None), cast(Any, None), placement, {}, 1 << 30, 64, [], "auto", torch.float32)
+    assert found.clamp(100 * 1024 + 1000) == 100 * 1024
+    assert log == []
+    found.budget = 50 * 1024
+    assert found.clamp(100 * 1024 + 1000) == 50 * 1024
+    assert [line.split(",")[0] for line in log] == ["KV cache: 50 blocks instead of 100"]
 
 
 def test_a_budget_too_small_for_one_request_is_refused_with_the_length_that_fits(model: Path) -> None:
