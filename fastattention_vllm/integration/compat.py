@@ -245,9 +245,12 @@ def extend_worker(worker: Any, find: Callable[[Any], Any]) -> None:
 
     @functools.wraps(initialize)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
-        initialize(self, kv_cache_config)
         host_layers = find(self.vllm_config)
-        if host_layers:
+        if host_layers is None:
+            initialize(self, kv_cache_config)
+            return
+        with host_layers.together():
+            initialize(self, kv_cache_config)
             host_layers.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     worker.determine_available_memory = determine_available_memory

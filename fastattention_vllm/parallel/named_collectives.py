@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fastattention_vllm.cuda_driver import DriverError
+from fastattention_vllm.parallel.agreement import agreed
 from fastattention_vllm.parallel.collective import Collective, open_collective
 from fastattention_vllm.parallel.copy_collective import CopyCollective
 from fastattention_vllm.parallel.shared_segment import Exchange
@@ -47,8 +47,9 @@ def open_named_collectives(
         if kind == "copies":
             channels, mib = (int(number) for number in detail.split("x"))
             try:
-                collectives[name] = open_copies(mine.index(rank), len(mine), exchange, channels, mib * MIB)
-            except (OSError, DriverError) as error:
+                with agreed(exchange) as among:
+                    collectives[name] = open_copies(mine.index(rank), len(mine), among, channels, mib * MIB)
+            except (OSError, RuntimeError) as error:  # of the driver, of torch without memory, or of another rank
                 complain(f"{name} is not available: {error}")
         elif kind in ("nccl", "gloo"):
             collectives[name] = open_collective(groups, device_type, timeout, int(detail) if detail else None)

@@ -19,6 +19,7 @@ import torch
 from fastattention_vllm import cuda_driver
 from fastattention_vllm.attention.volta import images
 from fastattention_vllm.parallel import boards
+from fastattention_vllm.parallel.agreement import agreed
 from fastattention_vllm.parallel.push_launch import (
     CHUNK_BYTES,
     CONSTANTS,
@@ -127,18 +128,11 @@ class PushSums:
 
 def open_sums(rank: int, ranks: int, exchange: Exchange, peer_to_peer: bool) -> PushSums | str:
     """As :class:`PushSums`, or on all ranks why some rank cannot, as the end of a sentence without a full stop."""
-    problem, sums = "", None
     try:
-        load_all()
-    except (cuda_driver.DriverError, images.ImageError) as error:
-        problem = str(error)
-    problem = next(filter(None, exchange(problem)), "")
-    if not problem:
-        try:
-            sums = PushSums(rank, ranks, exchange, peer_to_peer)
-        except (OSError, cuda_driver.DriverError) as error:
-            problem = str(error)
-    return sums or problem.rstrip(".")
+        with agreed(exchange) as among:
+            return PushSums(rank, ranks, among, peer_to_peer)
+    except (OSError, RuntimeError) as error:  # of the driver, an image, torch without memory, or of another rank
+        return str(error).rstrip(".")
 
 
 @functools.cache

@@ -129,11 +129,30 @@ def test_all_ranks_learn_why_one_has_no_kernels(failing: int, monkeypatch: pytes
     else:
         monkeypatch.setattr(push_sums, "load_all", dict)
     others = "" if failing == 0 else "The Volta kernels are not built: run `make volta`."
-    found = push_sums.open_sums(0, 2, lambda value: [value, others], True)
-    assert found == "The Volta kernels are not built: run `make volta`"
+    found = push_sums.open_sums(0, 2, lambda value: [value, (others, None)], True)
+    assert found == f"{'rank 1 cannot go on: ' * failing}The Volta kernels are not built: run `make volta`"
 
 
 def test_images_of_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "IMAGES", tmp_path)
     with pytest.raises(ImageError, match="not built"):
         push_sums._load("fp16")
+
+
+def test_all_ranks_learn_that_one_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its last exchange with the others, who would go on without it."""
+
+    def no_memory(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    told = []
+
+    def exchange(value: object) -> list[object]:
+        told.append(value)
+        return [value, value]
+
+    monkeypatch.setattr(push_sums, "load_all", dict)
+    monkeypatch.setattr(push_sums.boards, "in_gpu_memory", lambda *given: [])
+    monkeypatch.setattr(push_sums.torch, "zeros", no_memory)
+    assert push_sums.open_sums(0, 2, exchange, True) == "CUDA out of memory"
+    assert told == [("CUDA out of memory", None)]

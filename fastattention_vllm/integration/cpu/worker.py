@@ -58,11 +58,17 @@ class FastAttentionCpuWorker(CPUWorker):
         return layers.clamp(available) if layers else available
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
+        layers = host_layers.find(self.vllm_config)
+        if layers is None:
+            self._allocate_cache(kv_cache_config)
+            return
+        with layers.together():
+            self._allocate_cache(kv_cache_config)
+            layers.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
+
+    def _allocate_cache(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         place_tensors("KV cache", self.model_runner.kv_caches, self._cpus(), discard=True)
-        layers = host_layers.find(self.vllm_config)
-        if layers:
-            layers.allocate(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
 
     def _cpus(self) -> list[int]:
         return binding.cpus_in_reach(self.local_rank)

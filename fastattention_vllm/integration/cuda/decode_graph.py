@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
@@ -57,6 +58,18 @@ def graph_calls(vllm_config: Any, link: Link, pinning: Pinning, cpu: int, device
         raise Refusal(f"decode graphs with host layers: {str(error).rstrip('.')}.") from error
 
 
+def reserve(calls: GraphCalls, batch: GraphBatch, dtype: torch.dtype) -> None:
+    """Allocate what graphs of this batch need.
+
+    Raises:
+        Refusal: there is not enough memory.
+    """
+    try:
+        calls.reserve(batch, dtype)
+    except MemoryError as error:
+        raise Refusal(f"decode graphs with host layers: {str(error).rstrip('.')}.") from error
+
+
 class GraphMetadataBuilder(HostMetadataBuilder):
     """For GPUs. It also passes on the device's own buffers, which a graph reads."""
 
@@ -106,7 +119,8 @@ class GraphMetadataBuilder(HostMetadataBuilder):
         if found and found.graph_calls:
             if found.graph_calls.copies and self.has_copies(found):
                 found.graph_calls.copies.table = metadata.graph_batch.table
-            found.graph_calls.reserve(metadata.graph_batch, found.dtype)
+            with found.together():  # the others would begin the capture, and wait in its sums
+                reserve(found.graph_calls, metadata.graph_batch, found.dtype)
         return metadata
 
 

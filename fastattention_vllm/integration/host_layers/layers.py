@@ -34,6 +34,7 @@ from fastattention_vllm.integration.host_layers.plan import (
     plan_layers,
     size_of,
 )
+from fastattention_vllm.integration.host_layers.ranks import smallest, together, wait_for_ranks
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import Options, decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -109,6 +110,8 @@ class HostLayers:
     copies: torch.Tensor | None = None
     """uint8, on the device: memory for copies of host layers' blocks (``resident_kv_gib``)."""
 
+    together = staticmethod(together)
+
     def clamp(self, available: int) -> int:
         """Device memory for vLLM's KV cache, limited to the number of blocks that the host pool can hold.
 
@@ -148,11 +151,12 @@ class HostLayers:
         if why:
             raise Refusal(f"{why}.")
 
+    @together()
     def allocate(self, forward_context: dict[str, Any], kv_cache_config: Any) -> None:
-        """Create the pool. Called when vLLM has allocated its own cache.
+        """Create the pool. Called on all ranks when vLLM has allocated its own cache.
 
         Raises:
-            Refusal: there is not enough memory.
+            Refusal: there is not enough memory, on this rank or on another one.
         """
         tables = [
             [name for name, target in self.targets.items() if target in group.layer_names]
@@ -446,6 +450,11 @@ def set_up(vllm_config: VllmConfig, runtime: DeviceRuntime) -> None:
     if options.host_kv_layers in (0, []):
         _say_without_effect(options)
         return
+    _set_up(vllm_config, runtime, options, context)
+
+
+@together()
+def _set_up(vllm_config: VllmConfig, runtime: DeviceRuntime, options: Options, context: dict[str, Any]) -> None:
     names, layers, special = attention_layers(context, runtime.host_backend, vllm_config, runtime.beside_states)
     if special:
         _without_host_layers(vllm_config, special)
@@ -794,25 +803,3 @@ def _smallest_of_all_ranks(limits: Limits) -> Limits:
     """The smallest limits of all ranks, because every rank must make the same decision."""
     device_bytes, host_bytes = smallest(limits.device_bytes, limits.host_bytes)
     return replace(limits, device_bytes=int(device_bytes), host_bytes=int(host_bytes))
-
-
-def wait_for_ranks() -> None:
-    """All ranks call this, and go on together."""
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    if group.world_size > 1:
-        torch.distributed.barrier(group=group.cpu_group)
-
-
-def smallest(*numbers: float) -> list[float]:
-    """For each number, the smallest one that any rank gives. All ranks call this."""
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    if group.world_size == 1:
-        return list(numbers)
-    given = torch.tensor(numbers, dtype=torch.float64)
-    torch.distributed.all_reduce(given, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    smallest: list[float] = given.tolist()
-    return smallest

@@ -24,11 +24,13 @@ from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import calibration as tiling_times
 from fastattention_vllm.parallel import tiled_linear
+from fastattention_vllm.parallel.agreement import agreed
 from fastattention_vllm.parallel.choice import Choice, Trial
 from fastattention_vllm.parallel.collective import Collective
 from fastattention_vllm.parallel.named_collectives import DEFAULT_COLLECTIVES, open_named_collectives
 from fastattention_vllm.parallel.plan import even
 from fastattention_vllm.parallel.rows_ready import RowsReady
+from fastattention_vllm.parallel.shared_segment import Exchange
 from fastattention_vllm.parallel.tiled_linear import Activation, Linear, Tiling
 
 if TYPE_CHECKING:
@@ -155,9 +157,17 @@ def enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
     It must run after the weights are loaded, because loading may change their layout, and before the first graph is
     traced.
+
+    Raises:
+        Refusal: see :func:`_follow_attention`, or another rank failed. A rank that fails while the others time a sum
+            with it ends their start after ``TIMEOUT``.
     """
-    if not asked_for(vllm_config):
-        return
+    if asked_for(vllm_config):
+        with agreed(exchange, Refusal) as among:
+            _enable_tiling(vllm_config, model, among)
+
+
+def _enable_tiling(vllm_config: VllmConfig, model: torch.nn.Module, exchange: Exchange) -> None:
     group = get_tp_group()
     reasons: Counter[str] = Counter()
     tiled: list[Any] = []

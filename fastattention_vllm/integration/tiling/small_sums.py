@@ -19,11 +19,14 @@ from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.options import options_of
+from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling.row_parallel import exchange
 from fastattention_vllm.parallel import push_sums
+from fastattention_vllm.parallel.agreement import agreed
 from fastattention_vllm.parallel.named_collectives import machine, reaches_all
 from fastattention_vllm.parallel.push_launch import MOST_RANKS
 from fastattention_vllm.parallel.push_sums import PushSums
+from fastattention_vllm.parallel.shared_segment import Exchange
 
 logger = init_logger("vllm.fastattention")
 
@@ -93,7 +96,16 @@ def enable(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
 
 def _choose(group: Any, dtype: torch.dtype) -> PushCommunicator | str:
-    """All ranks get the same: a communicator, or why there is none, as the end of a sentence without a full stop."""
+    """All ranks get the same: a communicator, or why there is none, as the end of a sentence without a full stop.
+
+    Raises:
+        Refusal: another rank failed.
+    """
+    with agreed(exchange, Refusal) as among:
+        return _chosen(group, dtype, among)
+
+
+def _chosen(group: Any, dtype: torch.dtype, exchange: Exchange) -> PushCommunicator | str:
     found = [getattr(group.device_communicator, name, None) for name in VLLMS_OWN]
     if any(exchange(any(one is not None and not one.disabled for one in found))):
         return "vLLM's own kernel for small sums is enabled"

@@ -95,7 +95,7 @@ def test_it_is_used_up_to_the_size_for_which_it_is_faster(group: Any) -> None:
         (
             {},
             torch.float16,
-            {"exchange": lambda value: [value, ("another", "machine") if isinstance(value, tuple) else value]},
+            {"exchange": lambda said: [said, ("", ("another", "machine")) if isinstance(said[1], tuple) else said]},
             "on different machines",
         ),
     ],
