@@ -88,7 +88,7 @@ def measure() -> tuple[float | None, int, str]:
         return None, 0, "too little memory is free"
     try:
         chosen = cpus.physical_cpus()
-        cpu.set_num_threads(len(chosen), chosen)
+        cpu.set_num_threads(len(chosen), [] if cpus.why_not_bound() else chosen)
         memory, _ = host_memory.commit(size)
         reader = roofline.PageReader([memory.data_ptr() + at for at in range(0, size, PAGE)], [PAGE] * (size // PAGE))
         best, deadline = float("inf"), time.perf_counter() + SECONDS

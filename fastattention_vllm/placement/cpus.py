@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -60,6 +61,18 @@ def quota_is_smaller() -> bool:
     """
     quota = _quota_cpus()
     return quota is not None and quota < len(_physical_cpus())
+
+
+def why_not_bound() -> str:
+    """Why this process may not bind threads to CPUs; empty if it may.
+
+    A sandbox may forbid the call, as systemd does with ``SystemCallFilter=~@resources``.
+    """
+    try:
+        os.sched_setaffinity(0, [])  # no CPU at all, which changes nothing
+    except OSError as error:
+        return "" if error.errno == errno.EINVAL else str(error.strerror)
+    return ""
 
 
 def _quota_cpus() -> int | None:

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
+import platform
+import struct
 from pathlib import Path
 
 import pytest
@@ -97,3 +102,38 @@ def test_cpus_are_counted_node_by_node(two_nodes: Path, monkeypatch: pytest.Monk
 )
 def test_the_log_names_the_cpus_of_threads(threads: int, cpus: list[int], of_caller: list[int], text: str) -> None:
     assert topology.describe_pinning(threads, cpus, of_caller) == text
+
+
+SCHED_SETAFFINITY = {"x86_64": 203, "aarch64": 122}
+
+
+def forbid_binding() -> None:
+    """Let the kernel refuse sched_setaffinity in this process, as systemd's ``SystemCallFilter=~@resources`` does."""
+    load, jump_if_equal, give = 0x20, 0x15, 0x06
+    error = 0x00050000 | errno.EPERM
+    program = [
+        (load, 0, 0, 0),
+        (jump_if_equal, 0, 1, SCHED_SETAFFINITY[platform.machine()]),
+        (give, 0, 0, error),
+        (give, 0, 0, 0x7FFF0000),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
+    filtering = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, seccomp = 38, 22
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(seccomp, 2, filtering) == 0, os.strerror(ctypes.get_errno())
+
+
+def test_a_system_may_forbid_to_bind_threads() -> None:
+    before = os.sched_getaffinity(0)
+    assert topology.why_not_bound() == ""
+    assert os.sched_getaffinity(0) == before
+    child = os.fork()
+    if child == 0:
+        try:
+            forbid_binding()
+            os._exit(0 if topology.why_not_bound() == "Operation not permitted" else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -234,6 +234,10 @@ class FastAttentionCpuPlatform(CpuPlatform):
         ranks = ranks or vllm_config.parallel_config.local_world_size
         # Replace a value that was set for a previous engine of this process or its parent, but never the user's value.
         asked = os.environ.get(binding.THREADS_BIND, "auto") or "auto"
+        if why := topology.why_not_bound():
+            logger.warning("Threads are not bound to CPUs, because the system does not allow it (%s).", why)
+            os.environ[binding.OWN_BIND] = os.environ[binding.THREADS_BIND] = binding.NOBIND
+            return
         if asked not in ("auto", os.environ.get(binding.OWN_BIND)):
             binding.check_bind(asked, ranks)
             cpu_claims.claim(binding.cpus_bound_by(asked))

@@ -59,6 +59,9 @@ class AcceleratorRuntime:
         threads = options_of(self.vllm_config).cpu_threads or len(own)
         if binding.floats() or topology.quota_is_smaller():
             own = []
+        elif why := topology.why_not_bound():
+            logger.warning("Threads are not bound to CPUs, because the system does not allow it (%s).", why)
+            own = []
         elif taken := cpu_claims.claim(own):
             logger.warning(
                 "Another server computes on CPUs %s too, so threads are not bound to CPUs. To give each server its own "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +35,13 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_claims, "claim", lambda cpus: [])
 
 
+def forbidden(process: int, cpus: object) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
 @pytest.mark.usefixtures("unbound")
 class TestBinding:
     def bound(self, ranks: int) -> list[str]:
-        import os
-
         Platform._bind_cpus(with_ranks(ranks))
         return os.environ[THREADS_BIND].split("|")
 
@@ -58,6 +62,19 @@ class TestBinding:
         assert self.bound(2) == ["nobind"], "a second engine must do the same"
         (tmp_path / "cpu.max").write_text("800000 100000\n")
         assert self.bound(1) == [",".join(map(str, range(1000, 1008)))]
+
+    @pytest.mark.parametrize("asked", ["auto", "0"])
+    def test_where_the_system_forbids_it_no_thread_is_bound(self, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As systemd does with ``SystemCallFilter=~@resources``. Not even to the user's own list."""
+        said: list[str] = []
+        monkeypatch.setattr(platform.logger, "warning", lambda text, *values: said.append(text % values))
+        monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+        monkeypatch.setenv(THREADS_BIND, asked)
+        assert self.bound(1) == ["nobind"]
+        assert self.bound(1) == ["nobind"], "a second engine must do the same"
+        assert said == 2 * [
+            "Threads are not bound to CPUs, because the system does not allow it (Operation not permitted)."
+        ]
 
     @pytest.mark.parametrize("reserved", [1, 3])
     def test_reserved_cpus_stay_free(self, monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:

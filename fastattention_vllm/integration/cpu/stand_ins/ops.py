@@ -118,9 +118,13 @@ def _define(schema: str, function: Callable[..., object]) -> None:
 def _bind_threads(cpu_ids: str) -> str:
     """Run this process's OpenMP threads on ``cpu_ids`` (``0,2-5``). Caller: v1/worker/cpu_worker.py."""
     cpus = parse_cpu_list(cpu_ids)
-    os.sched_setaffinity(0, cpus)
+    where = f"on CPUs {cpu_ids}"
+    try:
+        os.sched_setaffinity(0, cpus)
+    except PermissionError as error:
+        where = f"not bound to CPUs, because the system does not allow it ({error.strerror})"
     set_num_threads(len(cpus))
-    return f"OpenMP threads: {len(cpus)}, on CPUs {cpu_ids}."
+    return f"OpenMP threads: {len(cpus)}, {where}."
 
 
 def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:

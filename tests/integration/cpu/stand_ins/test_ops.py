@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -88,6 +89,20 @@ def test_threads_are_bound_as_in_vllm_019() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == f"1 [{cpu}]"
+
+
+def test_threads_stay_unbound_where_the_system_forbids_to_bind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def forbidden(process: int, cpus: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    monkeypatch.setattr(cpu_ops, "set_num_threads", counts.append)
+    assert cpu_ops._bind_threads("0,2-3") == (
+        "OpenMP threads: 3, not bound to CPUs, because the system does not allow it (Operation not permitted)."
+    )
+    assert counts == [3]
 
 
 def test_linear_layers_work_on_a_cpu_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
