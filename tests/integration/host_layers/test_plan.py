@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -141,3 +144,12 @@ def test_a_pool_that_grows_beyond_the_device_is_clamped_to_whole_blocks() -> Non
     assert placed.clamp(20 * page + 7) == 10 * page
     assert placed.clamp(10 * page) == 10 * page
     assert placed.clamp(9 * page + 7) == 9 * page
+
+
+def test_the_page_lists_everything_that_is_refused_beside_host_layers() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/host-layers.md").read_text()
+    limits = " ".join(page.partition("\n## Limits\n")[2].replace("`", "").lower().split())
+    table = next(node for node in ast.walk(ast.parse(inspect.getsource(host_plan.check))) if isinstance(node, ast.Dict))
+    refused = [key.value for key in table.keys if isinstance(key, ast.Constant)]
+    assert len(refused) > 10
+    assert [name for name in refused if name.rstrip(",").lower() not in limits] == []
