@@ -34,7 +34,8 @@ from fastattention_vllm.integration.host_layers.plan import (
     plan_layers,
     size_of,
 )
-from fastattention_vllm.integration.host_layers.ranks import smallest, together, wait_for_ranks
+from fastattention_vllm.integration.host_layers.ranks import smallest as smallest
+from fastattention_vllm.integration.host_layers.ranks import together, wait_for_ranks
 from fastattention_vllm.integration.kv_size import as_grouped
 from fastattention_vllm.integration.options import Options, decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
