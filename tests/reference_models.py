@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    Cohere2Config,
     DynamicCache,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -57,6 +60,17 @@ def qwen3(num_heads: int, num_kv_heads: int, head_size: int, layers: int = 3) ->
 def mistral() -> MistralConfig:
     """A sliding window in every layer."""
     return MistralConfig(**decoder_shape(4, 2, 64, 3), sliding_window=WINDOW)
+
+
+def cohere2() -> Cohere2Config:
+    """Windowed layers see one token more than sliding_window says."""
+    return Cohere2Config(**decoder_shape(4, 2, 64, 4), sliding_window=WINDOW, layer_norm_eps=1e-5)
+
+
+def pangu(windows: Sequence[int | None], **shape: object) -> LlamaConfig:
+    """openPangu, of which each layer may have a window of its own. Hugging Face's Llama has the same weights."""
+    shape = decoder_shape(4, 2, 32, len(windows)) | shape
+    return LlamaConfig(**shape, interleaved_sliding_window=list(windows), bias=False)
 
 
 def gemma2() -> Gemma2Config:
@@ -236,7 +250,33 @@ def save_random(config: PretrainedConfig, path: Path, seed: int = 0, kind: type 
     """Write a model with random weights to ``path``. ``kind=AutoModel`` omits the head, as embedding models do."""
     torch.manual_seed(seed)
     kind.from_config(config, dtype=torch.float32).save_pretrained(path)
+    if hasattr(config, "interleaved_sliding_window"):
+        file = path / "config.json"
+        changed = json.loads(file.read_text()) | {"architectures": ["PanguEmbeddedForCausalLM"]}
+        file.write_text(json.dumps(changed))
     return path
+
+
+def load(path: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    """Hugging Face's fp32 model. Each layer of a :func:`pangu` sees its window."""
+    model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for module in model.modules():
+        # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.
+        if isinstance(getattr(module, "gelu_impl", None), BloomGelu):
+            module.gelu_impl = torch.nn.GELU()
+    windows = getattr(model.config, "interleaved_sliding_window", [])
+    for layer, window in zip(model.model.layers if windows else [], windows, strict=True):
+        if window is not None:
+            layer.register_forward_pre_hook(partial(_hide_beyond, window), with_kwargs=True)
+    return model
+
+
+def _hide_beyond(window: int, layer: torch.nn.Module, args: Any, arguments: dict[str, Any]) -> Any:
+    """A layer's arguments with a mask of ``[1, 1, new tokens, all tokens]`` that also hides what is before a window."""
+    mask: torch.Tensor = arguments["attention_mask"]
+    new, tokens = mask.shape[-2:]
+    distance = torch.arange(tokens - new, tokens)[:, None] - torch.arange(tokens)
+    return args, arguments | {"attention_mask": mask.masked_fill(distance >= window, torch.finfo(mask.dtype).min)}
 
 
 def save_smooth_gpt_oss(path: Path) -> Path:
@@ -315,11 +355,7 @@ def hugging_face_answers(
     kind: Any = AutoModelForCausalLM,
 ) -> list[Answer]:
     """Greedy answers in fp32. ``rounding`` is applied to each key and value before it is stored in the KV cache."""
-    model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    for module in model.modules():
-        # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.
-        if isinstance(getattr(module, "gelu_impl", None), BloomGelu):
-            module.gelu_impl = torch.nn.GELU()
+    model = load(path, kind)
     answers = []
     for prompt in prompts:
         with torch.no_grad():

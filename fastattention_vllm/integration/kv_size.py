@@ -1,8 +1,9 @@
-"""Reads from vLLM's configuration which layers have a KV cache, and its size."""
+"""Reads from vLLM's configuration which layers have a KV cache, its size, and what vLLM groups the layers by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastattention_vllm.integration import compat, drafter
@@ -24,16 +25,10 @@ def layers_of(vllm_config: VllmConfig) -> Layers:
         layers = 0
     if model.is_hybrid:
         return Layers(full_attention_layers(text.layer_types))
-    kinds = (getattr(text, "layer_types", None) or ["sliding_attention"] * layers)[:layers]
-    has_window = [bool(_window(vllm_config)) and "sliding" in kind for kind in kinds]
-    full, windowed = as_grouped(
-        tuple(index for index in range(layers) if not has_window[index]),
-        tuple(index for index in range(layers) if has_window[index]),
-        vllm_config,
-    )
+    windows = dict(enumerate(_windows(vllm_config, layers)))
     # The last layers of the model share the cache of the last unshared layer of their kind.
-    fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if shared else frozenset()
-    return Layers(full, windowed, fixed)
+    last = {window: index for index, window in windows.items()}
+    return as_grouped(windows, last.values() if shared else (), vllm_config)
 
 
 def full_attention_layers(kinds: Sequence[str]) -> tuple[int, ...]:
@@ -41,31 +36,79 @@ def full_attention_layers(kinds: Sequence[str]) -> tuple[int, ...]:
     return tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
 
 
-def as_grouped(
-    full: tuple[int, ...], windowed: tuple[int, ...], vllm_config: VllmConfig
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Indices of the layers that keep whole sequences, and of those that keep a window.
+def as_grouped(windows: Mapping[int, int | None], fixed: Iterable[int], vllm_config: VllmConfig) -> Layers:
+    """The layers by kind, as vLLM groups their KV caches.
 
-    With --disable-hybrid-kv-cache-manager, both kinds share one block table, which keeps whole sequences.
+    With --disable-hybrid-kv-cache-manager, all kinds share the block table of the layers without a window.
+
+    Args:
+        windows: the number of tokens that each layer sees, by index; None: all.
+        fixed: the layers whose cache others share.
+        vllm_config: says whether kinds are kept apart.
     """
+    full = tuple(sorted(index for index, window in windows.items() if window is None))
+    lengths = {index: window for index, window in sorted(windows.items()) if window is not None}
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and full:
-        return tuple(sorted((*full, *windowed))), ()
-    return full, windowed
+        return Layers(tuple(sorted(windows)), fixed=frozenset(fixed), promoted=frozenset(lengths))
+    return Layers(full, tuple(lengths), frozenset(fixed), tuple(lengths.values()))
 
 
-def _window(vllm_config: VllmConfig) -> int:
-    model = vllm_config.model_config
-    # A model that alternates without naming its windowed layers is treated as a model without windows.
-    unsaid = getattr(model.hf_text_config, "interleaved_sliding_window", None)
-    return 0 if unsaid else model.get_sliding_window() or 0
+def window_of(spec: Any) -> int | None:
+    """The number of tokens for which vLLM keeps the keys and values of a layer with this KV cache spec; None: all.
+
+    Raises:
+        ValueError: the spec is of another kind; the message says of which.
+    """
+    # Imported late, as in kv_size_of.
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    if type(spec) is FullAttentionSpec:
+        return None
+    if type(spec) is SlidingWindowSpec:
+        window: int = spec.sliding_window
+        return window
+    raise ValueError(f"has a KV cache of the kind {type(spec).__name__}")
 
 
-def kv_size_of(vllm_config: VllmConfig) -> KvSize:
+def whole_spec(spec: Any) -> Any:
+    """What vLLM groups layers by: their spec, apart from the size of blocks, which it adapts."""
+    return replace(spec, block_size=1, page_size_padded=None)
+
+
+def rows_of(spec: Any) -> tuple[Any, ...]:
+    """What a layer with this spec stores of each token."""
+    return tuple(getattr(spec, name, None) for name in ("num_kv_heads", "head_size", "dtype", "kv_quant_mode"))
+
+
+def _windows(vllm_config: VllmConfig, layers: int) -> list[int | None]:
+    """The window of each layer, as vLLM's models read it from config.json."""
+    text: Any = vllm_config.model_config.hf_text_config
+    window = vllm_config.model_config.get_sliding_window() or None
+    if window and text.model_type in SEES_ONE_MORE:
+        window += 1
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
+    listed = getattr(text, "interleaved_sliding_window", None) or getattr(text, "sliding_windows", None)
+    if isinstance(listed, (list, tuple)):  # openPangu repeats a list; the others name each layer
+        found = [listed[index % len(listed)] or None for index in range(layers)]
+    else:  # a model that alternates without naming its windowed layers is treated as a model without windows
+        found = [None if listed else window] * layers
+    return [one if "sliding" in kind else None for one, kind in zip(found, kinds, strict=False)]
+
+
+SEES_ONE_MORE = ("cohere2", "cohere2_moe")
+"""Models of which a windowed layer sees one token more than sliding_window says (in vLLM 0.19.1 as many)."""
+
+
+def kv_size_of(vllm_config: VllmConfig, layers: Layers | None = None) -> KvSize:
+    """The size of the KV cache of all layers, as if none was on the host.
+
+    ``layers``: those of the model, once it exists; None: what its configuration shows.
+    """
     # Imported late: this vLLM module (seen in 0.28) resolves the platform on import, which imports this module.
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    layers = layers_of(vllm_config)
+    layers = layers_of(vllm_config) if layers is None else layers
     state_layers, state_blocks = _states(vllm_config)
     dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
     heads = model.get_num_kv_heads(parallel)
@@ -77,7 +120,8 @@ def kv_size_of(vllm_config: VllmConfig) -> KvSize:
         bytes_per_block=2 * cache.block_size * heads * model.get_head_size() * dtype.itemsize,
         full_layers=len(layers.full),
         windowed_layers=len(layers.windowed),
-        window=_window(vllm_config),
+        window=max(layers.windows, default=0),
+        windows=layers.windows if len(set(layers.windows)) > 1 else (),
         tokens_per_step=compat.max_tokens_in_flight(vllm_config),
         state_layers=state_layers,
         state_blocks=state_blocks,

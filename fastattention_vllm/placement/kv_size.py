@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 PADDING_TOLERATED = 1.5
@@ -29,7 +30,7 @@ class KvSize:
     full_layers: int
     windowed_layers: int = 0
     window: int = 0
-    """Number of tokens that a windowed layer sees."""
+    """Number of tokens that a windowed layer sees, if all of them see the same number."""
     tokens_per_step: int = 0
     """Maximum number of tokens of one request per step. A windowed layer holds them in addition to its window."""
     state_layers: int = 0
@@ -42,19 +43,34 @@ class KvSize:
     """Bytes of a block in all of the drafter's layers, if these have another size, beside full attention alone."""
     host_bytes_per_block: int | None = None
     """``bytes_per_block`` of a layer in host memory, where that differs."""
+    windows: tuple[int, ...] = ()
+    """The window of each windowed layer, if these differ; otherwise empty. Each length is a kind of its own."""
+
+    def __post_init__(self) -> None:
+        assert len(self.windows) in (0, self.windowed_layers)
+
+    def windowed(self) -> dict[int, int]:
+        """Number of layers for each length of window."""
+        return Counter(self.windows) if self.windows else {self.window: self.windowed_layers}
 
     def of_request(self, tokens: int) -> int:
         """Bytes that a request of ``tokens`` tokens needs, including vLLM's null block."""
         if not self.full_layers + self.windowed_layers + self.draft_layers:
             return 0
-        full, windowed, states = self._padded_layers()
-        in_window = min(self.window - 1 + self.tokens_per_step, tokens)
-        # One more block, because a window rarely begins at the beginning of a block. vLLM asks for it even if the whole
-        # request is in the window.
-        windowed_blocks = -(-in_window // self.block_size) + 1
-        blocks = full * -(-tokens // self.block_size) + windowed * windowed_blocks + states * self.state_blocks
+        full, states, *windowed = self._padded_layers()
+        blocks = full * -(-tokens // self.block_size) + states * self.state_blocks
+        blocks += sum(
+            count * self._blocks_of_window(window, tokens)
+            for window, count in zip(self.windowed(), windowed, strict=True)
+        )
         drafted = -(-tokens // self.block_size) * self.draft_bytes
         return blocks * self.bytes_per_block + drafted + self.null_block()
+
+    def _blocks_of_window(self, window: int, tokens: int) -> int:
+        in_window = min(window - 1 + self.tokens_per_step, tokens)
+        # One more block, because a window rarely begins at the beginning of a block. vLLM asks for it even if the whole
+        # request is in the window.
+        return -(-in_window // self.block_size) + 1
 
     def null_block(self) -> int:
         """Bytes of one block, such as vLLM's reserved null block, which replaces those that a window leaves behind."""
@@ -89,8 +105,8 @@ class KvSize:
         """Number of block tables of full-attention layers."""
         return -(-self._kinds()[0] // self.layers_per_group())
 
-    def _kinds(self) -> tuple[int, int, int]:
-        return self.full_layers + self.draft_layers, self.windowed_layers, self.state_layers
+    def _kinds(self) -> tuple[int, ...]:
+        return self.full_layers + self.draft_layers, self.state_layers, *self.windowed().values()
 
     def _padded_layers(self) -> tuple[int, ...]:
         group = self.layers_per_group()

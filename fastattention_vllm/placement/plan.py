@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fastattention_vllm.placement.kv_size import KvSize
 
@@ -28,8 +29,25 @@ vLLM puts as many linear-attention layers into a block table as there are full-a
 fewer of these, a step prepares more tables: 12 for 48 layers with 4, 48 with 1."""
 
 
+MAX_WINDOWS = 2
+"""Lengths of sliding windows in one model. With each further one there are some 20 times as many splits."""
+MAX_NAMED = 4
+"""Lengths that a message names."""
+
+
 class PlacementError(ValueError):
     """No plan meets the request. The message is one sentence with the numbers and what would work."""
+
+
+class Kind(NamedTuple):
+    """Layers that vLLM may put into the same block table."""
+
+    name: str
+    window: int | None
+    """None: the block table keeps whole sequences."""
+    layers: tuple[int, ...]
+    keepers: tuple[int, ...]
+    """One of these layers must stay on the device to keep the block table."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +58,27 @@ class Layers:
     windowed: tuple[int, ...] = ()
     fixed: frozenset[int] = frozenset()
     """Layers that must stay on the device, because other layers share their cache in the model."""
+    windows: tuple[int, ...] = ()
+    """The window of each layer of ``windowed``; empty: all have the same."""
+    promoted: frozenset[int] = frozenset()
+    """Layers of ``full`` with a sliding window. vLLM keeps their whole sequences beside a layer without one only."""
 
     def __post_init__(self) -> None:
         assert not set(self.full) & set(self.windowed)
+        assert len(self.windows) in (0, len(self.windowed))
+        assert self.promoted < set(self.full) or not self.promoted
+
+    def kinds(self) -> list[Kind]:
+        """The kinds that have layers: full attention, and one for each length of window."""
+        keepers = tuple(index for index in self.full if index not in self.promoted)
+        kinds = [Kind("full-attention", None, self.full, keepers)]
+        windows = self.windows or (0,) * len(self.windowed)
+        lengths = list(dict.fromkeys(windows))
+        for length in lengths:
+            layers = tuple(index for index, window in zip(self.windowed, windows, strict=True) if window == length)
+            name = "sliding-window" if len(lengths) == 1 else f"sliding-window ({length} tokens)"
+            kinds.append(Kind(name, length, layers, layers))
+        return [kind for kind in kinds if kind.layers]
 
 
 @dataclass(frozen=True)
@@ -167,11 +203,11 @@ def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> LayerPlace
             raise PlacementError(
                 f"host_kv_layers contains layer {index}, but other layers share its KV cache; remove it from the list."
             )
-    for kind, name in ((layers.full, "full-attention"), (layers.windowed, "sliding-window")):
-        if kind and set(kind) <= set(host):
+    for kind in layers.kinds():
+        if set(kind.keepers) <= set(host):
             raise PlacementError(
-                f"host_kv_layers leaves no {name} layer on the device, but one of each kind must stay there to keep "
-                f"the block table; remove at least one of {indices_text(kind)} from the list."
+                f"host_kv_layers leaves no {kind.name} layer on the device, but one of each kind must stay there to "
+                f"keep the block table; remove at least one of {indices_text(kind.keepers)} from the list."
             )
     placement = _placement(layers, size, set(host))
     if not _keeps_tables(placement, size):
@@ -179,7 +215,7 @@ def _of_indices(layers: Layers, size: KvSize, host: Sequence[int]) -> LayerPlace
             f"host_kv_layers {indices_text(host)} leaves {placement.device_size.full_layers} full-attention and "
             f"{placement.device_size.windowed_layers} sliding-window layers on the device, which would need "
             f"{placement.device_size.groups()} block tables in vLLM instead of {size.groups()}; keep the model's ratio "
-            "of the two kinds."
+            "of the kinds."
         )
     return placement
 
@@ -240,15 +276,29 @@ def _longest_request(candidates: Sequence[LayerPlacement], limits: Limits) -> in
 
 @functools.lru_cache(maxsize=1)
 def all_splits(layers: Layers, size: KvSize) -> Sequence[LayerPlacement]:
-    """All splits that keep the block tables, with at least one layer of each kind on the device."""
-    found = []
-    for full in _device_counts(layers.full, layers.fixed):
-        for windowed in _device_counts(layers.windowed, layers.fixed):
-            device = _chosen(layers.full, full, layers.fixed) | _chosen(layers.windowed, windowed, layers.fixed)
-            placement = _placement(layers, size, {*layers.full, *layers.windowed} - device)
-            if _keeps_tables(placement, size):
-                found.append(placement)
+    """All splits that keep the block tables, with at least one layer of each kind on the device.
+
+    Raises:
+        PlacementError: the model has more lengths of sliding windows than :data:`MAX_WINDOWS`.
+    """
+    if why := why_too_many_windows(layers):
+        raise PlacementError(f"host layers do not support this model: {why}; set host_kv_layers to 0.")
+    found, kinds = [], layers.kinds()
+    for counts in itertools.product(*(_device_counts(kind, layers.fixed) for kind in kinds)):
+        device = [_chosen(kind, count, layers.fixed) for kind, count in zip(kinds, counts, strict=True)]
+        placement = _placement(layers, size, {*layers.full, *layers.windowed}.difference(*device))
+        if _keeps_tables(placement, size):
+            found.append(placement)
     return found
+
+
+def why_too_many_windows(layers: Layers) -> str | None:
+    """Why the splits of these layers are not searched, or None."""
+    lengths = sorted(set(layers.windows))
+    if len(lengths) <= MAX_WINDOWS:
+        return None
+    named = ", ".join(map(str, lengths[:MAX_NAMED])) + (", ..." if len(lengths) > MAX_NAMED else "")
+    return f"its sliding windows have {len(lengths)} lengths ({named} tokens), and {MAX_WINDOWS} are supported"
 
 
 def _keeps_tables(placement: LayerPlacement, size: KvSize) -> bool:
@@ -261,52 +311,75 @@ def _keeps_full_layers(placement: LayerPlacement, size: KvSize) -> bool:
     return placement.device_size.full_layers >= least
 
 
-def _device_counts(kind: Sequence[int], fixed: frozenset[int]) -> range:
+def _device_counts(kind: Kind, fixed: frozenset[int]) -> range:
     """How many of a kind may stay on the device."""
-    return range(max(len(fixed.intersection(kind)), 1), len(kind) + 1) if kind else range(1)
+    return range(max(len(_staying(kind, fixed)), 1), len(kind.layers) + 1)
 
 
-def _chosen(kind: Sequence[int], count: int, fixed: frozenset[int]) -> set[int]:
-    """``count`` device layers of one kind: the fixed ones, and others at even distances."""
-    stays = fixed.intersection(kind)
-    free = [index for index in kind if index not in stays]
+def _chosen(kind: Kind, count: int, fixed: frozenset[int]) -> set[int]:
+    """``count`` device layers of one kind: those that must stay, and others at even distances."""
+    stays = _staying(kind, fixed)
+    free = [index for index in kind.layers if index not in stays]
     more = count - len(stays)
     return {*stays, *spread(free, more)} if more else set(stays)
 
 
+def _staying(kind: Kind, fixed: frozenset[int]) -> frozenset[int]:
+    """The layers of a kind that stay on the device in every split: the fixed ones, and one that keeps the table.
+
+    Where any layer keeps the table, none has to be the one.
+    """
+    stays = fixed.intersection(kind.layers)
+    if kind.keepers == kind.layers or stays.intersection(kind.keepers):
+        return stays
+    return stays | {kind.keepers[0]}
+
+
 def _placement(layers: Layers, size: KvSize, host: set[int]) -> LayerPlacement:
-    full, windowed = (tuple(index for index in kind if index in host) for kind in (layers.full, layers.windowed))
+    device_layers = {*layers.full, *layers.windowed} - host
     host_block = size.bytes_per_block if size.host_bytes_per_block is None else size.host_bytes_per_block
     on_host = dataclasses.replace(
-        size,
-        full_layers=len(full),
-        windowed_layers=len(windowed),
+        _part(layers, size, host),
         state_layers=0,
         draft_layers=0,
         draft_bytes=0,
         bytes_per_block=host_block,
     )
-    device = dataclasses.replace(
-        size, full_layers=size.full_layers - len(full), windowed_layers=size.windowed_layers - len(windowed)
-    )
+    device = _part(layers, size, device_layers)
     if not host:
         slabs = 0
-    elif device.groups() == 1 or (not windowed and device.full_tables() == 1):
+    elif device.groups() == 1 or (not on_host.windowed_layers and device.full_tables() == 1):
         slabs = len(host)
     else:
         # One more than an even distribution: which layers vLLM puts together is its own business.
-        group = device.layers_per_group()
-        kinds = ((full, device.full_layers + device.draft_layers), (windowed, device.windowed_layers))
-        slabs = 1 + max(-(-len(kind) // -(-left // group)) for kind, left in kinds if kind)
+        slabs = 1 + max(_slabs(kind, host, device) for kind in layers.kinds())
     return LayerPlacement(
         host=tuple(sorted(host)),
-        device=tuple(sorted({*layers.full, *layers.windowed} - host)),
+        device=tuple(sorted(device_layers)),
         device_size=device,
         host_size=on_host,
         bytes_per_block=size.bytes_per_block,
         host_bytes_per_block=host_block,
         slabs=slabs,
     )
+
+
+def _part(layers: Layers, size: KvSize, chosen: set[int]) -> KvSize:
+    """``size`` with the ``chosen`` ones of its layers."""
+    windowed = [index in chosen for index in layers.windowed]
+    return dataclasses.replace(
+        size,
+        full_layers=len(chosen.intersection(layers.full)),
+        windowed_layers=sum(windowed),
+        windows=tuple(itertools.compress(size.windows, windowed)),
+    )
+
+
+def _slabs(kind: Kind, host: set[int], device: KvSize) -> int:
+    """Number of a kind's host layers per block table, evenly distributed."""
+    on_host = len(host.intersection(kind.layers))
+    on_device = len(kind.layers) - on_host + (device.draft_layers if kind.window is None else 0)
+    return -(-on_host // -(-on_device // device.layers_per_group()))
 
 
 def _need(size: KvSize, limits: Limits) -> int:
@@ -317,7 +390,8 @@ def _need(size: KvSize, limits: Limits) -> int:
 def _read_bytes(size: KvSize, tokens: int) -> int:
     """KV bytes that one decode step of a request of ``tokens`` tokens reads."""
     per_token = size.bytes_per_block // size.block_size
-    return per_token * (size.full_layers * tokens + size.windowed_layers * min(size.window, tokens))
+    seen = sum(count * min(window, tokens) for window, count in size.windowed().items())
+    return per_token * (size.full_layers * tokens + seen)
 
 
 def indices_text(numbers: Sequence[int] | set[int]) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -21,14 +20,13 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
 )
-from transformers.models.bloom.modeling_bloom import BloomGelu
 
 from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import Layers, Limits, PlacementError, plan
 from tests import reference_models as reference
 from tests.reference_models import VOCAB, RoundedCache, Rounding, decoder_shape, save_random
 
-FULL, WINDOWED = "F", "W"
+FULL, WINDOWED, NARROW = "F", "W", "N"
 KIND_NAMES = {FULL: "full_attention", WINDOWED: "sliding_attention"}
 MIXED = ("gemma2", "gemma3", "gemma3n", "gpt-oss", "laguna")
 """Model kinds that have both full and windowed layers."""
@@ -40,7 +38,7 @@ class Model:
 
     kind: str
     layers: str
-    """One letter per layer: F attends to all tokens, W to a window."""
+    """One letter per layer: F attends to all tokens, W to a window, and N (only in pangu) to one of another length."""
     heads: tuple[int, ...]
     """Query heads of each layer; they only differ in laguna."""
     kv_heads: int
@@ -53,6 +51,8 @@ class Model:
     def config(self) -> PretrainedConfig:
         shape = decoder_shape(self.heads[0], self.kv_heads, self.head_size, len(self.layers))
         shape["hidden_size"] = 192  # the head counts of the layers must divide this, whatever their size
+        if self.kind == "pangu":
+            return reference.pangu(self.windows(), **shape)
         kinds = {"layer_types": [KIND_NAMES[letter] for letter in self.layers], "sliding_window": self.window}
         tied = {"tie_word_embeddings": True}
         if self.kind == "llama":
@@ -97,6 +97,11 @@ class Model:
             mlp_layer_types=["dense"] * len(self.layers),
         )
 
+    def windows(self) -> list[int | None]:
+        """Of the layers that have a KV cache."""
+        lengths = {FULL: None, WINDOWED: self.window, NARROW: 3 + self.window // 3}
+        return [lengths[letter] for letter in self.own]
+
     @property
     def own(self) -> str:
         """The layers that have a KV cache (and do not share another layer's)."""
@@ -112,13 +117,24 @@ class Model:
 
     def kv_size(self, block_size: int, tokens_per_step: int) -> KvSize:
         """The KV size in blocks: each layer has one byte per block."""
-        return KvSize(block_size, 1, self.own.count(FULL), self.own.count(WINDOWED), self.window, tokens_per_step)
+        windows = tuple(window for window in self.windows() if window is not None)
+        full = self.own.count(FULL)
+        return KvSize(block_size, 1, full, len(windows), tokens_per_step=tokens_per_step, windows=windows)
 
-    def possible_host_layers(self) -> list[tuple[int, ...]]:
-        """All selections that are accepted: a layer of each kind stays on the device, and no block tables are added."""
-        full, windowed = ([i for i, own in enumerate(self.own) if own == kind] for kind in (FULL, WINDOWED))
-        fixed = frozenset(kind[-1] for kind in (full, windowed) if kind) if self.shared else frozenset[int]()
-        layers, size = Layers(tuple(full), tuple(windowed), fixed), self.kv_size(16, 1)
+    def possible_host_layers(self, one_table: bool = False) -> list[tuple[int, ...]]:
+        """All selections that are accepted: a layer of each kind stays on the device, and no block tables are added.
+
+        ``one_table``: full and windowed layers share one, which a full layer keeps.
+        """
+        windows = dict(enumerate(self.windows()))
+        full = tuple(index for index, window in windows.items() if window is None)
+        lengths = {index: window for index, window in windows.items() if window is not None}
+        last = {window: index for index, window in windows.items()}
+        fixed = frozenset(last.values()) if self.shared else frozenset[int]()
+        layers, size = Layers(full, tuple(lengths), fixed, tuple(lengths.values())), self.kv_size(16, 1)
+        if one_table and full:
+            layers = Layers(tuple(windows), fixed=fixed, promoted=frozenset(lengths))
+            size = replace(size, full_layers=len(windows), windowed_layers=0, windows=())
         found = []
         for count in range(1, len(self.own)):
             for host in combinations(range(len(self.own)), count):
@@ -134,12 +150,7 @@ class Forced:
     """Hugging Face's fp32 log-probabilities of every token after every prefix of a text."""
 
     def __init__(self, path: Path) -> None:
-        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        self.model = loaded.eval()
-        for module in self.model.modules():
-            # vLLM computes Bloom's activation exactly, transformers by a tanh that differs in the third decimal.
-            if isinstance(getattr(module, "gelu_impl", None), BloomGelu):
-                module.gelu_impl = torch.nn.GELU()
+        self.model = reference.load(path)
 
     def logprobs(self, text: Sequence[int], rounding: Rounding | None = None) -> torch.Tensor:
         """``[tokens, vocabulary]``: row i is the distribution after token i, with all keys and values rounded."""
@@ -177,6 +188,15 @@ def draw_model(numbers: random.Random) -> Model:
         heads = [kv_heads * numbers.choice([1, 2, 3, 4]) for _ in layers] if kind == "laguna" else heads[:1] * count
     window = numbers.choice([reference.WINDOW, 7, 100])
     return Model(kind, layers, tuple(heads), kv_heads, head_size, window, numbers.randint(0, 3), shared)
+
+
+def draw_several_windows(numbers: random.Random) -> Model:
+    """A model with windows of two lengths, with or without full layers."""
+    kinds = numbers.choice([WINDOWED + NARROW, FULL + WINDOWED + NARROW])
+    layers = "".join(numbers.sample(kinds * 2, len(kinds) * 2))
+    kv_heads, window = numbers.choice([1, 2]), numbers.choice([reference.WINDOW, 7, 100])
+    heads = (kv_heads * numbers.choice([1, 2, 3, 4]),) * len(layers)
+    return Model("pangu", layers, heads, kv_heads, numbers.choice([32, 64, 80]), window, numbers.randint(0, 3))
 
 
 def letters(numbers: random.Random, count: int) -> str:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from tests.integration.drawn_models import MIXED, Model, draw_model
+from tests.integration.drawn_models import MIXED, Model, draw_model, draw_several_windows
 from tests.integration.engine import NGRAM
 from tests.reference_models import random_prompts
 
@@ -63,6 +63,9 @@ class Problem:
 def draw_problem(seed: int) -> Problem:
     numbers = random.Random(seed)
     model = draw_model(numbers)
+    kinds = random.Random(f"windows of {seed}")  # apart from the other draws, which stay as they are
+    if kinds.random() < 0.15:
+        model = draw_several_windows(kinds)
     # vLLM's gpt-oss does not repeat a KV head on several ranks: with one KV head it divides by zero.
     splits = not any(heads % 2 for heads in model.heads) and (model.kind != "gpt-oss" or model.kv_heads % 2 == 0)
     ranks = 2 if numbers.random() < 0.15 and splits else 1
@@ -82,6 +85,8 @@ def draw_problem(seed: int) -> Problem:
         "scheduling_policy": numbers.choice(["fcfs", "fcfs", "priority"]),
         "long_prefill_token_threshold": numbers.choice([0, 0, 0, 24]),
     }
+    if settings["disable_hybrid_kv_cache_manager"] and host_layers and kinds.random() < 0.5:
+        host_layers = kinds.choice(model.possible_host_layers(one_table=True))
     speculates = numbers.random() < 0.2
     if speculates:
         settings["speculative_config"] = NGRAM

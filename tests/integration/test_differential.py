@@ -173,6 +173,7 @@ def solve(problem: Problem, root: Path, seen: Counter[str] | None = None) -> Non
         seen["compared"] += compared
         seen["ties"] += ties
     seen["host layers"] += bool(problem.host_layers)
+    seen["windows of two lengths"] += problem.model.kind == "pangu"
     seen["two ranks"] += "tensor_parallel_size" in problem.settings
     seen["tiled"] += problem.ours.get("tiling_all_reduce", "off") != "off"
     seen["compiled"] += not problem.settings["enforce_eager"]
@@ -194,6 +195,26 @@ def test_a_drawn_engine_with_one_block_table_for_both_kinds(tmp_path: Path) -> N
     solve(problem, tmp_path)
 
 
+WINDOWS_OF_TWO_LENGTHS = 92
+"""Draws full layers, windowed layers of two lengths, and host layers of all three kinds."""
+FEW_LEFT_IN_ONE_TABLE = 2075
+"""Draws one block table for both kinds, and more host layers than separate tables would allow."""
+
+
+def test_a_drawn_engine_with_windows_of_two_lengths(tmp_path: Path) -> None:
+    problem = draw_problem(WINDOWS_OF_TWO_LENGTHS)
+    assert {problem.model.layers[layer] for layer in problem.host_layers} == {"F", "W", "N"}
+    solve(problem, tmp_path)
+
+
+@pytest.mark.more
+def test_a_drawn_engine_with_few_layers_left_in_one_block_table(tmp_path: Path) -> None:
+    problem = draw_problem(FEW_LEFT_IN_ONE_TABLE)
+    assert problem.host_layers not in problem.model.possible_host_layers()
+    assert problem.host_layers in problem.model.possible_host_layers(one_table=True)
+    solve(problem, tmp_path)
+
+
 @pytest.mark.more
 @pytest.mark.timeout(300 + 40 * DRAWS)
 def test_drawn_engines_equal_the_reference(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -205,6 +226,7 @@ def test_drawn_engines_equal_the_reference(tmp_path_factory: pytest.TempPathFact
         suppress_health_check=[HealthCheck.too_slow],
     )
     @given(st.integers(0, (1 << 32) - 1))
+    @example(6)  # windows of two lengths
     @example(183)  # a bf16 cache, torch.compile and drafts
     @example(11774)  # host layers, drafts, and a single step that needs as many blocks as one request
     def drawn(seed: int) -> None:
@@ -215,5 +237,6 @@ def test_drawn_engines_equal_the_reference(tmp_path_factory: pytest.TempPathFact
     drawn()
     assert seen["compared"] >= 0.98 * seen["tokens"], seen
     assert seen["ties"] <= 0.01 * seen["tokens"], seen
-    for what in ("host layers", "preempted", "accepted drafts", "cached prefixes", "two ranks", "tiled"):
+    drawn_at_least_once = ("preempted", "accepted drafts", "cached prefixes", "two ranks", "tiled")
+    for what in ("host layers", "windows of two lengths", *drawn_at_least_once):
         assert seen[what], f"no draw had {what}, so it was not tested"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PretrainedConfig
+from vllm.model_executor import models
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu import resources as cpu_resources
-from fastattention_vllm.integration.kv_size import kv_size_of
+from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.placement.kv_size import KvSize
 from tests import reference_models as reference
 from tests.integration.engine import engine, generate
@@ -21,12 +23,22 @@ from tests.integration.test_models import core_first
 from tests.reference_models import random_prompts, save_random
 
 LENGTH = 700
+
+
+def changed(config: PretrainedConfig, **entries: Any) -> PretrainedConfig:
+    for name, value in entries.items():
+        setattr(config, name, value)
+    return config
+
+
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "full": lambda: reference.llama(4, 2, 64),
     "windowed": reference.mistral,
     "half and half": reference.gpt_oss,
     "five to one": reference.gemma3,
     "a step of the whole request": reference.gemma3,
+    "one token more": lambda: changed(reference.cohere2(), sliding_window=49),
+    "two lengths": lambda: reference.pangu([100, 7, None, 100]),
     "shared": reference.gemma3n,
     "fp8": lambda: reference.llama(4, 2, 64),
     "states": lambda: reference.qwen3_5(layers=8),
@@ -58,6 +70,43 @@ def test_the_request_fits_into_exactly_its_kv_bytes(kind: str, tmp_path: Path, m
     too_small = exact - size.null_block() - 1
     with pytest.raises(ValueError, match="KV cache"), engine(model, kv_cache_memory_bytes=too_small, **arguments):
         pass
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (reference.mistral, [reference.WINDOW] * 3),
+        (reference.gemma2, [reference.WINDOW, None] * 2),
+        (reference.cohere2, [reference.WINDOW + 1] * 3 + [None]),
+        (lambda: reference.pangu([100, 7, None, 100]), [100, 7, None, 100]),
+        (lambda: changed(reference.llama(4, 2, 32, 4), interleaved_sliding_window=[100, 7]), [100, 7, 100, 7]),
+        (lambda: changed(reference.gemma2(), sliding_windows=[7, 0, 9, 0]), [7, None, 9, None]),
+        (lambda: changed(reference.llama(4, 2, 32), interleaved_sliding_window=100), [None] * 3),
+    ],
+    ids=["all", "half", "one token more", "openPangu", "repeated", "by layer", "unsaid"],
+)
+def test_windows_are_those_of_vllms_models(
+    config: Callable[[], PretrainedConfig], windows: list[int | None], tmp_path: Path
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = config()
+    made.architectures = ["LlamaForCausalLM"]
+    made.save_pretrained(tmp_path)
+    arguments = EngineArgs(model=str(tmp_path), attention_backend="fastattention", skip_tokenizer_init=True)
+    layers = layers_of(arguments.create_engine_config())
+    seen = dict(zip(layers.windowed, layers.windows, strict=True))
+    assert [seen.get(index) for index in range(len(windows))] == windows
+    assert layers.full == tuple(index for index, window in enumerate(windows) if window is None)
+
+
+def test_no_other_decoder_of_vllm_sees_more_than_its_window() -> None:
+    """vLLM's models that add to the window of config.json; the others here attend in both directions."""
+    encoders = {"modernbert.py", "openai_privacy_filter.py"}
+    decoders = {"commandr.py", "cohere2_moe.py"}
+    folder = Path(models.__file__).parent
+    adding = {path.name for path in folder.glob("*.py") if re.search(r"sliding_window \+ \d", path.read_text())}
+    assert adding <= encoders | decoders
 
 
 def test_encoder_only_models_have_no_cache(tmp_path: Path) -> None:

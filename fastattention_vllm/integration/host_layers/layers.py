@@ -36,7 +36,7 @@ from fastattention_vllm.integration.host_layers.plan import (
 )
 from fastattention_vllm.integration.host_layers.ranks import smallest as smallest
 from fastattention_vllm.integration.host_layers.ranks import together, wait_for_ranks
-from fastattention_vllm.integration.kv_size import as_grouped
+from fastattention_vllm.integration.kv_size import as_grouped, rows_of, whole_spec, window_of
 from fastattention_vllm.integration.options import Options, decide_host_layers, options_of
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.support import FP8_CACHES, LINEAR_MODELS
@@ -48,7 +48,15 @@ from fastattention_vllm.placement.graph_copies import GraphCopies
 from fastattention_vllm.placement.host_attention import HostAttention, HostLayerGroup
 from fastattention_vllm.placement.host_memory import GIB
 from fastattention_vllm.placement.host_pool import HostPool, PageShape
-from fastattention_vllm.placement.plan import LayerPlacement, Layers, Limits, all_splits, indices_text, why_too_long
+from fastattention_vllm.placement.plan import (
+    LayerPlacement,
+    Layers,
+    Limits,
+    all_splits,
+    indices_text,
+    why_too_long,
+    why_too_many_windows,
+)
 from fastattention_vllm.placement.prefetch import Visit
 from fastattention_vllm.placement.resident import ResidentBlocks
 from fastattention_vllm.placement.step import MAX_CPU_TOKENS, Step
@@ -110,6 +118,8 @@ class HostLayers:
     """Tokens of the longest step that vLLM's profiling has measured so far."""
     copies: torch.Tensor | None = None
     """uint8, on the device: memory for copies of host layers' blocks (``resident_kv_gib``)."""
+    specs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The KV cache spec of each host layer, as if it had a cache of its own."""
 
     together = staticmethod(together)
 
@@ -159,6 +169,7 @@ class HostLayers:
         Raises:
             Refusal: there is not enough memory, on this rank or on another one.
         """
+        check_tables(self.targets, self.specs, kv_cache_config.kv_cache_groups)
         tables = [
             [name for name, target in self.targets.items() if target in group.layer_names]
             for group in kv_cache_config.kv_cache_groups
@@ -483,6 +494,7 @@ def _set_up(vllm_config: VllmConfig, runtime: DeviceRuntime, options: Options, c
         return
     check(vllm_config)
     targets = {names[host]: names[target] for host, target in sorted(_targets(layers, placement).items())}
+    specs = {name: context[name].get_kv_cache_spec(vllm_config) for name in targets}
     nodes = topology.numa_nodes(runtime.cpus())
     for name in targets:
         why_not = context[name].impl.why_not_on_host()
@@ -511,6 +523,7 @@ def _set_up(vllm_config: VllmConfig, runtime: DeviceRuntime, options: Options, c
         copies=allocate_copies(group, copies) if copies else None,
         max_filled_tokens=max_filled_tokens(vllm_config),
         drafts_per_request=drafter.drafts_per_request(vllm_config),
+        specs=specs,
     )
     if given := vllm_config.cache_config.kv_cache_memory_bytes:
         host_layers.check_length(given)  # before the model is compiled and measured
@@ -710,10 +723,8 @@ def attention_layers(
 
     shared = {target for layer in context.values() if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
     names: dict[int, str] = {}
-    full: list[int] = []
-    windowed: list[int] = []
+    specs: dict[int, Any] = {}
     fixed: set[int] = set()
-    pages: set[tuple[int, int, str]] = set()
     if reason := _why_special_model(vllm_config):
         return {}, Layers(()), reason
     for name, layer in context.items():
@@ -734,15 +745,22 @@ def attention_layers(
         index = extract_layer_index(name)
         if index in names:
             return {}, Layers(()), f"{names[index]} and {name} are in one decoder layer"
-        names[index] = name
-        pages.add((layer.impl.num_kv_heads, layer.impl.head_size, getattr(layer.impl, "kv_cache_dtype", "auto")))
-        (full if layer.sliding_window is None else windowed).append(index)
+        names[index], specs[index] = name, layer.get_kv_cache_spec(vllm_config)
         if name in shared:
             fixed.add(index)
-    if len(pages) > 1:
+    windows: dict[int, int | None] = {}
+    for index, spec in specs.items():
+        try:
+            windows[index] = window_of(spec)
+        except ValueError as error:
+            return {}, Layers(()), f"layer {names[index]} {error}"
+    if len({rows_of(spec) for spec in specs.values()}) > 1:
         return {}, Layers(()), "its layers have different numbers of KV heads, head sizes or KV cache dtypes"
-    kinds = as_grouped(tuple(sorted(full)), tuple(sorted(windowed)), vllm_config)
-    return names, Layers(*kinds, frozenset(fixed)), ""
+    if len({whole_spec(spec) for spec in specs.values()}) > len(set(windows.values())):
+        return {}, Layers(()), "vLLM keeps separate block tables for layers with the same window"
+    layers = as_grouped(windows, fixed, vllm_config)
+    reason = why_too_many_windows(layers) or ""
+    return (names, layers, "") if not reason else ({}, Layers(()), reason)
 
 
 def _why_special_model(vllm_config: VllmConfig) -> str | None:
@@ -790,14 +808,46 @@ def _targets(layers: Layers, placement: LayerPlacement) -> dict[int, int]:
     """
     targets = {}
     size = placement.device_size
-    for kind, drafts in ((layers.full, size.draft_layers), (layers.windowed, 0)):
-        device = [index for index in kind if index in placement.device]
-        host = [index for index in kind if index in placement.host]
+    for kind in layers.kinds():
+        drafts = size.draft_layers if kind.window is None else 0
+        device = [index for index in kind.layers if index in placement.device]
+        host = [index for index in kind.layers if index in placement.host]
         # A drafter's layers come last, so a table of its layers alone has none to point to.
         tables = min(len(device), -(-(len(device) + drafts) // size.layers_per_group()))
         for number, index in enumerate(host):
             targets[index] = device[number % tables]
     return targets
+
+
+def check_tables(targets: dict[str, str], specs: dict[str, Any], groups: Sequence[Any]) -> None:
+    """Check what vLLM has decided: the block table of each target keeps all blocks that the host layer needs.
+
+    ``specs``: of the host layers; ``groups``: vLLM's block tables.
+
+    Raises:
+        Refusal: one does not. The plan has foreseen another grouping.
+    """
+    for name, target in targets.items():
+        group = next((group for group in groups if target in group.layer_names), None)
+        if group is None:
+            raise Refusal(f"vLLM has no block table for layer {target}; set host_kv_layers to 0.")
+        table = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(target, group.kv_cache_spec)
+        try:
+            kept, needed = window_of(table), window_of(specs[name])
+        except ValueError as error:
+            raise Refusal(
+                f"layer {target} {error}, which host layers do not support; set host_kv_layers to 0."
+            ) from error
+        if kept not in (None, needed):
+            raise Refusal(
+                f"vLLM keeps {kept} tokens of each request in the block table of layer {target}, but host layer {name} "
+                f"shares that table and sees {'all' if needed is None else needed} tokens; set host_kv_layers to 0."
+            )
+        if rows_of(table) != rows_of(specs[name]):
+            raise Refusal(
+                f"layer {target} has another number of KV heads, head size or KV cache dtype than host layer {name}, "
+                "which shares its block table; set host_kv_layers to 0."
+            )
 
 
 def _smallest_of_all_ranks(limits: Limits) -> Limits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastattention_vllm.integration import drafter
@@ -158,7 +157,7 @@ def plan_layers(layers: Layers, vllm_config: VllmConfig, wanted: Any, limits: Li
 
 def size_of(layers: Layers, vllm_config: VllmConfig) -> KvSize:
     """Of all layers, as if none was on the host."""
-    return replace(kv_size_of(vllm_config), full_layers=len(layers.full), windowed_layers=len(layers.windowed))
+    return kv_size_of(vllm_config, layers)
 
 
 def host_budget(asked_gib: float | None, local_ranks: int, spoken_for: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.integration.cuda.flash import (
@@ -65,6 +67,9 @@ def layer(
     torch.nn.Module.__init__(made)
     made.impl, made.attn_backend, made.sliding_window, made.attn_type = impl, backend, window, "decoder"
     made.kv_sharing_target_layer_name = None
+    made.num_kv_heads, made.head_size, made.head_size_v = kv_heads, HEAD_SIZE, HEAD_SIZE
+    made.kv_cache_dtype = kv_cache_dtype
+    made.kv_cache_torch_dtype = torch.float32 if kv_cache_dtype == "auto" else torch.uint8
     return made
 
 
@@ -80,7 +85,9 @@ def model_of(layers: list[Any]) -> dict[str, Any]:
 
 def config_of(**model: Any) -> Any:
     return SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), model_config=SimpleNamespace(**model)
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(use_mla=False, **model),
+        cache_config=SimpleNamespace(block_size=BLOCK, skip_page_size_padded=None),
     )
 
 
@@ -116,6 +123,36 @@ def test_a_layer_that_computes_more_than_attention_is_named(special: Callable[[]
 )
 def test_layers_with_different_pages_are_refused(other: Callable[[], Any]) -> None:
     assert "have different numbers of KV heads, head sizes or KV cache dtypes" in why_not([layer(), other()])
+
+
+def test_each_length_of_window_is_a_kind() -> None:
+    """vLLM makes a block table for each, and frees blocks by it."""
+    _, kinds, why = attention_layers(
+        model_of([layer(window=window) for window in (100, 7, None, 100)]), HostLayerFlashBackend, config_of()
+    )
+    assert (kinds.full, kinds.windowed, kinds.windows, why) == ((2,), (0, 1, 3), (100, 7, 100), "")
+
+
+def test_more_lengths_of_windows_are_refused() -> None:
+    found = why_not([layer(window=window) for window in (100, 7, None, 40, 7)])
+    assert found == "its sliding windows have 3 lengths (7, 40, 100 tokens), and 2 are supported"
+
+
+def test_an_unknown_kind_of_kv_cache_is_named() -> None:
+    unknown = layer()
+    spec = ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32, attention_chunk_size=64
+    )
+    unknown.get_kv_cache_spec = lambda vllm_config: spec
+    assert why_not([layer(), unknown]) == f"layer {name(1)} has a KV cache of the kind ChunkedLocalAttentionSpec"
+
+
+def test_layers_that_vllm_keeps_apart_for_another_reason_are_refused() -> None:
+    apart = layer()
+    spec = replace(apart.get_kv_cache_spec(config_of()), attention_chunk_size=64)
+    apart.get_kv_cache_spec = lambda vllm_config: spec
+    assert why_not([layer(), apart]) == "vLLM keeps separate block tables for layers with the same window"
+    assert not why_not([apart, apart])
 
 
 class State(MambaBase):
@@ -304,7 +341,7 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(host_layers, "_smallest_of_all_ranks", lambda limits: limits)
     monkeypatch.setattr(prefetch, "STAGING_BYTES", STAGING_BLOCKS * BLOCK_BYTES)
 
-    def placed(layers: list[Any], asked: Any, kv_bytes: int | None = None) -> tuple[Any, Runtime]:
+    def placed(layers: list[Any], asked: Any, kv_bytes: int | None = None, **more: Any) -> tuple[Any, Runtime]:
         config = EngineArgs(
             model=str(llama),
             attention_backend="fastattention",
@@ -315,6 +352,7 @@ def place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
             skip_tokenizer_init=True,
             enforce_eager=True,
             additional_config={"fastattention": {"host_kv_layers": asked}},
+            **more,
         ).create_engine_config()
         config.additional_config["fastattention"]["host_kv_layers"] = asked  # without a GPU, "auto" means none
         config.compilation_config.static_forward_context = model_of(layers)
@@ -340,6 +378,39 @@ def test_a_special_layer_keeps_all_layers_on_the_device_by_default(place: Place)
     assert [one.attn_backend for one in layers] == [FastAttentionFlashBackend] * 3 + [WRAPPED]
     assert runtime.counting.taken == []
     assert not runtime.prepared
+
+
+def test_host_layers_use_the_table_of_their_own_window(place: Place) -> None:
+    layers = [layer(window=window) for window in (100, 7, 100, 7)]
+    config, _ = place(layers, [0, 1])
+    found = host_layers.find(config)
+    assert found is not None
+    assert found.targets == {name(0): name(2), name(1): name(3)}
+    with pytest.raises(Refusal, match="would need 3 block tables in vLLM instead of 2"):
+        place([layer(window=window) for window in (100, 7, 100, 7)], [0])
+
+
+def test_a_layer_without_a_window_stays_in_the_table_of_all_kinds(place: Place) -> None:
+    def layers() -> list[Any]:
+        return [layer(window=window) for window in (100, None, 100, None)]
+
+    with pytest.raises(Refusal, match=r"leaves no full-attention layer on the device.*one of 1, 3 from"):
+        place(layers(), [1, 3], disable_hybrid_kv_cache_manager=True)
+    config, _ = place(layers(), [0, 3], disable_hybrid_kv_cache_manager=True)
+    found = host_layers.find(config)
+    assert found is not None
+    assert set(found.targets.values()) == {name(1)}, "all device layers share a table"
+
+
+def test_the_tables_that_vllm_made_are_checked(place: Place) -> None:
+    """Before a pool is made, on every device: the last place where another grouping than planned can be found."""
+    config, _ = place([layer() for _ in range(LAYERS)], [1])
+    found, context = host_layers.find(config), config.compilation_config.static_forward_context
+    assert found is not None
+    spec = layer(window=100).get_kv_cache_spec(config)
+    groups = [KVCacheGroupSpec([name(index) for index in (0, 2, 3)], spec)]
+    with pytest.raises(Refusal, match=r"vLLM keeps 100 tokens of each request.*sees all tokens; set"):
+        found.allocate(context, SimpleNamespace(kv_cache_groups=groups))
 
 
 def test_a_length_too_long_for_the_device_is_refused_before_the_model_is_compiled(place: Place) -> None:
