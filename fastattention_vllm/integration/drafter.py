@@ -98,11 +98,17 @@ def untested_layers(vllm_config: VllmConfig) -> object:
         return kind not in MTP_MODELS and f"MTP of {kind}"
     if draft.is_hybrid or draft.is_multimodal_model:
         return draft.hf_text_config.model_type
-    if draft.get_sliding_window() and not getattr(draft.hf_text_config, "interleaved_sliding_window", None):
+    if has_windows(draft):
         return f"sliding windows in {draft.model}"
     model: Any = vllm_config.model_config
-    kind = "linear attention" if model.is_hybrid else model.get_sliding_window() and "sliding windows"
+    kind = "linear attention" if model.is_hybrid else has_windows(model) and "sliding windows"
     return bool(kind) and not has_equal_layers(vllm_config) and f"KV heads of another size beside {kind}"
+
+
+def has_windows(model: Any) -> bool:
+    """Whether config.json names sliding windows: one for all windowed layers, or one for each layer."""
+    lists = ("interleaved_sliding_window", "sliding_windows")
+    return bool(model.get_sliding_window()) or any(getattr(model.hf_text_config, name, None) for name in lists)
 
 
 def has_equal_layers(vllm_config: VllmConfig) -> bool:

@@ -61,6 +61,9 @@ def test_a_block_of_a_smaller_drafter_takes_less() -> None:
     assert placement.max_blocks(10 * ((2 << 20) + (1 << 19)), 1 << 40) == 10
 
 
+WINDOWS_BY_LAYER = SimpleNamespace(model_type="plamo3", interleaved_sliding_window=[32, None])
+
+
 @pytest.mark.parametrize("method", drafter.WITH_LAYERS)
 def test_a_drafter_gets_this_backend_unless_another_is_named(method: str) -> None:
     asked = config(method, model())
@@ -95,7 +98,9 @@ def test_a_version_that_gives_the_drafter_the_models_backend_has_no_entry() -> N
         (model(is_hybrid=True), None, "llama"),
         (model(is_multimodal_model=True), None, "llama"),
         (model(model="small", get_sliding_window=lambda: 32), None, "sliding windows in small"),
+        (model(model="small", hf_text_config=WINDOWS_BY_LAYER), None, "sliding windows in small"),
         (model(), model(get_sliding_window=lambda: 32), False),
+        (model(1), model(hf_text_config=WINDOWS_BY_LAYER), "KV heads of another size beside sliding windows"),
         (model(1), model(get_sliding_window=lambda: 32), "KV heads of another size beside sliding windows"),
         (model(size=64), None, False),
     ],

@@ -141,6 +141,10 @@ def test_the_longest_context_is_vllms(scaling: dict[str, Any] | None, positions:
     [
         ({"architectures": ["MambaForCausalLM"]}, "the architecture MambaForCausalLM is not supported"),
         ({"architectures": ...}, "the architecture none is not supported"),
+        (
+            {"architectures": ["PanguEmbeddedForCausalLM"], "interleaved_sliding_window": [512, 64]},
+            "the architecture PanguEmbeddedForCausalLM is not supported",
+        ),
         ({"num_local_experts": 8}, "mixture of experts (num_local_experts 8)"),
         ({"kv_lora_rank": 512}, "MLA"),
         ({"linear_num_value_heads": 32}, "linear attention"),
