@@ -65,7 +65,6 @@ NAMED = {
     ("serving/test_engine_stats.py", "client"): CLIENT,
     ("serving/test_ray_cluster.py", "Executor"): RAY_EXECUTOR,
     ("serving/test_server_end.py", "Engine"): "vllm.v1.engine.core_client:AsyncMPClient",
-    ("test_checkpoint.py", "config"): "vllm.config:VllmConfig",
     ("test_drafter.py", "config"): "vllm.config:VllmConfig",
     ("test_drafter.py", "model"): "vllm.config:ModelConfig",
     ("test_drafter.py", "parallel"): "vllm.config:ParallelConfig",
