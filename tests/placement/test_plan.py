@@ -341,6 +341,41 @@ def test_one_layer_of_each_kind_stays_on_the_device(kind: tuple[int, ...], name:
         plan(free, SIZE, list(kind), PLENTY)
 
 
+def test_automatic_plans_add_no_block_tables() -> None:
+    """One full layer less would fit into a little less memory, with a fourth table."""
+    free, whole = Layers(LAYERS.full, LAYERS.windowed), SIZE.of_request(100_000)
+    for percent in range(40, 101):
+        chosen = plan(free, SIZE, "auto", Limits(whole * percent // 100, 1 << 50, 100_000))
+        assert chosen.device_size.groups() <= 3
+
+
+def test_layers_of_one_block_table_share_no_memory() -> None:
+    assert plan(Layers(tuple(range(4))), KvSize(16, 1000, full_layers=4), 2, PLENTY).slabs == 2
+
+
+def test_windows_of_two_lengths_are_counted_apart() -> None:
+    """As vLLM does: two tables of each window, and one of full layers."""
+    layers = Layers((2, 5), (0, 1, 3, 4, 6, 7, 8, 9), windows=(100, 7, 100, 7, 100, 7, 100, 7))
+    size = KvSize(16, 1000, 2, 8, tokens_per_step=64, windows=layers.windows)
+    assert (size.groups(), size.layers_per_group()) == (5, 2)
+    blocks = 2 * -(-1000 // 16) + 4 * (-(-163 // 16) + 1) + 4 * (-(-70 // 16) + 1)
+    assert size.of_request(1000) == (blocks + 2) * 1000
+    placement = plan(layers, size, [0, 1, 2, 3, 4], PLENTY)
+    assert (placement.host_size.windowed(), placement.device_size.windowed()) == ({100: 2, 7: 2}, {100: 2, 7: 2})
+    assert placement.host_seconds(1000, 1e6) == pytest.approx((1000 + 2 * 100 + 2 * 7) * 1000 / 16 / 1e6, rel=0.01)
+    with pytest.raises(PlacementError, match=r"no sliding-window \(7 tokens\) layer.*one of 1, 4, 7, 9 from"):
+        plan(layers, size, [1, 4, 7, 9], PLENTY)
+
+
+def test_windows_of_more_lengths_are_refused() -> None:
+    layers = Layers((0,), (1, 2, 3), windows=(100, 7, 40))
+    size = KvSize(16, 1000, 1, 3, windows=layers.windows)
+    with pytest.raises(PlacementError, match=r"3 lengths \(7, 40, 100 tokens\), and 2 are supported") as caught:
+        plan(layers, size, 1, PLENTY)
+    assert_one_sentence(caught.value)
+    assert plan(layers, size, 0, PLENTY).host == ()
+
+
 def test_a_model_without_a_cache_needs_no_plan() -> None:
     none, size = Layers(()), KvSize(block_size=16, bytes_per_block=1024, full_layers=0)
     for wanted in ("auto", 0, []):
