@@ -308,6 +308,14 @@ PATCHES = (
         sites=("cpu/stand_ins/sampling:spare_generators_of_unfinished_prompts:CPUModelRunner.sample_tokens",),
     ),
     Patch(
+        names=("vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_only",),
+        why="A request with top_k and without top_p ends the engine in a step of a server that speculates in which no "
+        "request has draft tokens: vLLM asks for the largest of no numbers.",
+        remove_when="vLLM's apply_top_k_only takes 0 rows",
+        versions="0.23 to 0.33",
+        sites=("cpu/stand_ins/sampling:let_steps_without_drafts_pass:topk_topp_sampler.apply_top_k_only",),
+    ),
+    Patch(
         names=("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",),
         why="vLLM's torch ops use the last adapter for index -1, which means no adapter. A subclass corrects this.",
         remove_when="vLLM's bgmv_* torch ops handle -1",

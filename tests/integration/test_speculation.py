@@ -107,6 +107,46 @@ def test_the_model_itself_drafts_what_it_answers(tmp_path: Path) -> None:
     assert proposed == accepted > 0
 
 
+SAMPLED: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 20},
+    "top_p": {"top_p": 0.9},
+    "both": {"top_k": 20, "top_p": 0.9},
+    "neither": {},
+    "seed": {"top_k": 20, "seed": 1},
+    "penalties": {"top_k": 20, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "few tokens": {"top_k": 20, "allowed_token_ids": list(range(40))},
+    "no end": {"top_k": 20, "min_tokens": 5},
+    "logprobs": {"top_k": 20, "logprobs": 2, "prompt_logprobs": 2},
+}
+DRAFTERS = ["ngram", "draft_model", "eagle", "eagle3"]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(one, marks=() if one == "ngram" else [needs_drafters, pytest.mark.more]) for one in DRAFTERS],
+)
+def test_every_way_of_sampling_passes_steps_without_drafts(method: str, tmp_path: Path) -> None:
+    """While only prompts are computed, no request has draft tokens, and the rejection sampler gets no rows."""
+    model, prompts = save_random(llama(4, 2, 64), tmp_path / "model"), random_prompts(LENGTHS)
+    expected = hugging_face_answers(model, prompts, 8)
+    speculation = NGRAM
+    if method != "ngram":
+        path = HEADS[method](model, tmp_path / method)
+        speculation = {"method": method, "model": str(path), "num_speculative_tokens": 3}
+    settings = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with engine(model, speculative_config=speculation) as llm:
+        for params in SAMPLED.values():
+            for some in (requests, requests[-1:]):
+                outputs = llm.generate(some, SamplingParams(**settings, **params), use_tqdm=False)
+                assert [len(one.outputs[0].token_ids) for one in outputs] == [8] * len(some)
+                if allowed := params.get("allowed_token_ids"):
+                    assert all(set(one.outputs[0].token_ids) <= set(allowed) for one in outputs)
+        greedy = llm.generate(requests, SamplingParams(**settings, top_k=1), use_tqdm=False)
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
+    assert [list(one.outputs[0].token_ids) for one in greedy] == [answer.token_ids for answer in expected]
+
+
 @needs_linear_attention
 @pytest.mark.more
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         cpu_ops.keep_linears_off_compiled_kernels()
         cpu_linear.pack_weights_once_loaded()
         cpu_sampling.spare_generators_of_unfinished_prompts()
+        cpu_sampling.let_steps_without_drafts_pass()
         if cls._uses_fastattention(selected_backend):
             return compat.BACKEND_PATH
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
