@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_size_t, c_void_p
 
 import torch
 
@@ -84,7 +84,7 @@ class _Norm(ctypes.Structure):
 
 
 class GatedDeltaLayer:
-    """One layer's parameters, converted once, and its computation.
+    """One layer's parameters, converted once, and its computation. :meth:`has` says whether they are still the same.
 
     Args:
         weight: of the causal convolution, ``[channels, width]`` with a width of 2, 3 or 4; channels are those of the
@@ -134,9 +134,12 @@ class GatedDeltaLayer:
                 raise ValueError(f"{name} must be [{length}], not {list(vector.shape)}.")
         self._channels, self._value_heads = channels, value_heads
         self._key_size, self._value_size, self._width = key_size, value_size, weight.shape[1]
-        self._weight = weight.detach().float().T.contiguous()
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._a_log, self._dt_bias = (vector.detach().float().contiguous() for vector in (a_log, dt_bias))
+        # Copies, also of what needs no conversion: the parameters may be written to, or get other memory.
+        self._read = (_copy(weight), None if bias is None else _copy(bias), _copy(a_log), _copy(dt_bias))
+        copied_weight, copied_bias, copied_a_log, copied_dt_bias = self._read
+        self._weight = copied_weight.float().T.contiguous()
+        self._bias = None if copied_bias is None else copied_bias.float()
+        self._a_log, self._dt_bias = copied_a_log.float(), copied_dt_bias.float()
         self._arguments = _Delta(
             key_heads=key_heads,
             value_heads=value_heads,
@@ -149,6 +152,14 @@ class GatedDeltaLayer:
             a_log=self._a_log.data_ptr(),
             dt_bias=self._dt_bias.data_ptr(),
         )
+
+    def has(self, weight: torch.Tensor, bias: torch.Tensor | None, a_log: torch.Tensor, dt_bias: torch.Tensor) -> bool:
+        """Whether these parameters, on the CPU, have the bytes that this layer was made from.
+
+        Whoever reloads weights writes them into the old tensors. Torch does not count what is written through
+        ``parameter.data``, so the bytes themselves are compared, which takes a few microseconds.
+        """
+        return all(map(_same_bytes, self._read, (weight, bias, a_log, dt_bias)))
 
     def run(
         self,
@@ -265,6 +276,27 @@ def gated_norm(
     (arguments.gate_row_stride,) = row_strides(gates, "gate")
     check(_functions().fa_cpu_gated_norm(arguments))
     return out
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().clone()
+
+
+def _same_bytes(copy: torch.Tensor | None, tensor: torch.Tensor | None) -> bool:
+    """Whether ``tensor`` equals a copy by :func:`_copy`, NaN included."""
+    if copy is None or tensor is None:
+        return copy is tensor
+    if tensor.shape != copy.shape or tensor.dtype != copy.dtype:
+        return False
+    tensor = tensor.detach().contiguous()
+    return bool(_libc().memcmp(copy.data_ptr(), tensor.data_ptr(), copy.nbytes) == 0)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(None)
+    loaded.memcmp.argtypes = [c_void_p, c_void_p, c_size_t]
+    return loaded
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastattention_vllm.attention.cpu.gated_delta import GatedDeltaLayer
 
 _layers: MutableMapping[torch.Tensor, GatedDeltaLayer] = WeakIdKeyDictionary()
-"""From the weight of a layer's convolution to its kernels, with parameters converted once."""
+"""From the weight of a layer's convolution to its kernels, with parameters converted once per load."""
 
 
 def replace_operator() -> None:
@@ -120,19 +120,18 @@ def _batch(metadata: Any) -> _Batch:
 
 
 def _kernels(layer: Any) -> GatedDeltaLayer:
-    """The kernels of a layer's part on this rank."""
+    """The kernels of a layer's part on this rank, with its parameters of now: they may be loaded again, in place."""
     weight = layer.conv1d.weight
-    if weight not in _layers:
+    parameters = (weight.view(len(weight), -1), layer.conv1d.bias, layer.A_log, layer.dt_bias)
+    known = _layers.get(weight)
+    if known is None or not known.has(*parameters):
         key_heads, value_heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
-        _layers[weight] = GatedDeltaLayer(
-            weight.view(len(weight), -1),
-            layer.conv1d.bias,
-            layer.A_log,
-            layer.dt_bias,
+        known = _layers[weight] = GatedDeltaLayer(
+            *parameters,
             key_heads=key_heads,
             value_heads=value_heads,
             key_size=layer.key_dim // layer.num_k_heads,
             value_size=layer.value_dim // layer.num_v_heads,
             activation=layer.activation,
         )
-    return _layers[weight]
+    return known

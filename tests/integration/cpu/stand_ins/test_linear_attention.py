@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,46 @@ def test_a_step_equals_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     out = run(one, monkeypatch, problem.x, problem.b, problem.a, steps, decodes=1, dtype=torch.bfloat16)
     torch.testing.assert_close(out.double(), wanted[0], rtol=2**-8, atol=2e-5)
     torch.testing.assert_close(problem.states.double(), wanted[2], rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+WRITES: dict[str, Callable[[Any, str, torch.Tensor], object]] = {
+    "in place": lambda module, name, new: getattr(module, name).copy_(new),
+    "unseen by torch": lambda module, name, new: getattr(module, name).data.copy_(new),
+    "other memory": lambda module, name, new: getattr(module, name).set_(new.clone()),
+    "another tensor": lambda module, name, new: setattr(module, name, new.clone()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("name", ["weight", "bias", "A_log", "dt_bias"])
+def test_parameters_may_be_written_between_steps(
+    name: str, write: Callable[[Any, str, torch.Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when weights are loaded again, by vLLM or by whoever trains the model."""
+    generator = torch.Generator().manual_seed(4)
+    x, b, a = (torch.randn(6, width, generator=generator) for width in (CHANNELS, VALUE_HEADS, VALUE_HEADS))
+    written, fresh = layer(), layer()
+    for one in (written, fresh):
+        one.conv1d.bias = torch.zeros(CHANNELS)
+    before = run(written, monkeypatch, x, b, a, [(6, 2, False)])
+    module, of_fresh = (one.conv1d if name in ("weight", "bias") else one for one in (written, fresh))
+    new = torch.rand(getattr(module, name).shape, generator=generator)
+    write(module, name, new)
+    setattr(of_fresh, name, new)
+    expected = run(fresh, monkeypatch, x, b, a, [(6, 2, False)])
+    assert not torch.equal(before, expected)
+    assert torch.equal(run(written, monkeypatch, x, b, a, [(6, 2, False)]), expected)
+
+
+def test_nothing_is_converted_again_for_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN included, which does not equal itself."""
+    one = layer()
+    one.dt_bias[0] = torch.nan
+    kernels = linear_attention._kernels(one)
+    one.A_log = one.A_log.clone()
+    assert linear_attention._kernels(one) is kernels
+    one.dt_bias[0] = -torch.nan
+    assert linear_attention._kernels(one) is not kernels
 
 
 def test_profiling_runs_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
