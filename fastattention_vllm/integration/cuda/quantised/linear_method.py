@@ -83,8 +83,11 @@ class QuantisedLinearMethod(LinearMethodBase):
         self.widths, self.whole_n = tuple(output_partition_sizes), output_size
         self.n = sum(self.widths)
         self.dtype = params_dtype
+        self.ordered: bool | None = None
         self.loader: Callable[..., None] = extra_weight_attrs["weight_loader"]
         self.loadings: dict[str, Loading] = {}
+        # Kept, because vLLM 0.19.1 has no current configuration while it loads weights again.
+        self.vllm_config = get_current_vllm_config()
         self.ranks = get_tensor_model_parallel_world_size()
         self.form = self.weight_format()
         reason = kernels.supports(self.form, self.k, self.n)
@@ -118,7 +121,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         Raises:
             Refusal: the checkpoint lacks a tensor or has values that the kernels cannot read.
         """
-        if get_current_vllm_config().load_config.load_format == "dummy":
+        if self.vllm_config.load_config.load_format == "dummy":
             raise self.refusal(
                 "--load-format dummy leaves quantised weights undefined", "serve a checkpoint, or an unquantised model"
             )
@@ -132,8 +135,16 @@ class QuantisedLinearMethod(LinearMethodBase):
             if isinstance(error, Refusal):
                 raise
             raise Refusal(f"{self.prefix}: {error}") from error
-        for name in self.loadings:
+        for name, loading in self.loadings.items():
             delattr(layer, name)
+            loading.numbers.clear()  # weights may be loaded again, and must be complete then, too
+        ordered = getattr(layer, ORDER, None) is not None
+        if self.ordered not in (None, ordered):  # vLLM copies what is loaded again into the tensors of the first load
+            raise self.refusal(
+                "of the weights loaded at the start and the ones loaded now, only one has an activation order",
+                "start the server again with the new checkpoint",
+            )
+        self.ordered = ordered
         keep(layer, self.KEPT, weights.packed)
         keep(layer, SCALES, weights.scales)
         keep(layer, FACTOR, weights.factor)
@@ -142,7 +153,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         self.progress.end(self.nbytes)
 
     def _load_kernels(self) -> None:
-        target = attention_kernels.choose(options_of(get_current_vllm_config()).volta_kernels)
+        target = attention_kernels.choose(options_of(self.vllm_config).volta_kernels)
         try:
             kernels.load(self.form)
         except ImageError as error:

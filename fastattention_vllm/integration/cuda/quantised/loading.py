@@ -57,23 +57,29 @@ class Loading:
             Refusal: the tensor's shape or dtype does not fit, or scales are too small for fp16.
         """
 
-        def load(parameter: Any, loaded: torch.Tensor, *part: Any, **named: Any) -> None:
-            self._check_numbers(parameter, loaded)
-            before = parameter.data.clone() if self.alike and self.numbers else None
+        # vLLM's reload calls this twice: first with a tensor without data, to count the numbers that are copied, and
+        # once it has all of them with another tensor, as the argument of this name.
+        def load(param: Any, loaded: torch.Tensor, *part: Any, **named: Any) -> None:
+            if param.is_meta and self.alike:
+                return  # Copied for each part, it would count too often, and the layer would begin without its rest.
+            self._check_numbers(param, loaded)
+            before = param.data.clone() if self.alike and self.numbers else None
             shape = list(loaded.shape)
             try:
                 with _Writes() as writes:  # type: ignore[no-untyped-call]
-                    loader(parameter, loaded, *part, **named)
+                    loader(param, loaded, *part, **named)
             except torch.OutOfMemoryError:
                 raise
             except (AssertionError, IndexError, RuntimeError) as error:
-                raise self._misshapen(shape, parameter) from error
+                raise self._misshapen(shape, param) from error
             # A rank takes all of a tensor, or one of as many parts as there are ranks or KV heads. A scale of a whole
             # matrix may be written for each part of it.
             times, rest = divmod(loaded.numel(), max(writes.copied, 1))
             if loaded.numel() > 1 and (rest or not times or self.ranks % times):
-                raise self._misshapen(shape, parameter)
-            if before is not None and not torch.equal(before, parameter.data):
+                raise self._misshapen(shape, param)
+            if param.is_meta:
+                return
+            if before is not None and not torch.equal(before, param.data):
                 raise Refusal(
                     f"{self.layer}: {self.name} differs between the parts of this merged layer, which is not "
                     "supported; quantise the model again without activation order (desc_act: false)."

@@ -35,4 +35,5 @@ class UnquantisedMethod(UnquantizedLinearMethod):
         # Some models load some layers in another way, of which no count is kept. Dummy weights are not loaded at all.
         if bool(layer.weight.isnan().any()):
             self.loading.check(layer.weight)
+        self.loading.numbers.clear()
         super().process_weights_after_loading(layer)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers import linear as layers
 from vllm.model_executor.layers.linear import (
@@ -27,6 +28,11 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised import config as common
@@ -127,6 +133,35 @@ def test_merged_gate_and_up(name: str) -> None:
     for index, part in enumerate(parts):
         load(layer, part, index)
     check(finish(layer), torch.cat([part.weight for part in parts]))
+
+
+def reload(model: torch.nn.Module, load_all: Callable[[], None]) -> None:
+    """As vLLM's ``reload_weights`` does, whose workers have set no configuration in vLLM 0.19.1."""
+    with set_current_vllm_config(None):  # type: ignore[arg-type]
+        initialize_layerwise_reload(model)
+        load_all()
+        finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float16))
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_merged_layer_is_loaded_again(name: str) -> None:
+    """The kernels' form is replaced in place, because captured graphs hold its addresses."""
+    parts, again = ([stored_as(name, seed=seed) for seed in seeds] for seeds in ((0, 1), (2, 3)))
+    layer = MergedColumnParallelLinear(
+        K, [N, N], bias=False, quant_config=config_of(FORMATS[name]), prefix="l.gate_up_proj"
+    )
+    record_metadata_for_reloading(layer)
+    for index, part in enumerate(parts):
+        load(layer, part, index)
+    finish(layer)
+    held = {held_as: one.data_ptr() for held_as, one in layer.named_parameters()}
+    for loaded in (again, parts):
+        reload(layer, lambda loaded=loaded: [load(layer, part, index) for index, part in enumerate(loaded)])
+        check(layer, torch.cat([part.weight for part in loaded]))
+        assert {held_as: one.data_ptr() for held_as, one in layer.named_parameters()} == held
+    lacking = Stored(dict(list(again[0].tensors.items())[1:]), again[0].weight)
+    with pytest.raises(Refusal, match="this layer needs"):
+        reload(layer, lambda: [load(layer, part, index) for index, part in enumerate((again[1], lacking))])
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -567,6 +602,17 @@ def test_both_words_for_activation_order(word: str, monkeypatch: pytest.MonkeyPa
     pretend(monkeypatch, 0, 2)
     with pytest.raises(Refusal, match=r"^l.down_proj: activation order .* divided among 2 ranks"):
         RowParallelLinear(K, N, bias=False, quant_config=config, prefix="l.down_proj")
+
+
+def test_weights_in_another_order_are_not_loaded_again() -> None:
+    """The loaded layer has no place for the order."""
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config_of(gptq()), prefix="l.o_proj")
+    record_metadata_for_reloading(layer)
+    load(layer, stored_as("gptq"))
+    finish(layer)
+    ordered = stored_as("gptq-order")
+    with pytest.raises(Refusal, match=r"^l.o_proj: .* only one has an activation order; start the server again"):
+        reload(layer, lambda: load(layer, ordered))
 
 
 def test_dummy_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
