@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
@@ -191,7 +191,10 @@ class FastAttentionImpl(Layer):
         return f"fastattention CPU, {cpu_kernels.isa()}"
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        host_layers.set_up(get_current_vllm_config(), CpuRuntime(get_current_vllm_config()))
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:  # vLLM up to 0.23 loads weights again without one; what follows is done by then
+            return
+        host_layers.set_up(vllm_config, CpuRuntime(vllm_config))
 
     def do_kv_cache_update(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
@@ -54,7 +54,9 @@ class FastAttentionFlashImpl(DeviceImplsOwn, FlashAttentionImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        vllm_config = get_current_vllm_config()
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:  # vLLM up to 0.23 loads weights again without one; what follows is done by then
+            return
         if options_of(vllm_config).tiling_all_reduce != "off":
             compat.before_gpu_profiling(row_parallel.enable_tiling)
         small_sums.set_up(vllm_config)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -241,8 +241,10 @@ class FastAttentionVoltaImpl(Layer):
     """One attention layer. It becomes a host layer if the plan says so."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:  # vLLM up to 0.23 loads weights again without one; what follows is done by then
+            return
         adjusted = self.softcap > 0 or self.alibi_slopes is not None
-        vllm_config = get_current_vllm_config()
         target = volta.choose(options_of(vllm_config).volta_kernels)
         if target.suffix == "ptx":
             logger.info_once(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 
@@ -182,10 +182,13 @@ class FastAttentionXformersImpl(Layer):
         return f"xformers {xformers.version()}"
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:  # vLLM up to 0.23 loads weights again without one; what follows is done by then
+            return
         logger.info_once(
             "Attention kernels: xformers %s, selected by volta_fallback because %s.",
             xformers.version(),
-            why_volta_refuses(get_current_vllm_config()),
+            why_volta_refuses(vllm_config),
         )
 
     def do_kv_cache_update(

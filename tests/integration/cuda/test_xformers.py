@@ -153,7 +153,7 @@ def test_the_choice_of_xformers_is_logged(monkeypatch: pytest.MonkeyPatch) -> No
     said: list[str] = []
     monkeypatch.setattr(xformers, "version", lambda: "0.0.34")
     monkeypatch.setattr(
-        backend_xformers, "get_current_vllm_config", lambda: model(torch.float32, 64, volta_fallback="xformers")
+        backend_xformers, "get_current_vllm_config_or_none", lambda: model(torch.float32, 64, volta_fallback="xformers")
     )
     logger = SimpleNamespace(info_once=lambda text, *values: said.append(text % values))
     monkeypatch.setattr(backend_xformers, "logger", logger)
