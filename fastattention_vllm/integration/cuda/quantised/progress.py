@@ -15,7 +15,8 @@ SECONDS = 10.0
 
 
 class Progress:
-    """Of the layers of one model. vLLM makes all of them before it loads them, and then has them repacked one by one.
+    """Of the layers of one model. vLLM makes all of them before it loads them, and then has them repacked one by one;
+    so again whenever it loads other weights.
 
     Args:
         clock: seconds.
@@ -25,9 +26,13 @@ class Progress:
         self._clock = clock
         self._layers = self._bytes = self._done = self._repacked = 0
         self._began = self._said = 0.0
+        self._complete = False
 
     def expect(self, nbytes: int) -> None:
         """A layer has been made, whose checkpoint has so many bytes."""
+        if self._complete:  # of another model
+            self._layers = self._bytes = 0
+            self._complete = False
         self._layers += 1
         self._bytes += nbytes
 
@@ -44,7 +49,8 @@ class Progress:
         now, gib = self._clock(), self._repacked / 2**30
         if self._done >= self._layers:
             _say("Repacked %d layers with quantised weights (%.2f GiB) in %.1f s.", self._done, gib, now - self._began)
-            self._layers = self._bytes = self._done = self._repacked = 0
+            self._done = self._repacked = 0  # the same layers may be loaded again
+            self._complete = True
         elif now - self._said >= SECONDS:
             self._said = now
             _say("Repacked %d of %d layers with quantised weights (%.2f GiB).", self._done, self._layers, gib)

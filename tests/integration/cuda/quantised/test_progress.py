@@ -57,6 +57,17 @@ def test_a_second_model_begins_anew(said: list[str]) -> None:
     ]
 
 
+def test_weights_that_are_loaded_again_are_counted_again(said: list[str]) -> None:
+    found = Progress(lambda: 0.0)
+    for _ in range(3):
+        found.expect(GIB)
+    for _ in range(6):
+        found.begin()
+        found.end(GIB)
+    assert len(said) == 4
+    assert said[2:] == said[:2]
+
+
 def test_the_other_ranks_are_silent(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "get_tensor_model_parallel_rank", lambda: 1)
     repack(layers=2, seconds=20)
