@@ -240,8 +240,14 @@ class HostLayerVoltaBackend(GraphHostLayerMixin, FastAttentionVoltaBackend):
 class FastAttentionVoltaImpl(Layer):
     """One attention layer. It becomes a host layer if the plan says so."""
 
+    layer: Any = None
+    """vLLM's, once weights are loaded."""
+    loaded_scales: tuple[float, float] | None = None
+    """Of keys and values in the cache, as first loaded."""
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         vllm_config = get_current_vllm_config_or_none()
+        self._check_scales(vllm_config)
         if vllm_config is None:  # vLLM up to 0.23 loads weights again without one; what follows is done by then
             return
         adjusted = self.softcap > 0 or self.alibi_slopes is not None
@@ -267,6 +273,22 @@ class FastAttentionVoltaImpl(Layer):
         self.kernels_name = f"fastattention Volta, {target}"
         logger.info_once("Attention kernels: %s.", self.kernels_name)
         host_layers.set_up(vllm_config, CudaRuntime(vllm_config, HostLayerVoltaBackend, volta, self.kernels_name))
+
+    def _check_scales(self, vllm_config: Any) -> None:
+        """
+        Raises:
+            Refusal: other scales of the KV cache than at the start, which are numbers in captured graphs.
+        """
+        if vllm_config is not None:
+            layers = vllm_config.compilation_config.static_forward_context.values()
+            self.layer = next((layer for layer in layers if getattr(layer, "impl", None) is self), None)
+        scales = None if self.layer is None else self.scales(self.layer)
+        if self.loaded_scales not in (None, scales):
+            raise Refusal(
+                f"the weights that are loaded now have other scales of the KV cache, {scales} instead of "
+                f"{self.loaded_scales}, which captured graphs would not use; start the engine again with them."
+            )
+        self.loaded_scales = scales
 
     def do_kv_cache_update(
         self,

@@ -400,3 +400,16 @@ def test_causality_per_request_is_refused(kind: str, monkeypatch: pytest.MonkeyP
         Refusal, match="uses a causal mask in some requests and none in others, which fastattention does not support"
     ):
         made.build(0, step)
+
+
+def test_other_scales_are_not_loaded_again() -> None:
+    """Captured graphs have the first ones as numbers."""
+    impl = backend_volta.FastAttentionVoltaImpl(HEADS, SIZE, 0.125, KV_HEADS, kv_cache_dtype="fp8")
+    layer = SimpleNamespace(impl=impl, _k_scale_float=0.25, _v_scale_float=0.5)
+    context = {"other": SimpleNamespace(impl=None), "layer": layer, "norm": SimpleNamespace()}
+    found: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    for one in (found, found, None):
+        impl._check_scales(one)
+    layer._v_scale_float = 0.75
+    with pytest.raises(Refusal, match=r"other scales of the KV cache, \(0.25, 0.75\) instead of \(0.25, 0.5\),.*again"):
+        impl._check_scales(None)
