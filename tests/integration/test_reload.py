@@ -126,6 +126,30 @@ def test_reloaded_weights_answer_like_those_of_a_new_engine(name: str, tmp_path:
 
 
 @pytest.mark.more
+def test_packed_weights_are_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every CPU: those that pack weights pack those of "dense, bf16" above, too."""
+    if compat.has_compiled_cpu_ops():
+        pytest.skip("this vLLM packs weights itself")
+    monkeypatch.setattr(linear, "can_pack", lambda: True)
+    monkeypatch.setattr(linear, "_laid_out", torch.clone)
+    monkeypatch.setattr(linear, "_linear", torch.nn.functional.linear)
+    if linear._library is None:
+        linear._define()
+    first, second = (save_random(llama(), tmp_path / str(seed), seed) for seed in (0, 1))
+    with engine(second, **BF16) as llm:
+        expected = generate(llm, PROMPTS)
+    with engine(first, **BF16) as llm:
+        before, packed = generate(llm, PROMPTS), len(linear.packed_weights())
+        assert packed
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
+        check_same(generate(llm, PROMPTS), expected)
+        assert len(linear.packed_weights()) == packed
+        with pytest.raises(RuntimeError, match="size"):  # nothing is written unseen
+            llm.apply_model(lambda model: model.model.layers[0].mlp.down_proj.weight.data.copy_(torch.ones(64, 64)))
+    check_differ(before, expected)
+
+
+@pytest.mark.more
 @pytest.mark.parametrize("name", SINKS)
 def test_sinks_are_written_in_place_or_refused(name: str, tmp_path: Path) -> None:
     """vLLM's reload leaves the sinks and experts of gpt-oss as they were."""
@@ -137,7 +161,7 @@ def test_sinks_are_written_in_place_or_refused(name: str, tmp_path: Path) -> Non
         before = generate(llm, PROMPTS)
         if linear.packed_weights():
             pytest.skip("into a packed weight, nothing can be written")
-        with pytest.raises(Refusal, match="leaves some weights of GptOssForCausalLM as they were.* start the server"):
+        with pytest.raises(Refusal, match=r"leaves some weights of GptOssForCausalLM as they were.* start the server"):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
         check_same(generate(llm, PROMPTS), before)
         write(llm, weights)
@@ -191,4 +215,4 @@ def test_a_reloaded_model_forgets_its_adapters(tmp_path: Path) -> None:
         check_same(generate(llm, PROMPTS, lora_request=first), expected[0])
         check_same(generate(llm, PROMPTS), expected[1])
     assert tokens(before) != tokens(expected[0])
-    assert MAX_TOKENS == len(tokens(before)[0])
+    assert len(tokens(before)[0]) == MAX_TOKENS
