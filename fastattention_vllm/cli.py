@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib import metadata
 
 NEEDED = ("typer", "rich")
 """By all commands but doctor."""
@@ -18,7 +19,7 @@ Commands:
   plan    Predict memory and speed of a model on a machine; needs fastattention-vllm[plan].
   bench   Measure attention kernels; needs fastattention-vllm[bench].
 
-`fastattention COMMAND --help` lists the options."""
+`fastattention COMMAND --help` lists the options, and `fastattention --version` the version."""
 
 
 def main() -> None:
@@ -38,6 +39,9 @@ def main() -> None:
         return
     if command in ("-h", "--help"):
         print(USAGE)
+        return
+    if command == "--version":
+        print(f"fastattention-vllm {metadata.version('fastattention-vllm')}")
         return
     print(f"fastattention: there is no command {command!r}; choose doctor, plan or bench.", file=sys.stderr)
     sys.exit(2)

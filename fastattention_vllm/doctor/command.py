@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fastattention_vllm.doctor import report
+from fastattention_vllm.doctor.findings import Finding
 from fastattention_vllm.doctor.tensor_parallel import LLAMA_8B, Order, examine, kinds_of
 
 DESCRIPTION = """\
@@ -60,10 +61,16 @@ def main(arguments: Sequence[str]) -> int:
         if asked.json:
             made.error("--json cannot be combined with --tp")
         return tensor_parallel(asked)
-    facts = report.probe()
+    facts = report.probe() if asked.json else report.probe(print_area)
     found = report.findings(facts)
-    print(report.as_json(facts, found) if asked.json else "\n".join(report.as_text(found)))
+    print(report.as_json(facts, found) if asked.json else report.verdict(found))
     return 1 if report.counts(found)["problem"] else 0
+
+
+def print_area(area: str, found: list[Finding]) -> None:
+    """At once, because measuring the next area may take minutes on a busy machine."""
+    for line in report.area_as_text(area, found):
+        print(line, flush=True)
 
 
 def tensor_parallel(asked: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,9 +27,19 @@ class Facts:
     links: links.Links
 
 
-def probe() -> Facts:
-    found = hardware.probe()
-    return Facts(found, software.probe(), kernels.probe(), memory.probe(), links.probe(found))
+def probe(tell: Callable[[str, list[Finding]], None] = lambda area, found: None) -> Facts:
+    """``tell`` is called with the name and the findings of each area as soon as they are known."""
+    here = hardware.probe()
+    tell("Hardware", hardware.findings(here))
+    packages = software.probe()
+    tell("Software", software.findings(packages, here))
+    built = kernels.probe()
+    tell("Kernels", kernels.findings(built, here, packages))
+    measured = memory.probe()
+    tell("Host memory", memory.findings(measured))
+    copied = links.probe(here)
+    tell("Links", links.findings(copied))
+    return Facts(here, packages, built, measured, copied)
 
 
 Report = Mapping[str, list[Finding]]
@@ -54,17 +64,21 @@ def counts(report: Report) -> dict[str, int]:
 def as_text(report: Report) -> Iterator[str]:
     """Lines of at most 80 columns, but for commands that are longer: those stay whole, to be copied."""
     for area, found in report.items():
-        if not found:
-            continue
-        yield area
-        for finding in found:
-            yield from _wrapped(f"  {finding.level:<8} ", f"{finding.subject}: {finding.text}")
-            if finding.fix:
-                yield from _wrapped(f"{INDENT}-> ", finding.fix)
-            if finding.command:
-                yield f"{INDENT}   {finding.command}"
-        yield ""
+        yield from area_as_text(area, found)
     yield verdict(report)
+
+
+def area_as_text(area: str, found: list[Finding]) -> Iterator[str]:
+    if not found:
+        return
+    yield area
+    for finding in found:
+        yield from _wrapped(f"  {finding.level:<8} ", f"{finding.subject}: {finding.text}")
+        if finding.fix:
+            yield from _wrapped(f"{INDENT}-> ", finding.fix)
+        if finding.command:
+            yield f"{INDENT}   {finding.command}"
+    yield ""
 
 
 def _wrapped(start: str, text: str) -> list[str]:

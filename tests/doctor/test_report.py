@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from fastattention_vllm import cli
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.doctor import command, hardware, kernels, links, memory, nvidia, pci, report, software
 from fastattention_vllm.doctor.findings import Finding
@@ -69,6 +70,38 @@ def test_the_doctor_runs_without_extras_and_without_vllm() -> None:
     assert {level: sum(one["level"] == level for one in every) for level in report.LEVELS} == found["counts"]
 
 
+def pretend(facts: report.Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe these facts instead of this machine."""
+    for area in (hardware, software, kernels, memory, links):
+        found = getattr(facts, area.__name__.rpartition(".")[2])
+        monkeypatch.setattr(area, "probe", lambda *arguments, found=found: found)
+
+
+def test_findings_are_printed_before_the_next_area_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = with_gpus(V100)
+    pretend(facts, monkeypatch)
+    printed: list[str] = []
+
+    def measure() -> memory.Memory:
+        printed.append(capsys.readouterr().out)
+        return facts.memory
+
+    monkeypatch.setattr(memory, "probe", measure)
+    command.main([])
+    (before,) = printed
+    assert [line for line in before.splitlines() if line and line[0] != " "] == ["Hardware", "Software", "Kernels"]
+    whole = "\n".join(report.as_text(report.findings(facts)))
+    assert (before + capsys.readouterr().out).rstrip() == whole
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fastattention", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"fastattention-vllm {importlib.metadata.version('fastattention-vllm')}\n"
+
+
 @pytest.mark.parametrize(
     ("facts", "status"),
     [
@@ -81,7 +114,7 @@ def test_the_doctor_runs_without_extras_and_without_vllm() -> None:
 def test_only_problems_make_the_exit_code_one(
     facts: report.Facts, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "probe", lambda: facts)
+    pretend(facts, monkeypatch)
     assert command.main([]) == status
     text = capsys.readouterr().out
     assert command.main(["--json"]) == status
