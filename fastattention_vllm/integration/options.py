@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "fastattention"
+ALIKE = 0.9
+"""How much of a section's name equals ours if it is a misspelling, as difflib counts. "flashattention" is .89 alike."""
+BEGINNING = "fastatt"
+"""How other ways to write the name begin, such as "fastattn" and "fastattention_vllm"."""
 
 
 class Options(BaseModel):
@@ -95,13 +100,31 @@ def decide_host_layers(vllm_config: VllmConfig, layers: list[int]) -> None:
     config.additional_config[KEY] = {**config.additional_config.get(KEY, {}), "host_kv_layers": layers}
 
 
+def check_section_names(sections: Any) -> None:
+    """Other software may have sections of its own, so only names that mean this one are refused.
+
+    Raises:
+        Refusal: a section whose name is nearly ours, such as "fast_attention", would have no effect.
+    """
+    for name in sections:
+        letters = "".join(one for one in str(name).lower() if one.isalnum())
+        alike = letters.startswith(BEGINNING) or get_close_matches(letters, (KEY,), cutoff=ALIKE)
+        if name != KEY and alike:
+            raise Refusal(
+                f"additional-config {name!r} has no effect; the section of this plugin is {KEY!r}: "
+                f"""--additional-config '{{"{KEY}": {{...}}}}'."""
+            )
+
+
 def options_of(vllm_config: VllmConfig) -> Options:
     """Parse this plugin's options in ``vllm_config``.
 
     Raises:
         Refusal: an unknown key or a bad value; lists the valid options.
     """
-    section = (vllm_config.additional_config or {}).get(KEY, {})
+    sections = vllm_config.additional_config or {}
+    check_section_names(sections)
+    section = sections.get(KEY, {})
     valid = ", ".join(Options.model_fields)
     if not isinstance(section, dict):
         raise Refusal(
