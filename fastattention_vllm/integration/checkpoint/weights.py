@@ -22,13 +22,18 @@ MISTRAL = "consolidated"
 LONGEST_HEAD = 100 << 20
 """Bytes. The limit of the safetensors library."""
 FIX = "download or copy the model again"
+LFS = b"version https://git-lfs"
+"""How a file begins that stands for one which git has not fetched."""
+OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+"""Files of weights that vLLM reads from a folder."""
 
 
 def check_weights(vllm_config: VllmConfig) -> None:
     """Check the safetensors files of a model folder on this machine. Other models and formats are left to vLLM.
 
     Raises:
-        Refusal: a file or a tensor is missing, or a file is cut off or not a safetensors file.
+        Refusal: a file or a tensor is missing, or a file is cut off, not fetched by git, or not a safetensors file, or all
+            are GGUF files.
     """
     if vllm_config.model_config is None:
         return
@@ -37,6 +42,7 @@ def check_weights(vllm_config: VllmConfig) -> None:
         return
     # As vLLM, which ignores hidden files. A folder without these files may hold weights in another format.
     files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(".")]
+    _check_not_gguf(folder)
     mistral = [path for path in files if path.name.startswith(MISTRAL)]
     index = folder / INDEX
     indexed = _indexed(index) if files and not mistral and index.is_file() else {}
@@ -52,6 +58,15 @@ def check_weights(vllm_config: VllmConfig) -> None:
         raise Refusal(
             f"the weights in {folder} lack the tensor {lacking}, although they have its like of other layers or "
             f"experts; {FIX}."
+        )
+
+
+def _check_not_gguf(folder: Path) -> None:
+    gguf = sorted(folder.glob("*.gguf"))
+    if gguf and not any(next(folder.glob(pattern), None) for pattern in OTHER_WEIGHTS):
+        raise Refusal(
+            f"{folder} has {gguf[0].name} and no safetensors files; GGUF files are not read; download the model as "
+            "safetensors."
         )
 
 
@@ -71,12 +86,20 @@ def _tensors_of(path: Path) -> list[str]:
     """
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            if (first := file.read(len(LFS))) == LFS:
+                raise Refusal(
+                    f"{path} is a pointer of git-lfs, not the weights; run `git lfs pull` in {path.parent}, or download "
+                    "the model again."
+                )
+            length = int.from_bytes(first[:8], "little")
+            file.seek(8)
             if length > LONGEST_HEAD:
                 raise ValueError(f"its head would have {length} bytes")
             head = json.loads(file.read(length))
         tensors = {name: int(entry["data_offsets"][1]) for name, entry in head.items() if name != "__metadata__"}
         whole = 8 + length + max(tensors.values(), default=0)
+    except Refusal:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise Refusal(f"{path} is not a complete safetensors file ({error}); {FIX}.") from error
     if (size := path.stat().st_size) != whole:

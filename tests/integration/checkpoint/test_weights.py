@@ -46,7 +46,23 @@ def test_a_file_that_was_cut_off(model: Path, kept: int) -> None:
         check_weights(config(model))
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 1000, b"version https://git-lfs.github.com/spec/v1\n", b"\0" * 1000])
+def test_a_pointer_of_git_lfs_is_called_that(model: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+    (model / "model-1.safetensors").write_text(pointer)
+    with pytest.raises(Refusal, match=r"/model-1\.safetensors is a pointer of git-lfs, .* run `git lfs pull` in /"):
+        check_weights(config(model))
+
+
+def test_gguf_files_are_not_read(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "model-Q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(Refusal, match=r"/only has model-Q4\.gguf and no safetensors files; GGUF files are not read"):
+        check_weights(config(tmp_path / "only"))
+    (model / "model-Q4.gguf").write_bytes(b"GGUF")
+    check_weights(config(model))
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 1000, b"version 1 of a text\n", b"\0" * 1000])
 def test_a_file_of_another_kind(model: Path, content: bytes) -> None:
     (model / "model-1.safetensors").write_bytes(content)
     with pytest.raises(Refusal, match=r"/model-1\.safetensors is not a complete safetensors file"):
