@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
 PREFIX = "fastattention: "
 SHORT = 300
+OUR_NAME = "FASTATTENTION"
+"""In vLLM's lists of valid names."""
+NO_CONFIG = re.compile(r"local directory specified: '(?P<folder>[^']+)'")
+"""How vLLM begins to say that it can read nothing in a folder. The name of the missing file is at its end."""
 
 
 class Refusal(ValueError):
@@ -58,13 +64,27 @@ def sentence(error: BaseException) -> str | None:
         )
     messages = [str(entry["msg"]).removeprefix("Value error, ") for entry in _pydantic_errors(error)]
     if isinstance(error, ValueError | OSError):
-        return f"vllm: {_short('; '.join(messages) or str(error))} (VLLM_LOGGING_LEVEL=DEBUG shows more)"
+        message = "; ".join(messages) or str(error)
+        if (found := NO_CONFIG.search(message)) and Path(found["folder"]).is_dir():
+            return PREFIX + _without_config(Path(found["folder"]))
+        return f"vllm: {_short(message)} (VLLM_LOGGING_LEVEL=DEBUG shows more)"
     return None
 
 
 def _short(message: str) -> str:
-    """Shorten to one line. Some of vLLM's own messages list every model that it supports."""
-    return textwrap.shorten(message, SHORT, placeholder=" ...")
+    """Shorten to one line. Some of vLLM's own messages list every model, or every backend, that it has."""
+    shown = textwrap.shorten(message, SHORT, placeholder=" ...")
+    if OUR_NAME in message and OUR_NAME not in shown:
+        return textwrap.shorten(message, SHORT - len(OUR_NAME), placeholder=f" ... {OUR_NAME} ...")
+    return shown
+
+
+def _without_config(folder: Path) -> str:
+    fix = "pass a folder with config.json and safetensors files"
+    gguf = sorted(folder.glob("*.gguf"))
+    if gguf:
+        return f"{folder} has {gguf[0].name} and no config.json; GGUF files are not read; {fix}."
+    return f"{folder} has no config.json; {fix}."
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

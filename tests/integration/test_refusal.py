@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, field_validator
+from vllm.config import ModelConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.refusal import Refusal, sentence
 
 
@@ -56,6 +60,35 @@ def test_a_message_that_lists_everything_is_cut_short() -> None:
     assert "architecture X" in shown
     assert len(shown) < 400
     assert "VLLM_LOGGING_LEVEL=DEBUG" in shown
+
+
+def test_a_list_of_backends_keeps_our_name() -> None:
+    """vLLM's own message, whose list of some thirty names ends with this package's."""
+    compat.ensure_backend_member()
+    with pytest.raises(ValueError, match="FASTATTENTION") as caught:
+        AttentionBackendEnum["FASTATENTION"]
+    shown = sentence(caught.value)
+    assert shown is not None
+    assert shown.startswith("vllm: Unknown attention backend: 'FASTATENTION'. Valid options are: ")
+    assert " FASTATTENTION" in shown
+    assert len(shown) < 400
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["model-Q4.gguf"], "has model-Q4.gguf and no config.json; GGUF files are not read; pass a folder with config"),
+        (["model.safetensors"], "has no config.json; pass a folder with config.json and safetensors files."),
+    ],
+)
+def test_a_folder_without_config_json_names_it(files: list[str], said: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="local directory specified") as caught:
+        ModelConfig(model=str(tmp_path))
+    shown = sentence(caught.value)
+    assert shown is not None
+    assert shown.startswith(f"fastattention: {tmp_path} {said}")
 
 
 def test_a_taken_port_names_the_flag() -> None:
