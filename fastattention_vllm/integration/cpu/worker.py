@@ -97,12 +97,14 @@ def place_tensors(what: str, tensors: Any, cpus: Iterable[int], *, discard: bool
     With ``discard``, the buffers are zero afterwards. Without it, they keep their contents, and buffers smaller than
     two huge pages are not moved.
     """
-    buffers = {address: size for address, size in _buffers(tensors) if size >= _min_bytes(discard)}
+    every = dict(_buffers(tensors))
+    buffers = {address: size for address, size in every.items() if size >= _min_bytes(discard)}
     if not buffers:
         return
     nodes = topology.numa_nodes(cpus)
     placements = [cpu_memory.place_memory(address, size, nodes, discard=discard) for address, size in buffers.items()]
-    logger.info("%s", describe(what, sum(buffers.values()), nodes, placements))
+    not_moved = "" if len(buffers) == len(every) else f" Tensors below {_min_bytes(discard) >> 20} MiB are not moved."
+    logger.info("%s%s", describe(what, sum(every.values()), nodes, placements), not_moved)
 
 
 def _min_bytes(discard: bool) -> int:
@@ -110,7 +112,7 @@ def _min_bytes(discard: bool) -> int:
 
 
 def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.MemoryPlacement]) -> str:
-    """One line for the log: ``size`` bytes of ``what``, the requested NUMA ``nodes``, and the result per buffer."""
+    """One line for the log: ``size`` bytes of ``what``, the requested NUMA ``nodes``, and each placed buffer's result."""
     known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
     huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"
     parts = [f"{what}: {size / GIB:.2f} GiB, {huge} in huge pages"]
