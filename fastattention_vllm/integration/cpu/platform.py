@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration import binding, compat, drafter, multimodal
+from fastattention_vllm.integration import binding, compat, compile_cache, drafter, multimodal
 from fastattention_vllm.integration.checkpoint.positions import check_positions
 from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.cpu import resources as cpu_resources
@@ -84,6 +84,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
         else:
             super().check_and_update_config(vllm_config)
         cls._check_compiler(vllm_config)
+        compile_cache.check_open_files()
+        compile_cache.prepare(vllm_config)
         if ours and vllm_config.model_config.is_hybrid:
             # Not at the top: what it imports of vLLM needs the platform.
             from fastattention_vllm.integration.cpu.backend import FastAttentionBackend

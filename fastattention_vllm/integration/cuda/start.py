@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from fastattention_vllm.integration import compat, drafter, support
+from fastattention_vllm.integration import compat, compile_cache, drafter, support
 from fastattention_vllm.integration.checkpoint.positions import check_positions
 from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
@@ -74,6 +74,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         before(vllm_config)
         if vllm_config.attention_config.backend is not compat.ensure_backend_member():
             return
+        compile_cache.check_open_files()
         check_positions(vllm_config)
         check_weights(vllm_config)
         if capability >= FLASH:
@@ -82,6 +83,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         else:
             check_and_set_volta_defaults(vllm_config, capability)
         keep_router_logits_packed(vllm_config)
+        compile_cache.prepare(vllm_config)
 
     apply_config_platform_defaults._fastattention = True  # type: ignore[attr-defined]
     platform.apply_config_platform_defaults = classmethod(apply_config_platform_defaults)
