@@ -32,12 +32,35 @@ LINEAR_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose linear attention is computed here: Gated DeltaNet."""
 OTHER_LINEAR_ATTENTION = {
     "BailingMoeV2_5ForCausalLM": "lightning attention",
+    "BailingMoeV3ForCausalLM": "Kimi Delta Attention",
+    "BailingMoeV3VLForConditionalGeneration": "Kimi Delta Attention",
+    "Glm5NextForCausalLM": "Kimi Delta Attention",
+    "Glm5NextForConditionalGeneration": "Kimi Delta Attention",
+    "KimiK3ForConditionalGeneration": "Kimi Delta Attention",
     "KimiLinearForCausalLM": "Kimi Delta Attention",
     "MiniMaxForCausalLM": "lightning attention",
     "MiniMaxM1ForCausalLM": "lightning attention",
     "MiniMaxText01ForCausalLM": "lightning attention",
+    "Qwen4ExpForCausalLM": "Gated DeltaNet beside sparse attention",
+    "Qwen4ExpForConditionalGeneration": "Gated DeltaNet beside sparse attention",
 }
-"""Architectures in vLLM's registry whose linear attention was never run beside this backend, on any device."""
+"""Architectures in vLLM's registry whose linear attention was never run beside this backend, on any device.
+
+The refusal does not need this list: it names every model with states that is not of ``LINEAR_MODELS``. The list says
+what the layers are, and names models that an older or newer vLLM does not call hybrid.
+"""
+OWN_ATTENTION = {
+    "HrmTextForCausalLM": "a prompt's tokens attend in both directions",
+    "InklingForCausalLM": "relative attention",
+    "InklingForConditionalGeneration": "relative attention",
+    "MiniMaxM3SparseForCausalLM": "sparse attention",
+    "MiniMaxM3SparseForConditionalGeneration": "sparse attention",
+    "Step5ForCausalLM": "sparse attention",
+    "Step5ForConditionalGeneration": "sparse attention",
+}
+"""Architectures in vLLM's registry that compute attention in layers of their own, on any device."""
+WHOLE_KV_HEADS = ("gpt_oss", "param2moe")
+"""Model types whose code in vLLM divides the KV heads among the ranks, and cannot copy one to several ranks."""
 UNTESTED_ATTENTION = ("attention_chunk_size", "dual_chunk_attention_config", "param_sink_number")
 """Entries of a model's config that select an attention variant which is not tested here."""
 
@@ -156,8 +179,32 @@ def _value_size(config: VllmConfig) -> object:
 
 
 def _other_linear_attention(config: VllmConfig) -> object:
-    named = getattr(config.model_config.hf_config, "architectures", None) or ()
-    return next((f"{OTHER_LINEAR_ATTENTION[one]}, {one}" for one in named if one in OTHER_LINEAR_ATTENTION), False)
+    named = _architectures(config)
+    known = next((f"{OTHER_LINEAR_ATTENTION[one]}, {one}" for one in named if one in OTHER_LINEAR_ATTENTION), False)
+    return known or _other_states(config)
+
+
+def _other_states(config: VllmConfig) -> object:
+    """The architecture of a model with states, if their computation was not run beside this backend."""
+    model = config.model_config
+    keeps_states = model.is_hybrid or model.is_attention_free
+    return keeps_states and _text_config(config).model_type not in LINEAR_MODELS and _architectures(config)[0]
+
+
+def _own_attention(config: VllmConfig) -> object:
+    return next((f"{OWN_ATTENTION[one]}, {one}" for one in _architectures(config) if one in OWN_ATTENTION), False)
+
+
+def _kv_heads(config: VllmConfig) -> object:
+    text = _text_config(config)
+    if text.model_type not in WHOLE_KV_HEADS:
+        return False
+    heads, ranks = text.num_key_value_heads, config.parallel_config.tensor_parallel_size
+    return heads < ranks and f"{text.model_type}: {heads} KV heads, {ranks} ranks"
+
+
+def _architectures(config: VllmConfig) -> list[str]:
+    return list(getattr(config.model_config.hf_config, "architectures", None) or [_text_config(config).model_type])
 
 
 def prepares_drafts() -> bool:
@@ -410,8 +457,24 @@ LATENT_ATTENTION = Unsupported(
     lambda c: c.model_config.use_mla and _text_config(c).model_type,
 )
 
+OWN_LAYERS = Unsupported(
+    "this model's attention",
+    "its layers were never run beside this backend",
+    _ANOTHER_MODEL,
+    _own_attention,
+)
+
+KV_HEADS = Unsupported(
+    "this model on more ranks than it has KV heads",
+    "vLLM's code for it does not copy a KV head to several ranks",
+    "set --tensor-parallel-size to the number of KV heads or less",
+    _kv_heads,
+)
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
     LATENT_ATTENTION,
+    OWN_LAYERS,
+    KV_HEADS,
     Unsupported(
         "cross attention",
         "the backend attends only to a request's own tokens, not to an encoder's",
@@ -594,11 +657,12 @@ _NEVER_RUN = "it has never been run with the kernels of this device"
 
 _UNKNOWN_ATTENTION = (
     Unsupported(
-        "this linear attention",
+        "this linear attention or state-space model",
         "these layers were never run beside this backend",
-        f"{_ANOTHER_MODEL}, Qwen3-Next or Qwen3.5",
+        _ALSO_LINEAR,
         _other_linear_attention,
     ),
+    OWN_LAYERS,
     LATENT_ATTENTION,
     Unsupported(
         "attention with values of another size than keys",
@@ -608,11 +672,12 @@ _UNKNOWN_ATTENTION = (
     ),
 )
 
-WITHOUT_KERNELS: tuple[Unsupported, ...] = (*_UNKNOWN_ATTENTION, HEAD_SIZE)
+WITHOUT_KERNELS: tuple[Unsupported, ...] = (*_UNKNOWN_ATTENTION, HEAD_SIZE, KV_HEADS)
 """Models that are refused at start on GPUs of compute capability 8.0 and newer. vLLM's code runs the others there."""
 
 UNTESTED_ON_VOLTA: tuple[Unsupported, ...] = (
     *_UNKNOWN_ATTENTION,
+    KV_HEADS,
     KV_CONNECTOR,
     CONTEXT_PARALLELISM,
     Unsupported("microbatching", _NEVER_RUN, "remove --enable-dbo and --ubatch-size", _microbatches),

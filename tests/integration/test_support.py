@@ -11,9 +11,15 @@ from typing import Any, get_args
 import pytest
 import transformers
 from transformers import PretrainedConfig
+from vllm.config import ModelConfig
 from vllm.config.cache import CacheDType
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
+from vllm.transformers_utils.configs.deepseek_v4 import DeepseekV4Config
+from vllm.transformers_utils.model_arch_config_convertor import (
+    MODEL_ARCH_CONFIG_CONVERTORS,
+    ModelArchConfigConvertorBase,
+)
 
 from fastattention_vllm.integration import compat, support
 from fastattention_vllm.integration.refusal import Refusal, sentence
@@ -105,6 +111,11 @@ TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0}}
 CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "all-reduces by push": (plain(), {"additional_config": {"fastattention": {"push_all_reduce": "auto"}}}),
     "multi-head latent attention": (model("DeepseekV3Config", "DeepseekV3ForCausalLM"), {}),
+    "this model on more ranks than it has KV heads": (
+        model("GptOssConfig", "GptOssForCausalLM", num_attention_heads=4, head_dim=64, num_local_experts=4),
+        {"tensor_parallel_size": 4},
+    ),
+    "this model's attention": (with_name(plain(), "HrmTextForCausalLM"), {}),
     "cross attention": (
         model(
             "WhisperConfig",
@@ -366,10 +377,15 @@ def test_a_refusal_is_a_value_error() -> None:
 
 ON_OTHER_DEVICES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "all-reduces by push": CASES["all-reduces by push"],
-    "this linear attention": (model("MiniMaxConfig", "MiniMaxForCausalLM", num_local_experts=2), {}),
+    "this linear attention or state-space model": (
+        model("MiniMaxConfig", "MiniMaxForCausalLM", num_local_experts=2),
+        {},
+    ),
+    "this model's attention": CASES["this model's attention"],
     "multi-head latent attention": CASES["multi-head latent attention"],
     "attention with values of another size than keys": (plain(v_head_dim=32), {}),
     "this head size": CASES["this head size"],
+    "this model on more ranks than it has KV heads": CASES["this model on more ranks than it has KV heads"],
     "a KV connector": (plain(), {"kv_offloading_size": 1.0}),
     "context parallelism": (plain(), {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
     "microbatching": (plain(), {"enable_dbo": True}),
@@ -417,9 +433,52 @@ def test_other_linear_attention_is_named(named: str, kind: str) -> None:
         model_config=SimpleNamespace(use_mla=True, hf_config=SimpleNamespace(architectures=[named]))
     )
     with pytest.raises(
-        Refusal, match=rf"^this linear attention \({kind}, {named}\) is not supported: .*Qwen3-Next or Q"
+        Refusal,
+        match=rf"^this linear attention or state-space model \({kind}, {named}\) is not supported: .*Qwen3-Next or Q",
     ):
         check_supported(config, WITHOUT_KERNELS)
+
+
+@pytest.mark.parametrize(("kind", "named"), [("JambaConfig", "JambaForCausalLM"), ("MambaConfig", "MambaForCausalLM")])
+def test_other_states_are_refused_by_kind(kind: str, named: str, tmp_path: Path) -> None:
+    """No list of ours has these: vLLM's own class says that the model keeps states."""
+    assert named not in support.OTHER_LINEAR_ATTENTION
+    getattr(transformers, kind)(architectures=[named]).save_pretrained(tmp_path)
+    config: Any = SimpleNamespace(model_config=ModelConfig(model=str(tmp_path), skip_tokenizer_init=True))
+    for rows in (WITHOUT_KERNELS, UNTESTED_ON_VOLTA, UNTESTED_ON_NPUS):
+        with pytest.raises(Refusal, match=rf"^this linear attention or state-space model \({named}\) is not "):
+            check_supported(config, rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "sentence_begins"),
+    [
+        ("Qwen4ExpConfig", "Qwen4ExpForConditionalGeneration", "this linear attention .*Gated DeltaNet beside sparse"),
+        ("Glm5NextConfig", "Glm5NextForConditionalGeneration", "this linear attention .*Kimi Delta Attention"),
+        ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", "multi-head latent attention"),
+        ("DeepseekV4Config", "DeepseekV4ForCausalLM", "multi-head latent attention"),
+        ("KimiLinearConfig", "KimiLinearForCausalLM", "this linear attention .*Kimi Delta Attention"),
+        ("MiniMaxM3VLConfig", "MiniMaxM3SparseForConditionalGeneration", "this model's attention .*sparse attention"),
+    ],
+)
+def test_this_years_models_are_refused_by_their_configs(kind: str, named: str, sentence_begins: str) -> None:
+    """With the genuine class of each configuration. The model's class is not asked, because it needs GPU kernels."""
+    if kind == "DeepseekV4Config":  # vLLM reads it with a class of its own
+        config: Any = DeepseekV4Config(compress_ratios=[0, 4], head_dim=512, architectures=[named])
+    else:
+        config = getattr(transformers, kind)(architectures=[named])
+    text = config.get_text_config()
+    converted = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)(config, text)
+    described: Any = SimpleNamespace(
+        hf_config=config,
+        hf_text_config=text,
+        use_mla=converted.is_deepseek_mla(),
+        is_hybrid=False,
+        is_attention_free=False,
+    )
+    for rows in (WITHOUT_KERNELS, UNTESTED_ON_VOLTA):
+        with pytest.raises(Refusal, match=f"^{sentence_begins}.* is not supported: "):
+            check_supported(SimpleNamespace(model_config=described), rows)  # type: ignore[arg-type]
 
 
 def test_gated_delta_net_passes_on_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,16 @@ import pytest
 
 from fastattention_vllm.integration.options import Options
 from scripts.docs import (
+    ARCHITECTURES,
     BY_HAND,
     CONFIGURATION_PAGE,
     GENERATED,
+    MODELS_PAGE,
     PLAN_PAGE,
     SUPPORTED_PAGE,
     code_quoted,
     configuration_page,
+    models_page,
     option_meanings,
     plan_page,
     supported_page,
@@ -29,6 +32,11 @@ def test_the_configuration_page_is_up_to_date() -> None:
 def test_the_plan_page_is_up_to_date() -> None:
     assert GENERATED in PLAN_PAGE.read_text()
     assert PLAN_PAGE.read_text() == plan_page(), "run `make docs`"
+
+
+def test_the_models_page_is_up_to_date() -> None:
+    assert ARCHITECTURES in MODELS_PAGE.read_text()
+    assert MODELS_PAGE.read_text() == models_page(), "run `make docs`"
 
 
 def test_handwritten_text_is_kept() -> None:
