@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from fastattention_vllm.integration import compat, drafter
 from fastattention_vllm.integration.host_layers import accelerator
@@ -25,6 +27,7 @@ def model(heads: int = KV_HEADS, size: int = SIZE, **named: Any) -> SimpleNamesp
         get_num_kv_heads=lambda parallel: heads,
         get_head_size=lambda: size,
         get_num_layers=lambda parallel: 3,
+        max_model_len=4096,
         get_sliding_window=lambda: None,
         is_hybrid=False,
         is_multimodal_model=False,
@@ -61,7 +64,50 @@ def test_a_block_of_a_smaller_drafter_takes_less() -> None:
     assert placement.max_blocks(10 * ((2 << 20) + (1 << 19)), 1 << 40) == 10
 
 
+def test_a_drafter_that_reads_less_is_named_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own rule, of the step that the longest request is in, decides what the length is."""
+    lines: list[str] = []
+    monkeypatch.setattr(drafter.logger, "warning_once", lambda text, *values: lines.append(text % values))
+    asked = config("draft_model", model(max_model_len=128), num_speculative_tokens=3)
+    longest = drafter.longest_drafted(asked)
+    runner = SimpleNamespace(
+        speculative_config=SimpleNamespace(use_dflash=lambda: False),
+        num_spec_tokens=3,
+        effective_drafter_max_model_len=128,
+    )
+    fits: Any = GPUModelRunner._input_fits_in_drafter
+    assert longest is not None
+    assert [fits(runner, SimpleNamespace(max_seq_len=longest + more)) for more in (0, 1)] == [True, False]
+    drafter.use_this_backend(asked)
+    (line,) = lines
+    assert line.startswith(
+        "The drafter reads at most 128 tokens, and --max-model-len is 4096: while a request has more "
+    )
+    assert f"more than {longest} tokens, no request" in line
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "ngram"])
+def test_a_drafter_that_reads_as_much_is_not_mentioned(method: str) -> None:
+    assert drafter.longest_drafted(config(method, model(max_model_len=4096), num_speculative_tokens=3)) is None
+
+
+def test_vllm_limits_a_drafter_to_what_its_config_says(tmp_path: Path) -> None:
+    for name, length in (("model", 512), ("draft", 128)):
+        shape = llama(4, 2, 64)
+        shape.max_position_embeddings = length
+        save_random(shape, tmp_path / name)
+    asked = EngineArgs(
+        model=str(tmp_path / "model"),
+        attention_backend="fastattention",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        speculative_config={"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2},
+    ).create_engine_config()
+    assert drafter.longest_drafted(asked) == 126
 WINDOWS_BY_LAYER = SimpleNamespace(model_type="plamo3", interleaved_sliding_window=[32, None])
+
+
 
 
 @pytest.mark.parametrize("method", drafter.WITH_LAYERS)
