@@ -101,7 +101,7 @@ def _check_writable(folder: Path) -> None:
         if not compiled:
             raise Refusal(
                 f"{folder}, where vLLM keeps what torch.compile makes, cannot be written ({error.strerror}); free "
-                f"{NEEDED_BYTES >> 20} MiB there or more, set VLLM_CACHE_ROOT to another folder, or pass --enforce-eager."
+                f"{NEEDED_BYTES >> 20} MiB or more, set VLLM_CACHE_ROOT to another folder, or pass --enforce-eager."
             ) from error
         logger.warning(
             "%s, where vLLM keeps what torch.compile makes, cannot be written (%s). If this model was not compiled "

@@ -95,6 +95,9 @@ def test_head_sizes_and_versions_are_the_codes() -> None:
     *first, last = map(str, HEAD_SIZES)
     assert f"head sizes other than {', '.join(first)} and {last} have no kernel" in BODIES
     (oldest, newest) = re.findall(r"Install a vLLM from ([\d.]+\d) to ([\d.]+\d)", BODIES)[0]
-    before, after = f"{oldest[:-1]}{int(oldest[-1]) - 1}", f"{newest.rpartition('.')[0]}.{int(newest.rpartition('.')[2]) + 1}.0"
+    before, after = (
+        f"{oldest[:-1]}{int(oldest[-1]) - 1}",
+        f"{newest.rpartition('.')[0]}.{int(newest.rpartition('.')[2]) + 1}.0",
+    )
     accepted = [compat.SUPPORTED_VLLM.contains(one) for one in (before, oldest, f"{newest}.0", after)]
     assert accepted == [False, True, True, False]

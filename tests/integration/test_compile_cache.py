@@ -109,5 +109,8 @@ def test_the_folder_is_vllms() -> None:
 
 def test_too_few_open_files_are_refused() -> None:
     compile_cache.check_open_files()
-    with limited(resource.RLIMIT_NOFILE, 64), pytest.raises(Refusal, match=r"^this process may open 64 files, .*ulimit -n"):
+    with (
+        limited(resource.RLIMIT_NOFILE, 64),
+        pytest.raises(Refusal, match=r"^this process may open 64 files, .*ulimit -n"),
+    ):
         compile_cache.check_open_files()

@@ -44,7 +44,7 @@ def test_bad_sections_are_refused_by_name_with_the_valid_keys(section: Any, name
 @pytest.mark.parametrize("name", ["fast_attention", "FastAttention", "fastatention", "fastattn", "fastattention_vllm"])
 def test_a_misspelt_section_is_refused_with_the_right_name(name: str) -> None:
     misspelt = SimpleNamespace(additional_config={name: {"cpu_threads": 3}})
-    with pytest.raises(Refusal, match=rf"^additional-config '{name}' has no effect; .* is 'fastattention': --additional"):
+    with pytest.raises(Refusal, match=rf"^additional-config '{name}' has no effect; .* is 'fastattention': --add"):
         options_of(misspelt)  # type: ignore[arg-type]
 
 

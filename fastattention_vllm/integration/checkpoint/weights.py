@@ -88,8 +88,8 @@ def _tensors_of(path: Path) -> list[str]:
         with path.open("rb") as file:
             if (first := file.read(len(LFS))) == LFS:
                 raise Refusal(
-                    f"{path} is a pointer of git-lfs, not the weights; run `git lfs pull` in {path.parent}, or download "
-                    "the model again."
+                    f"{path} is a pointer of git-lfs, not the weights; run `git lfs pull` in {path.parent}, or "
+                    "download the model again."
                 )
             length = int.from_bytes(first[:8], "little")
             file.seek(8)

@@ -112,7 +112,7 @@ def _min_bytes(discard: bool) -> int:
 
 
 def describe(what: str, size: int, nodes: Sequence[int], placements: Sequence[cpu_memory.MemoryPlacement]) -> str:
-    """One line for the log: ``size`` bytes of ``what``, the requested NUMA ``nodes``, and each placed buffer's result."""
+    """One line for the log: ``size`` bytes of ``what``, the requested NUMA ``nodes``, and the result per buffer."""
     known = [placement.huge_bytes for placement in placements if placement.huge_bytes is not None]
     huge = f"{100 * sum(known) / size:.0f} % of it" if known else "an unknown part of it"
     parts = [f"{what}: {size / GIB:.2f} GiB, {huge} in huge pages"]
