@@ -55,7 +55,7 @@ def test_no_rule_takes_what_is_left(table: str) -> None:
     "architecture", ["JambaForCausalLM", "Mamba2ForCausalLM", "MolmoForCausalLM", "OPTForCausalLM"]
 )
 def test_the_source_says_what_the_class_says(architecture: str) -> None:
-    model = ModelRegistry.models[architecture].load_model_cls()  # type: ignore[attr-defined]
+    model = ModelRegistry.models[architecture].load_model_cls()
     genuine = {
         "IsHybrid": is_hybrid(model),
         "IsAttentionFree": is_attention_free(model),

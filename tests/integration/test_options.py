@@ -45,12 +45,12 @@ def test_bad_sections_are_refused_by_name_with_the_valid_keys(section: Any, name
 def test_a_misspelt_section_is_refused_with_the_right_name(name: str) -> None:
     misspelt = SimpleNamespace(additional_config={name: {"cpu_threads": 3}})
     with pytest.raises(Refusal, match=rf"^additional-config '{name}' has no effect; .* is 'fastattention': --add"):
-        options_of(misspelt)  # type: ignore[arg-type]
+        options_of(misspelt)
 
 
 @pytest.mark.parametrize("name", ["ascend_scheduler_config", "flashattention", "flash_attn", "attention", "torchair"])
 def test_sections_of_other_software_pass(name: str) -> None:
-    assert options_of(SimpleNamespace(additional_config={name: {}})) == Options()  # type: ignore[arg-type]
+    assert options_of(SimpleNamespace(additional_config={name: {}})) == Options()
 
 
 @pytest.mark.parametrize(

@@ -478,7 +478,7 @@ def test_this_years_models_are_refused_by_their_configs(kind: str, named: str, s
     )
     for rows in (WITHOUT_KERNELS, UNTESTED_ON_VOLTA):
         with pytest.raises(Refusal, match=f"^{sentence_begins}.* is not supported: "):
-            check_supported(SimpleNamespace(model_config=described), rows)  # type: ignore[arg-type]
+            check_supported(SimpleNamespace(model_config=described), rows)
 
 
 def test_gated_delta_net_passes_on_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

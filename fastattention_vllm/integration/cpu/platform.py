@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
-from fastattention_vllm.integration import binding, compat, compile_cache, drafter, multimodal
+from fastattention_vllm.integration import binding, compat, drafter, multimodal
 from fastattention_vllm.integration.checkpoint.positions import check_positions
 from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.cpu import resources as cpu_resources
@@ -22,7 +22,7 @@ from fastattention_vllm.integration.cpu.stand_ins import sampling as cpu_samplin
 from fastattention_vllm.integration.host_layers import plan as host_plan
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
-from fastattention_vllm.integration.serving import ray_cluster
+from fastattention_vllm.integration.serving import compile_cache, ray_cluster
 from fastattention_vllm.integration.support import check_supported
 from fastattention_vllm.placement import cpu_claims
 from fastattention_vllm.placement import cpus as topology

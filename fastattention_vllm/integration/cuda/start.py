@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from fastattention_vllm.integration import compat, compile_cache, drafter, support
+from fastattention_vllm.integration import compat, drafter, support
 from fastattention_vllm.integration.checkpoint.positions import check_positions
 from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.serving import compile_cache
 
 logger = init_logger("vllm.fastattention")
 

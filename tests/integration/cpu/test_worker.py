@@ -55,7 +55,7 @@ def test_small_weights_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_worker.logger, "info", lambda text, *values: lines.append(text % values))
     large, small = torch.zeros(8 << 20, dtype=torch.uint8), [torch.zeros(3 << 20, dtype=torch.uint8) for _ in range(56)]
     placed = MemoryPlacement(8 << 20, 0, "")
-    monkeypatch.setattr(cpu_worker.cpu_memory, "place_memory", lambda *arguments, **named: placed)
+    monkeypatch.setattr("fastattention_vllm.attention.cpu.memory.place_memory", lambda *arguments, **named: placed)
     cpu_worker.place_tensors("weights", [large, *small], [0], discard=False)
     (line,) = lines
     assert line.startswith("weights: 0.17 GiB, 5 % of it in huge pages")

@@ -16,7 +16,7 @@ import pytest
 import vllm.compilation.backends
 from vllm.engine.arg_utils import EngineArgs
 
-from fastattention_vllm.integration import compile_cache
+from fastattention_vllm.integration.serving import compile_cache
 from fastattention_vllm.integration.refusal import Refusal
 from tests.reference_models import llama, save_random
 
