@@ -59,6 +59,11 @@ SUITES = (
         adapts_upstream=False,
     ),
     Suite(
+        "quantised weights: scales of the KV cache",
+        str(ROOT / "tests" / "integration" / "cuda" / "quantised" / "test_kv_scales.py"),
+        adapts_upstream=False,
+    ),
+    Suite(
         "quantised weights: refusals of the planner",
         str(ROOT / "tests" / "integration" / "cuda" / "quantised" / "test_planner.py"),
         versions=("0.19.1", "0.32.0"),

@@ -81,6 +81,8 @@ class Layer(ImplClaims, AttentionImpl[Any]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.fp8 = support.FP8_CACHES.get(kv_cache_dtype)
+        if self.fp8 is not None:  # scales are loaded later
+            compat.keep_scales_of_kv_cache()
         self.softcap = logits_soft_cap or 0.0
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         # This is the layer's own parameter, because its weights are loaded later and may be reloaded.

@@ -364,6 +364,45 @@ def dynamic_tables_are_scaled() -> bool:
     return "max_trained_positions" not in inspect.signature(DynamicNTKScalingRotaryEmbedding.__init__).parameters
 
 
+def checkpoint_overrides_kv_cache_dtype() -> bool:
+    """0.19 yes, 0.32 no: whether a checkpoint's kv_cache_scheme overrides --kv-cache-dtype, if that is not auto.
+
+    Only the source text of the layer shows this.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    return 'kv_cache_scheme is not None and kv_cache_dtype == "auto"' not in inspect.getsource(Attention.__init__)
+
+
+def keep_scales_of_kv_cache() -> None:
+    """Keep the scales of a checkpoint's KV cache as numbers, too, when they are loaded. Repeated calls are safe.
+
+    0.19 yes, 0.23 no: for compressed-tensors, vLLM sets the tensors ``_k_scale`` and ``_v_scale`` of a layer alone and
+    leaves the numbers at 1. Kernels take numbers, and reading a tensor in a step would wait for the device. Whatever
+    uses this method has imported its module before it makes a layer.
+    """
+    module: Any = sys.modules.get("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
+    if module is None:
+        return
+    method = module.CompressedTensorsKVCacheMethod
+    load = method.process_weights_after_loading
+    if hasattr(load, "__wrapped__") or "_k_scale_float" in inspect.getsource(load):
+        return
+
+    @functools.wraps(load)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        load(self, layer)
+        for name in ("_k_scale", "_v_scale"):
+            scale = getattr(layer, name).detach()
+            # Buffers, as in newer versions: vLLM reloads parameters in place, and the numbers would not follow.
+            delattr(layer, name)
+            layer.register_buffer(name, scale)
+            # There are more than one only with a scale per head, which is refused.
+            setattr(layer, f"{name}_float", float(scale.max()))
+
+    method.process_weights_after_loading = process_weights_after_loading
+
+
 def refuses_float16(model_type: str) -> bool:
     """Whether vLLM refuses float16 for this model type. 0.19 to 0.33: a table in vLLM's configuration of the model."""
     from vllm.config import model

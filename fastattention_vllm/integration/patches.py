@@ -109,6 +109,18 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("CompressedTensorsKVCacheMethod.process_weights_after_loading of vLLM's quantisation methods",),
+        why="vLLM 0.19 loads the scales of a checkpoint's KV cache as tensors and leaves the numbers at 1, which "
+        "kernels take.",
+        remove_when="vLLM 0.19 is no longer supported",
+        versions="0.19.1",
+        sites=(
+            "compat:keep_scales_of_kv_cache:method.process_weights_after_loading",
+            "compat:keep_scales_of_kv_cache.process_weights_after_loading:delattr",
+            "compat:keep_scales_of_kv_cache.process_weights_after_loading:setattr",
+        ),
+    ),
+    Patch(
         names=("vllm.config.model._check_valid_dtype", "the apply_config_platform_defaults of vLLM's CUDA platforms"),
         why="On GPUs of compute capability 7.x, vLLM recommends bfloat16, which they lack, for models that do not run "
         "in float16. Models that the kernels refuse are refused before any process is started. On the V100, "

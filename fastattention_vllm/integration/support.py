@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 
 from fastattention_vllm.attention.cpu.kernels import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 from fastattention_vllm.integration import compat, drafter, multimodal
@@ -21,6 +22,8 @@ from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.fastattention")
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """vLLM's names, and the dtype of the bytes. vLLM allocates these caches as uint8."""
@@ -113,9 +116,43 @@ def check_kv_cache(vllm_config: VllmConfig) -> None:
     Raises:
         Refusal: the kernels cannot read this quantised cache.
     """
-    if asked := _kv_cache_quantisation(vllm_config):
-        raise Refusal(f"{QUANTISED_CACHE.feature} ({asked}) is not supported: {QUANTISED_CACHE.why}; "
-                      f"{QUANTISED_CACHE.instead}.")  # fmt: skip
+    check_supported(vllm_config, (QUANTISED_CACHE, SCALES_PER_HEAD))
+
+
+def kv_cache_scheme(vllm_config: VllmConfig) -> dict[str, Any] | None:
+    """What the checkpoint says about the KV cache, where vLLM looks for it. None if it leaves the choice to the user."""
+    model: Any = vllm_config.model_config.hf_config
+    places = (model, "quantization_config"), (getattr(model, "text_config", None), "quantization_config")
+    for config, name in (*places, (model, "compression_config")):
+        weights = getattr(config, name, None)
+        if isinstance(weights, dict):
+            method = str(weights.get("quant_method", "")).replace("_", "-")
+            scheme = weights.get("kv_cache_scheme") if method == "compressed-tensors" else None
+            return scheme if isinstance(scheme, dict) else None
+    return None
+
+
+def kv_cache_dtype(vllm_config: VllmConfig) -> str:
+    """``--kv-cache-dtype``, or what vLLM replaces it by when it makes the first attention layer."""
+    asked: str = vllm_config.cache_config.cache_dtype
+    if kv_cache_scheme(vllm_config) is None:
+        return asked
+    return "fp8" if asked == "auto" or compat.checkpoint_overrides_kv_cache_dtype() else asked
+
+
+def name_of_cache(dtype: str, vllm_config: VllmConfig) -> str:
+    """What to call a KV cache of this dtype in a message: by the option, or by what the checkpoint says."""
+    if dtype in FP8_CACHES and kv_cache_scheme(vllm_config) is not None:
+        return f"the {dtype} KV cache of this checkpoint (kv_cache_scheme)"
+    return f"--kv-cache-dtype {dtype}"
+
+
+def say_what_chooses_the_cache(vllm_config: VllmConfig) -> None:
+    """Log it if the checkpoint chooses the KV cache's dtype. vLLM 0.19 overrides the option without a word."""
+    asked, chosen = vllm_config.cache_config.cache_dtype, kv_cache_dtype(vllm_config)
+    if asked != chosen and FP8_CACHES.get(asked) != FP8_CACHES[chosen]:
+        option = "" if asked == "auto" else f"; --kv-cache-dtype {asked} has no effect with this vLLM"
+        logger.info_once("KV cache: %s, because the checkpoint's kv_cache_scheme says so%s.", chosen, option)
 
 
 def has_numba() -> bool:
@@ -135,17 +172,21 @@ def _head_size(config: VllmConfig) -> object:
 
 def _kv_cache_quantisation(config: VllmConfig) -> object:
     cache = config.cache_config
-    if cache.cache_dtype not in KV_CACHE_DTYPES:
-        return f"--kv-cache-dtype {cache.cache_dtype}"
-    if cache.cache_dtype not in FP8_CACHES:
+    dtype = kv_cache_dtype(config)
+    if dtype not in KV_CACHE_DTYPES:
+        return f"--kv-cache-dtype {dtype}"
+    if dtype not in FP8_CACHES:
         return False
     if cache.kv_cache_dtype_skip_layers:
         return f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)}"
     if compat.calculates_kv_scales(config):
         return "--calculate-kv-scales"
-    weights = getattr(config.model_config.hf_config, "quantization_config", None)
-    scheme: Any = weights.get("kv_cache_scheme") if isinstance(weights, dict) else None
-    return scheme and scheme.get("strategy") == "attn_head" and "one scale per head"
+    return False
+
+
+def _scales_per_head(config: VllmConfig) -> object:
+    scheme = kv_cache_scheme(config)
+    return scheme is not None and scheme.get("strategy") == "attn_head" and "kv_cache_scheme: attn_head"
 
 
 def _not_attention_alone(config: VllmConfig) -> object:
@@ -409,6 +450,13 @@ QUANTISED_CACHE = Unsupported(
     _kv_cache_quantisation,
 )
 
+SCALES_PER_HEAD = Unsupported(
+    "a KV cache with one scale per head",
+    "the kernels read one scale for K and one for V in each layer",
+    "serve a checkpoint whose kv_cache_scheme has the strategy tensor, or an unquantised one",
+    _scales_per_head,
+)
+
 KV_CONNECTOR = Unsupported(
     "a KV connector",
     "KV transfer and offloading connectors are untested with this backend's cache layout",
@@ -544,6 +592,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     HEAD_SIZE,
     QUANTISED_CACHE,
+    SCALES_PER_HEAD,
     Unsupported(
         "speculative decoding with this vLLM version",
         "its CPU worker does not verify speculated tokens",

@@ -102,6 +102,12 @@ HYBRID = model(
 )
 QWEN3_MOE = model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=64, num_experts=4)
 
+SCALES_PER_HEAD = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True},
+}
+
 QWEN25_VL = with_name(image_references.qwen2_5_vl(), "Qwen2_5_VLForConditionalGeneration")
 GEMMA3 = with_name(image_references.gemma3(), "Gemma3ForConditionalGeneration")
 PALIGEMMA = with_name(image_references.paligemma(), "PaliGemmaForConditionalGeneration")
@@ -144,6 +150,7 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "this attention variant": (plain(attention_chunk_size=64), {}),
     "this head size": (plain(head_size=512), {}),
     "this quantised KV cache": (plain(), {"kv_cache_dtype": "fp8_inc"}),
+    "a KV cache with one scale per head": (plain(quantization_config=SCALES_PER_HEAD), {}),
     "this speculative decoding method": (
         plain(),
         {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
@@ -230,11 +237,10 @@ def test_scales_taken_from_the_first_prompt_are_refused(tmp_path: Path, monkeypa
         engine_config(plain(), tmp_path, kv_cache_dtype="fp8")
 
 
-def test_scales_per_head_are_refused(tmp_path: Path) -> None:
-    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True}
-    weights = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    with pytest.raises(ValueError, match="one scale per head"):
-        engine_config(plain(quantization_config=weights), tmp_path, kv_cache_dtype="fp8")
+@pytest.mark.parametrize("asked", ["auto", "fp8"])
+def test_scales_per_head_are_refused(asked: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one scale per head \(kv_cache_scheme: attn_head\)"):
+        engine_config(plain(quantization_config=SCALES_PER_HEAD), tmp_path, kv_cache_dtype=asked)
 
 
 def test_a_pooling_model_without_attention_is_refused(tmp_path: Path) -> None:

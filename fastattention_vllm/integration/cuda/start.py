@@ -78,6 +78,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
         compile_cache.check_open_files()
         check_positions(vllm_config)
         check_weights(vllm_config)
+        support.say_what_chooses_the_cache(vllm_config)
         if capability >= FLASH:
             support.check_supported(vllm_config, support.WITHOUT_KERNELS)
             drafter.use_this_backend(vllm_config)
@@ -93,6 +94,7 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
 def check_and_set_volta_defaults(vllm_config: Any, capability: tuple[int, int]) -> None:
     """The same on GPUs below compute capability 8.0."""
     support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
+    support.check_kv_cache(vllm_config)
     from fastattention_vllm.integration.cuda import xformers
 
     drafter.use_this_backend(vllm_config)

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl
 
 from fastattention_vllm.attention.problem import AttentionProblem
-from fastattention_vllm.integration import compat, drafter
+from fastattention_vllm.integration import compat, drafter, support
 from fastattention_vllm.integration.claims import ImplClaims
 from fastattention_vllm.integration.host_layers.device import DeviceLayer, DeviceRuntime
 from fastattention_vllm.integration.host_layers.metadata import NO_LIMIT, HostMetadata
@@ -497,9 +497,7 @@ def _set_up(vllm_config: VllmConfig, runtime: DeviceRuntime, options: Options, c
     specs = {name: context[name].get_kv_cache_spec(vllm_config) for name in targets}
     nodes = topology.numa_nodes(runtime.cpus())
     for name in targets:
-        why_not = context[name].impl.why_not_on_host()
-        if why_not:
-            raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
+        check_layer(context[name].impl, vllm_config)
     if copies:
         check_copies(vllm_config, runtime, [context[name].impl for name in targets])
     runtime.prepare()
@@ -534,6 +532,19 @@ def _set_up(vllm_config: VllmConfig, runtime: DeviceRuntime, options: Options, c
         layer.impl = HostLayerImpl(layer, layer.impl, host_layers)
 
 
+def check_layer(impl: DeviceLayer, vllm_config: VllmConfig) -> None:
+    """
+    Raises:
+        Refusal: the layer has a feature that host layers on this device lack.
+    """
+    why_not = impl.why_not_on_host()
+    if why_not is None:
+        return
+    if why_not.startswith("--kv-cache-dtype"):  # which the user may not have passed
+        why_not = support.name_of_cache(why_not.split()[1], vllm_config)
+    raise Refusal(f"host layers on this device do not support {why_not}; set host_kv_layers to 0.")
+
+
 def max_filled_tokens(vllm_config: VllmConfig) -> int:
     """Tokens of the largest step in which missing n-gram drafts are made up.
 
@@ -564,13 +575,11 @@ def check_copies(vllm_config: VllmConfig, runtime: DeviceRuntime, impls: Sequenc
     Raises:
         Refusal: names what does not go together.
     """
-    stored = options_of(vllm_config).host_kv_dtype
+    stored, dtype = options_of(vllm_config).host_kv_dtype, support.kv_cache_dtype(vllm_config)
     reasons = {
         "on this device": not runtime.keeps_copies,
         f"with host_kv_dtype {stored}": stored != "auto",
-        f"with --kv-cache-dtype {vllm_config.cache_config.cache_dtype}": (
-            vllm_config.cache_config.cache_dtype in FP8_CACHES
-        ),
+        f"with {support.name_of_cache(dtype, vllm_config)}": dtype in FP8_CACHES,
         "with ALiBi": not all(impl.merges() for impl in impls),
     }
     for why, found in reasons.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastattention_vllm.integration import drafter
+from fastattention_vllm.integration import drafter, support
 from fastattention_vllm.integration.compat import BACKEND_NAME
 from fastattention_vllm.integration.kv_size import kv_size_of, layers_of
 from fastattention_vllm.integration.options import decide_host_layers, options_of
@@ -96,10 +96,13 @@ def check(vllm_config: VllmConfig) -> None:
         if asked:
             raise Refusal(f"{name} is not supported with host layers: {why}; {instead}, or set host_kv_layers to 0.")
     stored = options_of(vllm_config).host_kv_dtype
-    if stored != "auto" and cache.cache_dtype in FP8_CACHES:
+    dtype = support.kv_cache_dtype(vllm_config) if stored != "auto" else "auto"
+    if dtype in FP8_CACHES:
+        named = support.name_of_cache(dtype, vllm_config)
+        instead = "remove one of the two" if named.startswith("--") else "set host_kv_dtype to auto"
         raise Refusal(
-            f"host_kv_dtype is {stored}, but --kv-cache-dtype {cache.cache_dtype} already stores the keys and values "
-            "of all layers in 8 bits; remove one of the two."
+            f"host_kv_dtype is {stored}, but {named} already stores the keys and values of all layers in 8 bits; "
+            f"{instead}."
         )
 
 

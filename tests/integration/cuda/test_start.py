@@ -144,7 +144,7 @@ def stub(
         optimization_level=level,
         additional_config={"fastattention": options},
         kv_transfer_config=None,
-        cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False),
+        cache_config=SimpleNamespace(kv_offloading_size=None, kv_sharing_fast_prefill=False, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False
         ),
@@ -158,6 +158,21 @@ def test_the_v100_alone_runs_without_torch_compile_and_with_graphs(capability: t
     found = (config.compilation_config.mode, config.compilation_config.cudagraph_mode)
     changed = (CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
     assert found == (changed if capability == (7, 0) else (None, None))
+
+
+@pytest.mark.usefixtures("capability")
+def test_a_checkpoint_with_a_scale_per_head_of_its_cache_is_refused() -> None:
+    config = stub()
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True}
+    config.model_config.hf_config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": scheme,
+    }
+    config.cache_config.kv_cache_dtype_skip_layers = []
+    with pytest.raises(
+        Refusal, match=r"^a KV cache with one scale per head \(kv_cache_scheme: attn_head\) is not supp"
+    ):
+        type(current_platform).apply_config_platform_defaults(config)
 
 
 @pytest.mark.usefixtures("capability")

@@ -269,6 +269,17 @@ def test_options_incompatible_with_host_layers_are_refused(
     assert "\n" not in (sentence(caught.value) or "\n")
 
 
+def test_host_layers_of_8_bits_are_refused_beside_a_checkpoints_fp8_cache() -> None:
+    """vLLM has set the dtype by now; the user may not have passed it."""
+    weights = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    config = refused_with_host_layers(
+        cache_config={"cache_dtype": "fp8"}, model_config={"hf_config": SimpleNamespace(quantization_config=weights)}
+    )
+    config.additional_config = {"fastattention": {"host_kv_dtype": "int8"}}
+    with pytest.raises(Refusal, match=r"^host_kv_dtype is int8, but the fp8 KV cache of this checkpoint .* to auto\.$"):
+        host_plan.check(config)
+
+
 class CountingLink(LocalLink):
     def __init__(self) -> None:
         self.taken: list[int] = []
