@@ -120,7 +120,7 @@ def check_kv_cache(vllm_config: VllmConfig) -> None:
 
 
 def kv_cache_scheme(vllm_config: VllmConfig) -> dict[str, Any] | None:
-    """What the checkpoint says about the KV cache, where vLLM looks for it. None if it leaves the choice to the user."""
+    """What the checkpoint says about the KV cache, where vLLM looks for it. None: it leaves the choice to the user."""
     model: Any = vllm_config.model_config.hf_config
     places = (model, "quantization_config"), (getattr(model, "text_config", None), "quantization_config")
     for config, name in (*places, (model, "compression_config")):
