@@ -15,7 +15,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.linear_method import QuantisedLinearMethod
 from fastattention_vllm.integration.cuda.quantised.progress import Progress
 from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, MARLIN, NAME, capability
-from fastattention_vllm.integration.cuda.quantised.unquantised_method import UnquantisedMethod
+from fastattention_vllm.integration.cuda.quantised.unquantised_method import UnquantisedHead, UnquantisedMethod
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
 
@@ -76,7 +76,7 @@ class QuantisedConfig:
         if isinstance(layer, LinearBase | ParallelLMHead):
             check_device()
             if self._leaves(layer, prefix):
-                return UnquantisedMethod(prefix) if isinstance(layer, LinearBase) else None
+                return UnquantisedMethod(prefix) if isinstance(layer, LinearBase) else UnquantisedHead(prefix)
             return self.linear_method(layer, prefix).reporting_to(self.progress)
         inherited: Any = super()
         return inherited.get_quant_method(layer, prefix)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.parameter import (
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
@@ -13,6 +15,7 @@ from vllm.model_executor.parameter import (
 )
 
 from fastattention_vllm.integration.cuda.quantised.linear_method import QuantisedLinearMethod
+from fastattention_vllm.integration.cuda.quantised.loading import parts_of_qkv
 from fastattention_vllm.linear.weights import BLOCK, QuantisedMatrix, WeightFormat
 
 PARTS = {"q": 0, "k": 1, "v": 2}
@@ -64,7 +67,7 @@ class Fp8Method(QuantisedLinearMethod):
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loader of merged layers reads it
             shape = (-(-self.n // BLOCK), -(-self.k // BLOCK))
             self.add(layer, self.scales_name, BlockQuantScaleParameter, torch.empty(shape, dtype=float32),
-                     input_dim=1, output_dim=0)  # fmt: skip
+                     loader=part_by_part(layer, self.loader), input_dim=1, output_dim=0)  # fmt: skip
         if self.input_scale:
             self.add(layer, "input_scale", PerTensorScaleParameter, torch.empty(parts, dtype=float32),
                      loader=load_scalar, optional=True)  # fmt: skip
@@ -77,6 +80,28 @@ class Fp8Method(QuantisedLinearMethod):
         else:
             scales = scales.t()
         return QuantisedMatrix(self.form, self.k, self.n, layer.weight.data.t(), scales)
+
+
+def part_by_part(layer: Any, load: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's loader of scales of blocks, for checkpoints in which queries, keys and values are one tensor, as in Phi-3.
+    <= 0.19: vLLM takes a row of scales for each output. :class:`Fp8Method` checks that each part begins with a block.
+    """
+    if not isinstance(layer, QKVParallelLinear):
+        return load
+
+    def load_parts(parameter: Any, loaded: torch.Tensor, part: str | None = None) -> None:
+        if part is not None:
+            load(parameter, loaded, part)
+            return
+        begin = 0
+        for name, outputs in parts_of_qkv(layer):
+            rows = -(-outputs // BLOCK)
+            load(parameter, loaded.narrow(0, begin, rows), name)
+            begin += rows
+        if begin != len(loaded):
+            raise RuntimeError("more rows than the parts have")
+
+    return load_parts
 
 
 def load_scalar(parameter: Any, loaded: torch.Tensor, part: str | int | tuple[int, ...] | None = None) -> None:

@@ -22,7 +22,7 @@ from vllm.model_executor.parameter import (
 
 from fastattention_vllm.attention.volta import kernels as attention_kernels
 from fastattention_vllm.attention.volta.images import ImageError
-from fastattention_vllm.integration.cuda.quantised.loading import Loading
+from fastattention_vllm.integration.cuda.quantised.loading import Loading, fused_outputs
 from fastattention_vllm.integration.cuda.quantised.progress import Progress
 from fastattention_vllm.integration.options import options_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -82,6 +82,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         self.k, self.whole_k = input_size_per_partition, input_size
         self.widths, self.whole_n = tuple(output_partition_sizes), output_size
         self.n = sum(self.widths)
+        self.fused = fused_outputs(layer, self.widths, output_size)
         self.dtype = params_dtype
         self.ordered: bool | None = None
         self.loader: Callable[..., None] = extra_weight_attrs["weight_loader"]
@@ -111,7 +112,9 @@ class QuantisedLinearMethod(LinearMethodBase):
         **where: Any,
     ) -> None:
         """Register a parameter whose loads are checked."""
-        loading = Loading(self.prefix, name, self.ranks, optional=optional, alike=alike, scales=scales)
+        loading = Loading(
+            self.prefix, name, self.ranks, optional=optional, alike=alike, scales=scales, fused=self.fused
+        )
         self.loadings[name] = loading
         layer.register_parameter(name, kind(data=data, weight_loader=loading.wrap(loader or self.loader), **where))
 

@@ -6,11 +6,12 @@ tensor that is too large a part is taken, and numbers of another dtype are conve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.volta.packing import scales_in_fp16
@@ -32,6 +33,9 @@ class Loading:
         alike: all parts of a merged layer must have the same values, because the layer has it once.
         scales: of integers, which the kernels read as fp16.
         unless: what else it means if the tensor is missing.
+        fused: the outputs of all parts of a merged layer in the checkpoint, and on this rank. Keys and values may be
+            on several ranks, so that a tensor with all parts is not divided evenly.
+        divided: whether ranks take equal parts of a tensor. A vocabulary is padded, so its last rank has less.
     """
 
     def __init__(
@@ -44,7 +48,10 @@ class Loading:
         alike: bool = False,
         scales: bool = False,
         unless: str = QUANTISED,
+        fused: tuple[int, int] = (1, 1),
+        divided: bool = True,
     ) -> None:
+        self.fused, self.divided = fused, divided
         self.layer, self.name, self.ranks = layer, name, ranks
         self.optional, self.alike, self.scales, self.unless = optional, alike, scales, unless
         self.numbers: dict[str, int] = {}
@@ -75,8 +82,11 @@ class Loading:
             # A rank takes all of a tensor, or one of as many parts as there are ranks or KV heads. A scale of a whole
             # matrix may be written for each part of it.
             times, rest = divmod(loaded.numel(), max(writes.copied, 1))
-            if loaded.numel() > 1 and (rest or not times or self.ranks % times):
-                raise self._misshapen(shape, param)
+            if loaded.numel() > 1 and self.divided and (rest or not times or self.ranks % times):
+                whole, own = self.fused
+                one_part = any(one is not None for one in (*part, *named.values()))
+                if one_part or loaded.numel() * own != writes.copied * whole:
+                    raise self._misshapen(shape, param)
             if param.is_meta:
                 return
             if before is not None and not torch.equal(before, param.data):
@@ -131,6 +141,24 @@ def _means_the_same(wanted: torch.dtype, found: torch.dtype) -> bool:
         # FP8 weights would lose their scales. e8m0 is a dtype of scales: powers of two.
         return found.is_floating_point and (found.itemsize > 1 or found == torch.float8_e8m0fnu)
     return found == wanted or not (wanted.is_floating_point or found.is_floating_point)
+
+
+def fused_outputs(layer: Any, widths: Sequence[int], whole: int) -> tuple[int, int]:
+    """``fused`` of a layer's parameters.
+
+    Args:
+        widths: outputs of each part on this rank.
+        whole: outputs of all ranks, as vLLM counts them: keys and values on several ranks several times.
+    """
+    if isinstance(layer, QKVParallelLinear):
+        whole = sum(size for _, size in parts_of_qkv(layer))
+    return whole, sum(widths)
+
+
+def parts_of_qkv(layer: QKVParallelLinear) -> list[tuple[str, int]]:
+    """The parts of a checkpoint's tensor with queries, keys and values: vLLM's name and the outputs of each."""
+    heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
+    return [("q", heads * layer.head_size), ("k", kv_heads * layer.head_size), ("v", kv_heads * layer.v_head_size)]
 
 
 class _Writes(TorchDispatchMode):

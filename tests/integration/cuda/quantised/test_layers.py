@@ -18,6 +18,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers import linear as layers
+from vllm.model_executor.layers import vocab_parallel_embedding as embeddings
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -27,7 +28,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -37,7 +38,7 @@ from vllm.model_executor.model_loader.reload import (
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised import config as common
 from fastattention_vllm.integration.cuda.quantised import gptq as gptq_module
-from fastattention_vllm.integration.cuda.quantised import linear_method
+from fastattention_vllm.integration.cuda.quantised import linear_method, unquantised_method
 from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
 from fastattention_vllm.integration.refusal import Refusal
 from tests.integration.cuda.quantised.formats import FORMATS, Format, Stored, awq, floats, fp8, gptq, packed
@@ -219,6 +220,42 @@ def test_parts_that_are_one_tensor_in_the_checkpoint(name: str) -> None:
     check(finish(layer), stored.weight)
 
 
+FUSED = ["awq", "gptq", "packed-zero-points", "fp8", "fp8-block", "floats-block", "floats-channel"]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_queries_keys_and_values_that_are_one_tensor_in_the_checkpoint(name: str) -> None:
+    stored = stored_as(name, 512 + 2 * 256)
+    layer = QKVParallelLinear(K, 128, 4, 2, bias=False, quant_config=config_of(FORMATS[name]), prefix="l.qkv_proj")
+    load(layer, stored)
+    check(finish(layer), stored.weight)
+
+
+@pytest.mark.parametrize("name", [*FUSED, "unquantised"])
+def test_one_tensor_with_fewer_kv_heads_than_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each KV head is on two of four ranks, so that a rank has more than a quarter of the tensor."""
+    pretend(monkeypatch, 3, 4)
+    if name == "unquantised":
+        weight = drawn(512 + 2 * 256, K).half()
+        stored, config = Stored({"weight": weight}, weight), config_of(awq(), modules_to_not_convert=["_proj"])
+    else:
+        stored, config = stored_as(name, 512 + 2 * 256), config_of(FORMATS[name])
+    layer = QKVParallelLinear(K, 128, 4, 2, bias=False, quant_config=config, prefix="l.qkv_proj")
+    load(layer, stored)
+    check(finish(layer), torch.cat([stored.weight[384:512], stored.weight[640:768], stored.weight[896:]]))
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block", "floats-channel"])
+@pytest.mark.parametrize("n", [512 + 256 + 128, 512 + 3 * 256])
+def test_one_tensor_of_another_number_of_heads_is_refused(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 3, 4)
+    layer = QKVParallelLinear(K, 128, 4, 2, bias=False, quant_config=config_of(FORMATS[name]), prefix="l.qkv_proj")
+    held = dict(layer.named_parameters())
+    for other, tensor in stored_as(name, n).tensors.items():
+        with pytest.raises(Refusal, match=rf"^l.qkv_proj: the checkpoint's {other} has shape .* on each of 4 ranks"):
+            held[other].weight_loader(held[other], tensor)
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-order", "packed"])
 def test_an_output_layer_that_is_quantised(name: str) -> None:
     form, stored = FORMATS[name], stored_as(name)
@@ -256,6 +293,44 @@ def test_an_output_layer_that_vllm_pads(name: str) -> None:
 def test_an_output_layer_that_is_not_quantised(name: str) -> None:
     layer = ParallelLMHead(N, K, quant_config=config_of(FORMATS[name]), prefix="lm_head")
     assert {name: held.dtype for name, held in layer.named_parameters()} == {"weight": torch.float16}
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "packed", "fp8", "floats-channel"])
+def test_an_output_layer_that_is_quantised_without_a_word_is_refused(name: str) -> None:
+    layer = ParallelLMHead(N, K, quant_config=config_of(FORMATS[name]), prefix="lm_head")
+    float8 = name in ("fp8", "floats-channel")
+    wanted = "the checkpoint's weight has dtype torch.float8_e4m3fn" if float8 else "this layer needs weight, but the"
+    if not float8:
+        load(layer, stored_as(name))  # vLLM's models skip tensors without a parameter
+    with pytest.raises(Refusal, match=rf"^lm_head: {wanted}.*serve another checkpoint\.$"):
+        load(layer, stored_as(name)) if float8 else finish(layer)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_an_output_layer_of_several_ranks_is_loaded(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary of 150 is padded to 192: ranks have 48, 48, 48 and 6 rows of the checkpoint."""
+    pretend(monkeypatch, rank, 4)
+    layer, weight = ParallelLMHead(150, K, quant_config=config_of(awq()), prefix="lm_head"), drawn(150, K).half()
+    load(layer, Stored({"weight": weight}, weight))
+    finish(layer)
+    rows = weight[48 * rank : 48 * (rank + 1)]
+    assert torch.equal(layer.weight[: len(rows)], rows)
+    assert layer.weight.shape == (48, K)
+    assert not layer.weight.isnan().any()
+
+
+def test_an_output_layer_may_be_tied_to_the_embeddings() -> None:
+    embedding = VocabParallelEmbedding(N, K, prefix="embed_tokens")
+    embedding.weight.data.copy_(weight := drawn(N, K).half())
+    layer = ParallelLMHead(N, K, quant_config=config_of(awq()), prefix="lm_head").tie_weights(embedding)
+    assert torch.equal(finish(layer).weight, weight)
+
+
+def test_a_drafters_output_layer_may_be_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM puts it in after loading."""
+    monkeypatch.setattr(get_current_vllm_config(), "speculative_config", SimpleNamespace())
+    layer = finish(ParallelLMHead(N, K, quant_config=config_of(awq()), prefix="lm_head"))
+    assert bool(layer.weight.isnan().all()), "and not as the memory was"
 
 
 IGNORING = {
@@ -703,12 +778,10 @@ def test_a_vllm_that_may_choose_marlin_for_experts_is_refused(name: str) -> None
 def test_integer_experts_are_loaded_for_vllms_own_kernels(name: str) -> None:
     """A layer as models build and load it. Its bytes are then read as those kernels read them: two numbers of 4 bits in
     a byte, the first in the low bits."""
-    from vllm.model_executor.layers.fused_moe import FusedMoE
     from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Method
 
     count, form = 3, INTEGER_EXPERTS[name]
-    built = FusedMoE(count, 2, K, N, torch.float16, quant_config=config_of(form), prefix=f"{name}.mlp.experts")
-    (layer,) = (one for one in built.modules() if "w13_qweight" in dict(one.named_parameters(recurse=False)))
+    layer = built_experts(count, form, f"{name}.mlp.experts")
     method = layer.quant_method
     assert isinstance(method, MoeWNA16Method)
     meant = {}
@@ -731,6 +804,15 @@ def test_integer_experts_are_loaded_for_vllms_own_kernels(name: str) -> None:
         for expert in range(count):
             expected = [meant[expert, shard] for shard in (("w1", "w3") if part == "w13" else ("w2",))]
             assert torch.equal(found[expert], torch.cat(expected))
+
+
+def built_experts(count: int, form: Format, prefix: str) -> Any:
+    """The part of vLLM's layer that has the weights."""
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+
+    built = FusedMoE(count, 2, K, N, torch.float16, quant_config=config_of(form), prefix=prefix)
+    (layer,) = (one for one in built.modules() if "w13_qweight" in dict(one.named_parameters(recurse=False)))
+    return layer
 
 
 def of_bytes(held: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
@@ -792,7 +874,7 @@ def test_unquantised_experts_beside_quantised_layers(
 
 def pretend(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
     """As if this process were one of several tensor parallel ranks."""
-    for module in (layers, parameters, linear_method):
+    for module in (layers, parameters, linear_method, embeddings, unquantised_method):
         for name, value in (("get_tensor_model_parallel_rank", rank), ("get_tensor_model_parallel_world_size", ranks)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda value=value: value)
