@@ -48,6 +48,7 @@ NOT_VLLMS = {
     "cuda/quantised/experts:experts_method:config.linear_quant_method": "an option of the configuration of one layer",
     "cuda/quantised/awq:AwqConfig.from_config:made.checkpoint": "an attribute of our own class",
     "cuda/quantised/compressed_tensors:CompressedTensorsCheckpointConfig.from_config:made.checkpoint": "the same",
+    "cuda/quantised/experts:CheckedZeroPoints.create_weights:held.weight_loader": "an attribute of our own parameter",
     "cuda/quantised/fp8:Fp8CheckpointConfig.from_config:made.checkpoint": "the same",
     "cuda/quantised/gptq:GptqConfig.from_config:made.checkpoint": "the same",
     "cuda/quantised/fp8_method:Fp8Method.add_parameters:layer.weight_block_size": "what vLLM's linear methods set",

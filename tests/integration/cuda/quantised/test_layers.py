@@ -815,6 +815,23 @@ def built_experts(count: int, form: Format, prefix: str) -> Any:
     return layer
 
 
+@without_marlin
+@pytest.mark.parametrize(("shard", "name"), [("w1", "w13_qzeros"), ("w3", "w13_qzeros"), ("w2", "w2_qzeros")])
+def test_zero_points_that_vllm_would_carry_into_another_column_are_refused(shard: str, name: str) -> None:
+    form = gptq(symmetric=False)
+    layer = built_experts(2, form, f"{shard}.mlp.experts")
+    n, k = (K, N) if shard == "w2" else (N, K)
+    words = form.store(drawn(n, k)).tensors["qzeros"].contiguous().clone()
+    held = getattr(layer, name)
+    words[0, 1] = words[0, 1] & ~(15 << 8) | 14 << 8
+    held.weight_loader(held, words, f"l.mlp.experts.{name}", shard, 1)
+    words[0, 1] |= 15 << 8
+    with pytest.raises(
+        Refusal, match=rf"^{shard}.mlp.experts: qzeros has 15, which means a zero point of 16 .*; serve"
+    ):
+        held.weight_loader(held, words, f"l.mlp.experts.{name}", shard, 1)
+
+
 def of_bytes(held: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     """int32 numbers from bytes."""
     if bits == 8:
@@ -827,6 +844,7 @@ def of_bytes(held: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     [
         (gptq(ordered=True), "activation order"),
         (gptq(symmetric=False, second=True), "zero points of the format gptq_v2"),
+        (gptq(bits=8, symmetric=False), r"zero points of 8 bits \(sym: false\)"),
         (gptq(group=-1), "scales per channel"),
         (awq(-1), "scales per channel"),
     ],
