@@ -22,6 +22,8 @@ INSTEAD = (
 FEWER_RANKS = "use a smaller --tp"
 VLLMS = {"fbgemm-fp8": "8.0", "modelopt": "8.9", "mxfp4": "8.0", "torchao": "7.5"}
 """Methods that only vLLM's kernels read, with the compute capability that they need."""
+VLLMS_OWN = ("", "gguf", "bitsandbytes", "unknown", "an unnamed method")
+"""Methods that vLLM's kernels read on these GPUs, none among them, and what the planner cannot name."""
 BLOCK = 128
 """Rows and columns of a block of FP8 weights that has a scale."""
 TILE = 8
@@ -121,8 +123,11 @@ def _compressed(form: Stored) -> Reason | None:
 
 def _vllms(form: Stored) -> Reason | None:
     needed = VLLMS.get(form.method)
-    if needed is None:
+    if form.method in VLLMS_OWN:
         return None
+    if needed is None:
+        why = "vLLM accepts them, but whether its kernels have code for this device was not checked"
+        return Reason(f"weights of the method {form.method!r}", why)
     return Reason(f"weights of the method {form.method!r}", f"vLLM's kernels for them need compute capability {needed}")
 
 

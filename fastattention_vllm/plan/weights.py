@@ -11,6 +11,9 @@ PLAIN_BYTES = 2.0
 """Bytes of a weight in fp16 or bf16."""
 SCALE_BYTES = 4
 """Of a group of integers: scale and zero point in the V100 kernels' layout. Files have up to 1.5 bytes less."""
+PLAIN_BITS = 16
+SPECIAL = set(r"*+?^$()[]{}|\\")
+"""AutoRound's rules with one of these are regular expressions."""
 LEFT_TO_VLLM = (2, 3)
 """Bits of GPTQ weights that run on kernels of vLLM 0.19."""
 
@@ -90,6 +93,8 @@ def stored(
                 return _fp8(config, [*names, *merged], is_head)
             case "compressed-tensors":
                 return _compressed(config, names, merged, is_head)
+            case "auto-round" | "inc":
+                return _auto_round(config, names, is_head)
         return PLAIN if is_head else Stored(method or "an unnamed method")
     except re.error:
         return UNKNOWN
@@ -129,6 +134,34 @@ def _gptq(config: Mapping[str, Any], names: Sequence[str], merged: Sequence[str]
         ordered=bool(found.get("desc_act")) and found.get("group_size") != -1,
         torn=torn,
     )
+
+
+def _auto_round(config: Mapping[str, Any], names: Sequence[str], is_head: bool) -> Stored:
+    """Weights in the words of GPTQ or AWQ, which vLLM tells from the packing or the backend."""
+    words = f"{config.get('packing_format') or 'gptq'} {config.get('backend') or config.get('vllm_backend') or ''}"
+    method = next((kind for kind in ("gptq", "awq") if kind in words), "auto-round")
+    blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names") or ()
+    inside = blocks.split(",") if isinstance(blocks, str) else list(_flat(blocks))
+    quantised = any(name.startswith(part) for part in inside for name in names) if inside else not is_head
+    changes = _exceptions(config.get("extra_config") or {}, names)
+    found = {**config, **changes}
+    bits = found.get("bits") if quantised or "bits" in changes else None
+    if not isinstance(bits, int) or bits >= PLAIN_BITS:
+        return PLAIN
+    if method == "gptq" and config.get("bits") in LEFT_TO_VLLM:
+        return UNKNOWN
+    zero_points = method == "awq" or not found.get("sym", True)
+    return _integers(
+        method, bits, found.get("group_size"), form="gemm" if method == "awq" else "", zero_points=zero_points
+    )
+
+
+def _exceptions(rules: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
+    """Of AutoRound: the rule with a name, or else the first that is a regular expression found in one."""
+    named = [rules[name] for name in names if name in rules]
+    found = [changes for rule, changes in rules.items() if set(rule) & SPECIAL
+             and any(re.search(rule, name) for name in names)]  # fmt: skip
+    return next(iter([*named, *found]), {})
 
 
 def _changes(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any] | None:

@@ -96,7 +96,9 @@ def check_and_set_volta_defaults(vllm_config: Any, capability: tuple[int, int]) 
     support.check_supported(vllm_config, support.UNTESTED_ON_VOLTA)
     support.check_kv_cache(vllm_config)
     from fastattention_vllm.integration.cuda import xformers
+    from fastattention_vllm.integration.cuda.quantised import registration
 
+    registration.check_experts(vllm_config)
     drafter.use_this_backend(vllm_config)
     reason = xformers.why_volta_refuses(vllm_config)
     if reason is not None:

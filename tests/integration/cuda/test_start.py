@@ -136,6 +136,8 @@ def stub(
             is_hybrid=False,
             is_attention_free=False,
             enforce_eager=False,
+            is_moe=experts > 0,
+            quantization=None,
             hf_config=SimpleNamespace(model_type=model_type),
             hf_text_config=SimpleNamespace(model_type=model_type),
         ),

@@ -13,11 +13,14 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised.scope import (
+    AUTO_ROUND,
     FORMATS,
     INSTEAD,
     INTEGER_BITS,
     MARLIN,
     NAME,
+    VLLMS,
+    auto_round_words,
     capability,
 )
 from fastattention_vllm.integration.refusal import Refusal
@@ -52,12 +55,17 @@ class QuantisedCheckpoint(QuantizationConfig):
         if found is None or found >= MARLIN:
             return None
         method = method_of(hf_quant_cfg)
+        if method in AUTO_ROUND:
+            if _is_left_to_vllm(hf_quant_cfg, user_quant):
+                return None
+            return NAME if user_quant in (None, *AUTO_ROUND) else None
         if method not in FORMATS:
             refuse_what_vllm_cannot(method, found)
             return None
         if method == "gptq" and _is_left_to_vllm(hf_quant_cfg, user_quant):
             return None
-        return NAME if user_quant in (None, method, f"{method}_marlin", f"auto_{method}", "marlin") else None
+        names = (method, f"{method}_marlin", f"auto_{method}", "marlin", "moe_wna16")
+        return NAME if user_quant in (None, *names) else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -77,6 +85,8 @@ class QuantisedCheckpoint(QuantizationConfig):
                 from fastattention_vllm.integration.cuda.quantised.compressed_tensors import (
                     CompressedTensorsCheckpointConfig as found,
                 )
+            case "auto-round" | "inc":
+                from fastattention_vllm.integration.cuda.quantised.auto_round import AutoRoundConfig as found
             case method:
                 raise Refusal(f"quantization method {method!r} does not run with --quantization {NAME}; {INSTEAD}.")
         return found.from_config(config)
@@ -88,7 +98,8 @@ def method_of(config: dict[str, Any]) -> str:
 
 
 def refuse_what_vllm_cannot(method: str, found: tuple[int, int]) -> None:
-    """Refuse a method whose kernels in vLLM need a newer GPU, before any process is started."""
+    """Refuse a method whose kernels in vLLM need a newer GPU, or were never seen to have code for this one, before any
+    process is started."""
     vllms = method.replace("-", "_")
     known = [name for name in (method, vllms) if name in quantization.QUANTIZATION_METHODS]
     if not known:
@@ -99,8 +110,41 @@ def refuse_what_vllm_cannot(method: str, found: tuple[int, int]) -> None:
             f"quantization method {method!r} needs compute capability {needed // 10}.{needed % 10}, but this GPU has "
             f"{found[0]}.{found[1]}; {INSTEAD}."
         )
+    if method not in VLLMS:
+        raise Refusal(
+            f"quantization method {method!r} is accepted by vLLM, but whether its kernels have code for this GPU of "
+            f"compute capability {found[0]}.{found[1]} was not checked; {INSTEAD}."
+        )
+
+
+def check_experts(vllm_config: Any) -> None:
+    """Refuse experts that vLLM would read wrongly where the user has left the weights to vLLM's own method.
+
+    Raises:
+        Refusal: names what it would not read.
+    """
+    model = vllm_config.model_config
+    checkpoint = getattr(model.hf_config, "quantization_config", None)
+    if not model.is_moe or model.quantization not in ("gptq", "inc") or not isinstance(checkpoint, dict):
+        return
+    from fastattention_vllm.integration.cuda.quantised.experts import unread
+
+    bits, group_size = int(checkpoint.get("bits", 4)), int(checkpoint.get("group_size", 128))
+    zero_points = not checkpoint.get("sym", True)
+    reason = unread("gptq", checkpoint, bits, group_size, zero_points)
+    if reason is None and zero_points:
+        reason = "all zero points (sym: false)"  # nothing looks for those of 16
+    if reason is not None:
+        raise Refusal(
+            f"vLLM's kernels for quantised experts do not read {reason}; leave --quantization out, or serve another "
+            "checkpoint."
+        )
 
 
 def _is_left_to_vllm(config: dict[str, Any], user_quant: str | None) -> bool:
     """vLLM 0.19 has GPTQ kernels for these GPUs. They run if the user names them, and for 2 and 3 bits."""
-    return compat.has_own_gptq_kernels() and (user_quant == "gptq" or config.get("bits") not in INTEGER_BITS)
+    if not compat.has_own_gptq_kernels():
+        return False
+    if method_of(config) in AUTO_ROUND and auto_round_words(config) != "gptq":
+        return False
+    return user_quant in ("gptq", "inc") or config.get("bits") not in INTEGER_BITS

@@ -67,6 +67,20 @@ def _is_loaded(form: Format) -> bool:
     return True
 
 
+def auto_round(words: Format, symmetric: bool, **rules: Any) -> Format:
+    """A checkpoint of AutoRound in the words of another one."""
+    method = words.config["quant_method"]
+    config = {
+        "quant_method": "auto-round",
+        "packing_format": f"auto_round:auto_{method}",
+        "bits": words.config["bits"],
+        "group_size": words.config["group_size"],
+        "sym": symmetric,
+        "data_type": "int",
+    }
+    return Format(config | rules, words.store)
+
+
 QUICK = ("awq", "gptq-8-bits-zero-points", "gptq-order", "packed-zero-points", "floats-tensor", "fp8-block")
 LOADED = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.more)
@@ -331,6 +345,50 @@ def test_a_drafters_output_layer_may_be_the_models(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(get_current_vllm_config(), "speculative_config", SimpleNamespace())
     layer = finish(ParallelLMHead(N, K, quant_config=config_of(awq()), prefix="lm_head"))
     assert bool(layer.weight.isnan().all()), "and not as the memory was"
+
+
+AUTO_ROUND = {
+    "awq": auto_round(awq(), symmetric=False),
+    "awq-symmetric": auto_round(awq(32), symmetric=True),
+    "gptq": auto_round(gptq(), symmetric=True),
+    "gptq-zero-points": auto_round(gptq(symmetric=False), symmetric=False),
+    "gptq-8-bits": auto_round(gptq(bits=8), symmetric=True),
+}
+
+
+@pytest.mark.parametrize("method", ["auto-round", "inc"])
+@pytest.mark.parametrize("name", AUTO_ROUND)
+def test_checkpoints_of_auto_round(name: str, method: str) -> None:
+    form = AUTO_ROUND[name]
+    parts = {part: form.store(drawn(n, K, n)) for part, n in {"q": 256, "k": 128, "v": 128}.items()}
+    config = config_of(form, quant_method=method)
+    layer = QKVParallelLinear(K, 64, 4, 2, bias=False, quant_config=config, prefix="l.qkv_proj")
+    for part, stored in parts.items():
+        load(layer, stored, part)
+    check(finish(layer), torch.cat([stored.weight for stored in parts.values()]))
+    head = ParallelLMHead(N, K, quant_config=config, prefix="lm_head")
+    assert {name: held.dtype for name, held in head.named_parameters()} == {"weight": torch.float16}
+
+
+def test_rules_of_auto_round() -> None:
+    rules = {
+        "l.special_proj": {"group_size": 32},
+        "l.plain_proj": {"bits": 16},
+        ".*three.*": {"bits": 3},
+        "l.q_proj": {"bits": 16},
+    }
+    config = config_of(auto_round(awq(), symmetric=False, extra_config=rules, to_quant_block_names="l,m"))
+    layer = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="l.special_proj")
+    stored = awq(32).store(drawn(N, K))
+    load(layer, stored)
+    check(finish(layer), stored.weight)
+    for prefix in ("l.plain_proj", "visual.proj"):
+        method = ReplicatedLinear(K, N, bias=False, quant_config=config, prefix=prefix).quant_method
+        assert isinstance(method, UnquantizedLinearMethod)
+    with pytest.raises(Refusal, match=r"^l.three_proj: AutoRound weights of 3 bits in AWQ's words do not run below"):
+        ReplicatedLinear(K, N, bias=False, quant_config=config, prefix="l.three_proj")
+    with pytest.raises(Refusal, match=r"^l.qkv_proj: .* parts of this merged layer differently"):
+        QKVParallelLinear(K, 64, 4, 2, bias=False, quant_config=config, prefix="l.qkv_proj")
 
 
 IGNORING = {
@@ -760,6 +818,8 @@ INTEGER_EXPERTS = {
     "gptq": gptq(),
     "gptq-zero-points": gptq(symmetric=False),
     "gptq-8-bits": gptq(bits=8),
+    "auto-round-awq": auto_round(awq(), symmetric=False),
+    "auto-round-gptq": auto_round(gptq(symmetric=False), symmetric=False),
 }
 without_marlin = pytest.mark.skipif(
     not compat.has_integer_experts_without_marlin(), reason="vLLM 0.32 and newer may choose Marlin, and are refused"

@@ -98,7 +98,20 @@ def changed(config: dict[str, Any], weights: dict[str, Any] | None = None, **inp
 
 W8A8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "sym": False,
+    "data_type": "int",
+}
+AS_AWQ = AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}
 REFUSED: dict[str, dict[str, Any]] = {
+    "AutoRound of 8 bits in AWQ's words": AS_AWQ | {"bits": 8},
+    "AutoRound of 2 bits in one layer": AS_AWQ | {"extra_config": {f"{PREFIX}.self_attn.o_proj": {"bits": 2}}},
+    "AutoRound of 3 bits in some layers": AUTO_ROUND | {"extra_config": {r".*\.o_proj": {"bits": 3}}},
+    "AutoRound without a part": AS_AWQ | {"extra_config": {f"{PREFIX}.self_attn.q_proj": {"bits": 16}}},
+    "AutoRound in groups of 48": AUTO_ROUND | {"group_size": 48},
     "AWQ of 8 bits": awq().config | {"bits": 8},
     "AWQ gemv": awq().config | {"version": "GEMV"},
     "AWQ without zero points": awq().config | {"zero_point": False},
@@ -115,7 +128,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "FP8 of another format": floats().config | {"format": "dense"},
     "parts of different formats": fp8().config | {"ignored_layers": [f"{PREFIX}.self_attn.q_proj"]},
     "parts of different rules": packed().config | {"ignore": ["re:.*gate_proj"]},
-    **{method: {"quant_method": method, "quant_algo": "NVFP4"} for method in ("modelopt", "mxfp4", "torchao")},
+    **{method: {"quant_method": method, "quant_algo": "NVFP4"} for method in ("modelopt", "mxfp4", "torchao", "quark")},
 }
 
 
@@ -125,6 +138,11 @@ def test_formats_that_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 UNTOUCHED: dict[str, dict[str, Any]] = {
+    "AutoRound in AWQ's words": AS_AWQ,
+    "AutoRound in GPTQ's words": AUTO_ROUND,
+    "AutoRound called inc": AUTO_ROUND | {"quant_method": "inc", "sym": True, "bits": 8},
+    "AutoRound of other blocks": AS_AWQ | {"bits": 8, "block_name_to_quantize": "model.visual.blocks"},
+    "a rule of AutoRound": AS_AWQ | {"bits": 8, "extra_config": {r".*(attn|mlp).*": {"bits": 4}}},
     "AWQ gemv elsewhere": awq().config | {"modules_to_not_convert": ["visual"]},
     "all listed": fp8().config | {"ignored_layers": [f"{PREFIX}.self_attn.{name}_proj" for name in "qkvo"]},
     "a rule for attention": gptq().config | {"dynamic": {"-:.*attn.*": {}}},

@@ -108,6 +108,72 @@ def test_gptq_is_left_to_vllm_where_it_has_kernels_and_is_asked_for(
     assert chosen(gptq().config | {"bits": 3}) == (None if own else NAME)
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int"}
+AS_AWQ, AS_GPTQ = ({"packing_format": f"auto_round:auto_{words}"} for words in ("awq", "gptq"))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_auto_round_is_left_to_vllm_only_in_the_words_that_it_has_kernels_for(
+    own: bool, gpu: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's kernel for AWQ's words is empty below compute capability 7.5, and writes nothing."""
+    gpu(V100)
+    monkeypatch.setattr(compat, "has_own_gptq_kernels", lambda: own)
+    for user_quant in (None, "inc", "auto-round"):
+        assert chosen(AUTO_ROUND | AS_AWQ, user_quant) == NAME
+        assert chosen(AUTO_ROUND | {"packing_format": "auto_round", "backend": "awq"}, user_quant) == NAME
+    assert chosen(AUTO_ROUND | AS_AWQ | {"quant_method": "inc", "bits": 2}) == NAME, "refused later, by name"
+    for config in (AUTO_ROUND, AUTO_ROUND | AS_GPTQ):
+        assert chosen(config) == NAME
+        assert chosen(config, "inc") == (None if own else NAME)
+        assert chosen(config | {"bits": 3}) == (None if own else NAME)
+    gpu(T4)
+    assert chosen(AUTO_ROUND | AS_AWQ) is None
+
+
+@pytest.mark.parametrize("words", [AS_AWQ, AS_GPTQ])
+def test_vllm_takes_this_packages_configuration_of_auto_round(words: Any, gpu: Fake, tmp_path: Path) -> None:
+    gpu(V100)
+    for user_quant in (None, "inc") if words is AS_AWQ else (None,):
+        arguments = saved(tmp_path, AUTO_ROUND | words)
+        arguments.quantization = user_quant
+        assert arguments.create_model_config().quantization == NAME
+
+
+def test_experts_are_not_left_to_vllm_by_the_name_of_its_method(gpu: Fake) -> None:
+    gpu(V100)
+    assert chosen(gptq().config, "moe_wna16") == chosen(awq().config, "moe_wna16") == NAME
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    (gptq(symmetric=False).config, r"all zero points \(sym: false\)"),
+    (gptq(8, symmetric=False).config, r"zero points of 8 bits \(sym: false\)"),
+    (gptq(ordered=True).config, r"activation order \(desc_act\)"),
+    (AUTO_ROUND, r"all zero points \(sym: false\)"),
+])  # fmt: skip
+def test_experts_that_are_left_to_vllm_are_checked(config: dict[str, Any], said: str) -> None:
+    def engine(quantization: str, **changes: Any) -> Any:
+        model = {"hf_config": SimpleNamespace(quantization_config=config), "is_moe": True, "quantization": quantization}
+        return SimpleNamespace(model_config=SimpleNamespace(**(model | changes)))
+
+    for name in ("gptq", "inc"):
+        with pytest.raises(Refusal, match=rf"do not read {said}; leave --quantization out, or serve another"):
+            registration.check_experts(engine(name))
+        registration.check_experts(engine(name, is_moe=False))
+        registration.check_experts(engine(name, hf_config=SimpleNamespace(quantization_config=gptq().config)))
+    registration.check_experts(engine(NAME))
+
+
+UNCHECKED = set(quantization.QUANTIZATION_METHODS) - {"gptq", "awq", "fp8", "compressed-tensors", "inc", "auto-round"}
+
+
+@pytest.mark.parametrize("method", sorted(UNCHECKED - {"gguf", "bitsandbytes", NAME}))
+def test_every_method_of_vllm_is_loaded_checked_or_refused(method: str, gpu: Fake) -> None:
+    gpu(V100)
+    with pytest.raises(Refusal, match=r"; serve the model as an AWQ, GPTQ \(4 or 8 bits\)"):
+        chosen({"quant_method": method})
+
+
 @pytest.mark.parametrize("method", ["modelopt", "mxfp4", "torchao", "fbgemm_fp8"])
 def test_methods_that_nobody_can_run_are_refused_with_what_to_serve(method: str, gpu: Fake, tmp_path: Path) -> None:
     gpu(V100)
