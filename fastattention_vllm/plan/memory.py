@@ -28,6 +28,7 @@ from fastattention_vllm.placement.plan import (
 from fastattention_vllm.plan.errors import DoesNotFitError, PlanError
 from fastattention_vllm.plan.hardware import GIB, Machine, measured
 from fastattention_vllm.plan.model import ModelShape
+from fastattention_vllm.plan.refused import serving_dtype
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 STATES = 2
@@ -163,7 +164,7 @@ def weight_bytes(shape: ModelShape, request: Request, ranks: int) -> int:
 def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:
     kernels = machine.kernels
     if asked == "auto":
-        return shape.dtype if shape.dtype in kernels.dtypes else kernels.dtypes[0]
+        return serving_dtype(shape, machine)
     if asked not in kernels.kv_dtypes:
         raise PlanError(
             f"--kv-dtype {asked} is not supported by {kernels.name}; use one of auto, {', '.join(kernels.kv_dtypes)}."

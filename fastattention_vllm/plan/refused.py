@@ -1,6 +1,7 @@
-"""Quantised weights that the engine refuses at start on GPUs whose kernels for them are this package's (V100).
+"""What the engine refuses at start on a device: models, and on GPUs with this package's kernels for quantised weights
+(V100) some of their formats.
 
-``integration/cuda/quantised`` decides. Tests give both the same checkpoints.
+vLLM and ``integration/`` decide. Tests give both the same checkpoints.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ INSTEAD = (
     "or unquantised in float16"
 )
 FEWER_RANKS = "use a smaller --tp"
+UNSTABLE_IN_FLOAT16 = {"Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}
+"""Architectures that vLLM refuses in float16, each with its model type in vLLM's list."""
 VLLMS = {"fbgemm-fp8": "8.0", "modelopt": "8.9", "mxfp4": "8.0", "torchao": "7.5"}
 """Methods that only vLLM's kernels read, with the compute capability that they need."""
 VLLMS_OWN = ("", "gguf", "bitsandbytes", "unknown", "an unnamed method")
@@ -247,11 +250,29 @@ def refusal(shape: ModelShape, ranks: int) -> tuple[str, Reason] | None:
     return None
 
 
+def serving_dtype(shape: ModelShape, machine: Machine) -> str:
+    """The dtype in which vLLM serves the model on this device.
+
+    Raises:
+        PlanError: it refuses each dtype that the device has.
+    """
+    unstable = UNSTABLE_IN_FLOAT16.get(shape.architecture)
+    possible = [name for name in machine.kernels.dtypes if not (unstable and name == "float16")]
+    if not possible:
+        raise PlanError(
+            f"model type {unstable!r} does not run in float16, because it is numerically unstable there, and "
+            f"{machine.device.name} has no bfloat16; plan a model that runs in float16 (Llama, Qwen2.5, Qwen3, "
+            "Mistral), or a device with bfloat16."
+        )
+    return shape.dtype if shape.dtype in possible else possible[0]
+
+
 def check(shape: ModelShape, machine: Machine) -> None:
     """
     Raises:
-        PlanError: the engine would refuse the weights at start on this machine. One sentence.
+        PlanError: the engine would refuse the model or its weights at start on this machine. One sentence.
     """
+    serving_dtype(shape, machine)
     if not machine.kernels.quantised_weights or (found := refusal(shape, machine.ranks)) is None:
         return
     name, reason = found

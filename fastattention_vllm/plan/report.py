@@ -12,6 +12,7 @@ from fastattention_vllm.plan import speed
 from fastattention_vllm.plan.hardware import GIB, Machine, measured
 from fastattention_vllm.plan.memory import DeviceMemory, MemoryPlan
 from fastattention_vllm.plan.model import ModelShape
+from fastattention_vllm.plan.refused import serving_dtype
 
 PAPER = "our reconstruction of the paper's formula (arXiv 2410.16663, section 4.4); the server does not use it"
 
@@ -221,8 +222,8 @@ def serve_words(plan: MemoryPlan, folder: str) -> list[str]:
     words += ["--max-model-len", str(request.context), "--max-num-batched-tokens", str(request.batched_tokens)]
     words += ["--max-num-seqs", str(request.max_num_seqs)]
     words += ["--gpu-memory-utilization", f"{request.utilization:g}"]
-    if shape.dtype not in machine.kernels.dtypes:
-        words += ["--dtype", machine.kernels.dtypes[0]]
+    if shape.dtype != (dtype := serving_dtype(shape, machine)):
+        words += ["--dtype", dtype]
     if request.kv_dtype != "auto":
         words += ["--kv-cache-dtype", request.kv_dtype]
     if request.kv_cache_gib is not None:

@@ -1,4 +1,6 @@
-"""Weights that the engine refuses at start on a V100. tests/integration/cuda/quantised/test_planner.py asks both."""
+"""Models and weights that the engine refuses at start on a device. tests/integration/test_printed_commands.py and
+tests/integration/cuda/quantised/test_planner.py ask both.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +95,35 @@ def test_a_refusal_is_one_sentence(config: dict[str, Any], ranks: int, said: lis
 )
 def test_what_runs(config: dict[str, Any], ranks: int) -> None:
     refused.check(model(config), machine("v100-32g", ranks))
+
+
+def gemma(architecture: str, **entries: Any) -> ModelShape:
+    config = json.loads((FOLDER / "llama3-8b" / "config.json").read_text())
+    return shape_of(config | {"architectures": [architecture]} | entries, "here")
+
+
+@pytest.mark.parametrize("name", ["v100-16g", "v100-pcie-32g", "t4-16g", "rtx2080ti-11g"])
+@pytest.mark.parametrize("architecture", refused.UNSTABLE_IN_FLOAT16)
+def test_models_that_overflow_in_float16_need_bfloat16(architecture: str, name: str) -> None:
+    """Devices without bfloat16 refuse them, also if config.json names another dtype."""
+    device = machine(name, 1)
+    for dtype in ("bfloat16", "float16", "float32"):
+        with pytest.raises(PlanError) as error:
+            refused.check(gemma(architecture, torch_dtype=dtype), device)
+        assert str(error.value) == (
+            f"model type {refused.UNSTABLE_IN_FLOAT16[architecture]!r} does not run in float16, because it is "
+            f"numerically unstable there, and {device.device.name} has no bfloat16; plan a model that runs in float16 "
+            "(Llama, Qwen2.5, Qwen3, Mistral), or a device with bfloat16."
+        )
+        assert refused.serving_dtype(gemma(architecture, torch_dtype=dtype), machine("a100-80g", 1)) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("stored", "name", "served"),
+    [("float32", "a100-80g", "float16"), ("bfloat16", "a100-80g", "bfloat16"), ("bfloat16", "v100-32g", "float16")],
+)
+def test_the_dtype_of_other_models(stored: str, name: str, served: str) -> None:
+    assert refused.serving_dtype(gemma("LlamaForCausalLM", torch_dtype=stored), machine(name, 1)) == served
 
 
 @pytest.mark.parametrize("name", NAMES)

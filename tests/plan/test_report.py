@@ -92,6 +92,14 @@ def test_the_command_has_what_was_decided() -> None:
     assert "--dtype" not in alone
 
 
+def test_the_command_never_asks_for_a_dtype_that_vllm_refuses() -> None:
+    """Gemma-2 is published in float32, which vLLM serves in 16 bits, but not in float16."""
+    model = dataclasses.replace(shape("llama3-8b"), architecture="Gemma2ForCausalLM", dtype="float32")
+    found = report(plan_memory(model, machine("a100-80g", 1), Request(8192)), "here")
+    assert "--dtype bfloat16" in found.serve_command
+    assert found.asked.kv_dtype == "bfloat16"
+
+
 def test_vllm_and_this_plugin_accept_the_command() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -10,6 +10,8 @@ import copy
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.config import model
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers import linear as layers
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -23,7 +25,7 @@ from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, INTEGER
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.weights import BLOCK
 from fastattention_vllm.plan import refused
-from fastattention_vllm.plan.model import shape_of
+from fastattention_vllm.plan.model import MLP_MATRICES, shape_of
 from tests.integration.cuda.quantised.formats import FORMATS, awq, floats, fp8, gptq, packed
 from tests.integration.cuda.quantised.one_v100 import one_rank, v100  # noqa: F401
 
@@ -172,6 +174,14 @@ def test_sizes(name: str, ranks: int, wide: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not compat.has_own_gptq_kernels(), reason="newer versions than the V100's have no such kernels")
 def test_gptq_of_3_bits_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check(gptq().config | {"bits": 3}, 1, monkeypatch)
+
+
+def test_model_types_that_vllm_refuses_in_float16_are_the_same() -> None:
+    """Of the architectures that the planner supports."""
+    by_vllm = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind): kind for kind in model._FLOAT16_NOT_SUPPORTED_MODELS}
+    assert refused.UNSTABLE_IN_FLOAT16 == {
+        architecture: kind for architecture, kind in by_vllm.items() if architecture in MLP_MATRICES
+    }
 
 
 def test_the_advice_and_the_limits_are_the_same() -> None:
