@@ -14,11 +14,14 @@ device reads over the link.
 
 Seconds of a prompt: for every chunk and layer, the FLOPs of the linear layers and of attention, or if that takes
 longer, the time in which the link brings the context of a host layer; and two all-reduces.
+
+This package's kernels for quantised weights (V100) read the weights again for every 16 rows. For many rows, a pass reads
+them and writes them in fp16, and the product reads those.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,6 +35,7 @@ from fastattention_vllm.placement.stream_split import (
 from fastattention_vllm.plan.hardware import Machine, measured
 from fastattention_vllm.plan.memory import MemoryPlan
 from fastattention_vllm.plan.model import ModelShape
+from fastattention_vllm.plan.weights import Stored
 
 Limit = Literal["FLOPs", "device memory", "host memory", "CPU cores", "link", "links between devices", "launches"]
 ALL_REDUCES = 2
@@ -39,6 +43,11 @@ ALL_REDUCES = 2
 MIB = 1 << 20
 ELEMENT = 2
 """Bytes of an activation or a weight."""
+TURN = 16
+"""Rows for which this package's kernels read quantised weights once."""
+MOST_TURNS = {("int", 4): 7, ("int", 8): 4, ("float", 8): 4}
+"""By kind and bits, how often they read the weights of a matrix at most. For more rows, they unpack them. A test compares
+both constants with ``linear/volta/launch.py``."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +193,50 @@ def _device_step(plan: MemoryPlan) -> Parts:
     read += request.requests * seen * plan.kv_bytes_per_token
     if shape.linear:  # every state is read and written
         read += 2 * request.requests * len(shape.linear_layers) * shape.linear.state_bytes(machine.ranks)
-    memory = read / (1e9 * machine.device.gb_per_s * constants.device_memory_fraction.value)
+    counted = [_repeated(plan, index, request.requests) for index in range(shape.num_layers)]
+    memory = (read + sum(again for _, again in counted)) / _memory_rate(machine)
     weights = shape.layers_parameters(machine.ranks) + shape.head_parameters(machine.ranks)
     flops = 2 * weights * request.requests / _linear_rate(machine)
     parts = Parts(float)
     parts["launches"] = 1e-6 * shape.num_layers * constants.layer_us.value
     parts["device memory" if memory >= flops else "FLOPs"] += max(memory, flops)
+    parts["device memory"] += sum(before for before, _ in counted) / _memory_rate(machine)
     parts["links between devices"] += shape.num_layers * _all_reduces(shape, machine, request.requests)
     return parts
+
+
+def _memory_rate(machine: Machine) -> float:
+    return 1e9 * machine.device.gb_per_s * measured().device_memory_fraction.value
+
+
+def repeated(form: Stored, weights: int, rows: int) -> tuple[float, float]:
+    """Bytes that the kernels for quantised weights read and write in addition to reading a matrix once.
+
+    Args:
+        form: of the matrix.
+        weights: their number.
+        rows: of the product.
+
+    Returns:
+        The bytes of a pass before the product, and those of the product.
+    """
+    most, packed = MOST_TURNS.get((form.kind, form.bits)), form.bytes
+    if not form.method or most is None or packed is None:
+        return 0.0, 0.0
+    turns = -(-rows // TURN)
+    if turns <= most:
+        return 0.0, (turns - 1) * packed * weights
+    return (packed + ELEMENT) * weights, (ELEMENT - packed) * weights
+
+
+def _repeated(plan: MemoryPlan, index: int, rows: int) -> tuple[float, float]:
+    """:func:`repeated` of all matrices of a layer on one rank."""
+    shape, ranks = plan.shape, plan.machine.ranks
+    if not plan.machine.kernels.quantised_weights or not shape.stored:
+        return 0.0, 0.0
+    matrices = zip(shape.matrices(index), shape.stored[index], strict=True)
+    found = [repeated(form, matrix.parameters(ranks), rows) for matrix, form in matrices]
+    return sum(before for before, _ in found), sum(again for _, again in found)
 
 
 def _linear_rate(machine: Machine) -> float:
@@ -214,22 +259,28 @@ def prefill(plan: MemoryPlan) -> Prediction:
     attention_rate = 1e12 * machine.device.tflops * machine.kernels.attention_fraction(shape.head_size)
     link = min(machine.host.link_bytes(ranks), 1e9 * machine.host.read_gb_per_s / ranks)
     windowed, states = set(shape.windowed_layers), set(shape.linear_layers)
-    counts = Counter(
-        (index in host, index in windowed, index in states, shape.layer_parameters(ranks, index), _bytes(plan, index))
-        for index in range(shape.num_layers)
-    )
+    # The first layer of each kind, and the number of such layers.
+    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in range(shape.num_layers):
+        formats = shape.stored[index] if shape.stored else ()
+        kinds[index in host, index in windowed, index in states, shape.layer_parameters(ranks, index), formats].append(index)
+    counts = [(indices[0], len(indices)) for indices in kinds.values()]
     parts = Parts(float)
     for begin in range(0, request.context, request.batched_tokens):
         new = min(request.batched_tokens, request.context - begin)
-        for (on_host, has_window, has_state, weights, size), layers in counts.items():
-            linear = 2 * weights * new / _linear_rate(machine)
-            reading = size / (1e9 * machine.device.gb_per_s)
-            pairs = 0 if has_state else _pairs(begin, new, shape.window if has_window else 0)
+        for index, layers in counts:
+            has_window = index in windowed
+            before, again = _repeated(plan, index, new)
+            linear = 2 * shape.layer_parameters(ranks, index) * new / _linear_rate(machine)
+            reading = (_bytes(plan, index) + again) / (1e9 * machine.device.gb_per_s)
+            unpacking = before / _memory_rate(machine)
+            pairs = 0 if index in states else _pairs(begin, new, shape.window if has_window else 0)
             attention = 4 * pairs * shape.num_heads // ranks * shape.head_size / attention_rate
             streamed = min(begin, shape.window) if has_window else begin
-            waiting = streamed * plan.host_bytes_per_token / link if on_host else 0.0
-            compute = max(linear, reading) + attention
+            waiting = streamed * plan.host_bytes_per_token / link if index in host else 0.0
+            compute = max(linear, reading) + unpacking + attention
             parts["FLOPs" if linear >= reading else "device memory"] += layers * max(linear, reading)
+            parts["device memory"] += layers * unpacking
             parts["FLOPs"] += layers * attention
             parts["link"] += layers * max(0.0, waiting - compute)
             parts["links between devices"] += layers * _all_reduces(shape, machine, new)

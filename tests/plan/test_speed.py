@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from fastattention_vllm.plan import speed
 from fastattention_vllm.plan.errors import DoesNotFitError
 from fastattention_vllm.plan.hardware import Machine, machine, measured, tables
 from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
+from fastattention_vllm.plan.model import shape_of
 from fastattention_vllm.plan.speed import Way, decode, engines_way, host_rates, prefill
 from tests.plan.drawn import REQUESTS, machines, shapes
-from tests.plan.shapes import shape
+from fastattention_vllm.plan.weights import Stored
+from scripts.plan_table import RESULTS
+from tests.plan.shapes import FOLDER, shape
 
 K256 = 1 << 18
 BY_CPU, BY_LINK = (Way(StreamSplit(fraction), in_graph=False) for fraction in (0.0, 1.0))
@@ -53,6 +58,70 @@ def test_what_limits_decoding_follows_the_machine() -> None:
     assert decode(many).limited_by == "FLOPs"
     slow = machine("v100-pcie-32g", 8)
     assert prefill(plan_memory(shape("llama3-8b"), slow, Request(8192))).limited_by == "links between devices"
+
+
+STORED = {
+    "int4": Stored("awq", "int", 4, "group", 128),
+    "int8": Stored("gptq", "int", 8, "group", 128),
+    "e4m3": Stored("fp8", "float", 8, "tensor"),
+}
+
+
+def test_products_of_quantised_weights_take_as_long_as_counted() -> None:
+    """Simulated turns and counted passes, of 270 products. The planner leaves out what a launch costs."""
+    file = RESULTS / "2026-11-25-volta-counted-weights-prefill.json"
+    rows, v100 = json.loads(file.read_text())["rows"], machine("v100-32g", 1)
+    assert len(rows) == 270
+    for row in rows:
+        found = re.fullmatch(r"(\w+) .*\((\d+) x (\d+)\) (\d+) rows", row["case"])
+        assert found is not None
+        form, weights, tokens = STORED[found[1]], int(found[2]) * int(found[3]), int(found[4])
+        before, again = speed.repeated(form, weights, tokens)
+        assert (before > 0) == (row["chosen"] == "unpacked"), row["case"]
+        assert form.bytes is not None
+        packed, rate = form.bytes * weights, speed._memory_rate(v100)
+        product = max((packed + again) / rate, 2 * weights * tokens / speed._linear_rate(v100))
+        ratio = (product + before / rate) / (1e-6 * row[f"{row['chosen']}_us"])
+        assert (0.85 if packed > 20e6 else 0.65) < ratio < 1.15, row["case"]
+
+
+def quantised(config: dict[str, Any], device: str = "v100-16g", **asked: Any) -> MemoryPlan:
+    whole = json.loads((FOLDER / "qwen3-32b" / "config.json").read_text()) | {"quantization_config": config}
+    return plan_memory(shape_of(whole, "here"), machine(device, 4), Request(16, **asked))
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(("config", "most"), [(AWQ, 7), (AWQ | {"quant_method": "gptq", "bits": 8}, 4)])
+def test_a_v100_reads_quantised_weights_again_for_every_16_requests(config: dict[str, Any], most: int) -> None:
+    def bytes_of(requests: int, device: str = "v100-32g") -> float:
+        """That a step reads and writes beside its KV cache and the matrix of logits."""
+        plan = quantised(config, device, requests=requests)
+        seconds = sum(seconds for limit, seconds in decode(plan).parts.items() if limit in ("device memory", "FLOPs"))
+        cache = requests * 16 * 64 * plan.kv_bytes_per_token + 2 * plan.shape.head_parameters(4)
+        return seconds * speed._memory_rate(plan.machine) - cache
+
+    once = bytes_of(1)
+    for requests in (2, 15, 16):
+        assert bytes_of(requests) == pytest.approx(once, rel=0.01)
+    assert bytes_of(17) == pytest.approx(2 * once, rel=0.01)
+    assert bytes_of(16 * most) == pytest.approx(most * once, rel=0.01)
+    # Unpacked: read, written in fp16, and either read or multiplied.
+    plain = 2 * shape("qwen3-32b").layers_parameters(4)
+    assert 0.99 * (once + 2 * plain) < bytes_of(16 * most + 1) < once + 3.5 * plain
+    assert bytes_of(17, "a100-80g") == pytest.approx(bytes_of(1, "a100-80g"), rel=0.01)
+
+
+def test_prompts_unpack_quantised_weights_for_every_chunk() -> None:
+    plan = quantised(AWQ, "v100-32g")
+    small, large = (
+        prefill(dataclasses.replace(plan, request=Request(8192, batched_tokens=tokens))).parts["device memory"]
+        for tokens in (256, 4096)
+    )
+    assert small == pytest.approx(16 * large, rel=0.01)
+    moved = plan.device.weights - 4 * plan.shape.head_parameters(4) + 2 * plan.shape.layers_parameters(4)
+    assert large == pytest.approx(2 * moved / speed._memory_rate(plan.machine), rel=0.01)
 
 
 def test_a_slow_link_limits_the_prompt_of_host_layers() -> None:

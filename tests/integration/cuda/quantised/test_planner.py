@@ -23,8 +23,9 @@ from fastattention_vllm.integration.cuda.quantised.registration import Quantised
 from fastattention_vllm.integration.cuda.quantised.scope import FORMATS as LOADED
 from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, INTEGER_BITS
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.linear.volta import launch
 from fastattention_vllm.linear.weights import BLOCK
-from fastattention_vllm.plan import refused
+from fastattention_vllm.plan import refused, speed
 from fastattention_vllm.plan.model import MLP_MATRICES, shape_of
 from tests.integration.cuda.quantised.formats import FORMATS, awq, floats, fp8, gptq, packed
 from tests.integration.cuda.quantised.one_v100 import one_rank, v100  # noqa: F401
@@ -189,6 +190,9 @@ def test_the_advice_and_the_limits_are_the_same() -> None:
     assert set(refused.FORMATS) == set(LOADED)
     assert tuple(refused.SMALLEST_GROUP) == INTEGER_BITS
     assert refused.BLOCK == BLOCK
+    assert speed.TURN == launch.MOST_ROWS
+    names = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8_e4m3"}
+    assert {names[form]: turns for form, turns in speed.MOST_TURNS.items()} == launch.MOST_TURNS
 
 
 def _loads(config: dict[str, Any]) -> bool:
