@@ -29,6 +29,8 @@ class Entry(BaseModel):
 class Device(Entry):
     """A GPU or an NPU."""
 
+    capability: tuple[int, int] | None
+    """The compute capability of an NVIDIA GPU; None for others."""
     memory_gib: Positive
     """The amount that PyTorch reports."""
     tflops: Positive
@@ -68,6 +70,21 @@ class Peers(Entry):
 class Kernels(Entry):
     dtypes: tuple[str, ...]
     kv_dtypes: tuple[str, ...]
+    kv_8_bits_from: tuple[int, int] | None
+    """The smallest compute capability for an fp8 KV cache; None without one."""
+    head_sizes: tuple[int, ...] | Annotated[int, Field(ge=8)]
+    """The head sizes, or a number of which they are multiples."""
+    soft_caps: bool
+    """Whether attention logits may have a soft cap."""
+    own: bool
+    """Whether these are this package's kernels. They need memory for parts in decoding, and read fp8 KV with one scale
+    for K and one for V in each layer."""
+    obeys_cache_schemes: bool
+    """Whether the vLLM there stores fp8 KV for a checkpoint with ``kv_cache_scheme`` whatever --kv-cache-dtype says, as
+    0.19 does. Assumed of vllm-ascend's."""
+    text_of_two_way_images: bool
+    """Whether the vLLM there serves text with a model whose images are attended to in both directions: 0.32 and newer.
+    """
     attention_fractions: tuple[tuple[int, Fraction], ...]
     """Up to this head size: the fraction of peak FLOPs that attention over a prompt reaches."""
     state: str
@@ -164,6 +181,13 @@ class Machine:
     peers: Peers
     kernels: Kernels
     ranks: int
+
+    @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """The dtypes of KV caches on this device."""
+        needed, capability = self.kernels.kv_8_bits_from, self.device.capability
+        has_8_bits = needed is not None and capability is not None and capability >= needed
+        return tuple(name for name in self.kernels.kv_dtypes if has_8_bits or not name.startswith("fp8"))
 
     @property
     def device_bytes(self) -> int:

@@ -31,6 +31,7 @@ from fastattention_vllm.plan.model import ModelShape
 from fastattention_vllm.plan.refused import serving_dtype
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+SAME_AS_FP8 = ("fp8", "fp8_e4m3")
 STATES = 2
 """States that a request keeps in each linear-attention layer with prefix caching: the current one, and that at the
 end of a block."""
@@ -112,6 +113,8 @@ class MemoryPlan:
     """Limit of one rank's host layers."""
     host_kv_gib: float | None
     """The value of that option; None if the default is enough."""
+    host_layers_refused: str
+    """Why the engine refuses host layers, as the end of a sentence; empty if it does not."""
     paper: PaperPlacement
     longest_context: int
     """For ``request.requests`` requests, with host layers."""
@@ -162,14 +165,34 @@ def weight_bytes(shape: ModelShape, request: Request, ranks: int) -> int:
 
 
 def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:
-    kernels = machine.kernels
-    if asked == "auto":
-        return serving_dtype(shape, machine)
-    if asked not in kernels.kv_dtypes:
+    """The dtype of device layers' KV caches.
+
+    Raises:
+        PlanError: the device does not support it, or vLLM stores another one.
+    """
+    kernels, scheme, plain = machine.kernels, shape.cache, serving_dtype(shape, machine)
+    served = [name for name in machine.kv_dtypes if ELEMENT_BYTES[name] == 1 or name == plain]
+    found = asked if asked != "auto" else scheme.dtype or plain
+    on_device = f"{kernels.name} on {machine.device.name}"
+    if asked == "auto" and found not in served:
+        fix = "plan a checkpoint without it" if kernels.obeys_cache_schemes else f"use --kv-dtype {plain}"
         raise PlanError(
-            f"--kv-dtype {asked} is not supported by {kernels.name}; use one of auto, {', '.join(kernels.kv_dtypes)}."
+            f"the checkpoint's kv_cache_scheme asks for a KV cache in {found}, which {on_device} does not support; "
+            f"{fix}."
         )
-    return asked
+    if found not in served:
+        raise PlanError(f"--kv-dtype {asked} is not supported by {on_device}; use one of auto, {', '.join(served)}.")
+    if scheme.dtype and kernels.obeys_cache_schemes and found not in SAME_AS_FP8:
+        raise PlanError(
+            f"--kv-dtype {asked} has no effect: vLLM on {machine.device.name} stores {scheme.dtype}, as the "
+            "checkpoint's kv_cache_scheme asks; use --kv-dtype auto, or plan a checkpoint without kv_cache_scheme."
+        )
+    if scheme.per_head and kernels.own and ELEMENT_BYTES[found] == 1:
+        raise PlanError(
+            f"the checkpoint's kv_cache_scheme has scales for each KV head (attn_head), but {on_device} reads one for "
+            "K and one for V in each layer; plan a checkpoint without kv_cache_scheme."
+        )
+    return found
 
 
 def device_memory(shape: ModelShape, machine: Machine, request: Request) -> DeviceMemory:
@@ -247,19 +270,17 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
     if placement.host and request.resident_kv_gib:
         device = _with_copies(device, machine, request, kv_dtype)
         placement, budget, asked = _place(layers, size, device.kv, machine, request)
-    if placement.host and ELEMENT_BYTES[kv_dtype] == 1:
+    refusal = _why_no_host_layers(shape, machine, request, kv_dtype)
+    if placement.host and refusal:
+        why, fixes = refusal
+        if longest := longest_request(layers, size, Limits(device.kv, 0, request.context, request.requests)):
+            fixes = [*fixes, f"lower --context to {longest}"]
         raise PlanError(
-            f"--kv-dtype {kv_dtype} is not supported with host layers, which {request.requests} request(s) of "
-            f"{request.context} tokens need here; use --kv-dtype auto, or lower --context to "
-            f"{size.longest_request(device.kv)}."
+            f"{why}, but {request.requests} request(s) of {request.context} tokens need them; "
+            f"{' or '.join(fixes) or 'plan a larger device'}."
         )
-    if placement.host and shape.linear and not machine.kernels.host_layers_beside_states:
-        raise PlanError(
-            f"host layers beside linear-attention layers are untested with {machine.kernels.name} and refused there, "
-            f"but {request.requests} request(s) of {request.context} tokens need them; lower --context to "
-            f"{size.longest_request(device.kv)}."
-        )
-    bound = Limits(device.kv, _largest_budget(machine, request), shape.max_positions, request.requests)
+    most_on_host = 0 if refusal else _largest_budget(machine, request)
+    bound = Limits(device.kv, most_on_host, shape.max_positions, request.requests)
     return MemoryPlan(
         shape=shape,
         machine=machine,
@@ -271,6 +292,7 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         placement=placement,
         host_budget=budget,
         host_kv_gib=asked,
+        host_layers_refused=refusal[0] if refusal else "",
         paper=paper_placement(shape, machine.ranks, request, device, per_token),
         longest_context=longest_request(layers, size, bound),
         longest_on_device=min(shape.max_positions, size.longest_request(kv_without_host_layers)),
@@ -279,6 +301,28 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
             request.max_num_seqs, _batch_on_device(size, kv_without_host_layers, request.context)
         ),
     )
+
+
+def _why_no_host_layers(
+    shape: ModelShape, machine: Machine, request: Request, kv_dtype: str
+) -> tuple[str, list[str]] | None:
+    """Why the engine refuses host layers, and what to do about it beside a shorter context."""
+    kernels = machine.kernels
+    if ELEMENT_BYTES[kv_dtype] == 1:
+        why = f"{_named(shape, request)} is not supported with host layers"
+        if shape.cache.dtype and kernels.obeys_cache_schemes:
+            return why, ["plan a checkpoint without kv_cache_scheme"]
+        return why, [f"use --kv-dtype {serving_dtype(shape, machine) if shape.cache.dtype else 'auto'}"]
+    if shape.linear and not kernels.host_layers_beside_states:
+        return f"host layers beside linear-attention layers are untested with {kernels.name} and refused there", []
+    return None
+
+
+def _named(shape: ModelShape, request: Request) -> str:
+    """What asks for a KV cache of 8 bits."""
+    if request.kv_dtype == "auto":
+        return f"the checkpoint's KV cache in {shape.cache.dtype} (kv_cache_scheme)"
+    return f"--kv-dtype {request.kv_dtype}"
 
 
 def _with_copies(device: DeviceMemory, machine: Machine, request: Request, kv_dtype: str) -> DeviceMemory:
@@ -309,8 +353,8 @@ def host_block_bytes(shape: ModelShape, machine: Machine, request: Request, bloc
         )
     if ELEMENT_BYTES[resolve_kv_dtype(shape, machine, request.kv_dtype)] == 1:
         raise PlanError(
-            f"--host-kv-dtype is {asked}, but --kv-dtype {request.kv_dtype} already stores all layers in 8 bits; "
-            "remove one of the two."
+            f"--host-kv-dtype is {asked}, but {_named(shape, request)} already stores all layers in 8 bits; remove one "
+            "of the two."
         )
     return block * shape.kv_heads_per_rank(machine.ranks) * host_token_bytes(shape.head_size, asked)
 

@@ -12,7 +12,7 @@ from fastattention_vllm.plan import matrices
 from fastattention_vllm.plan.errors import PlanError
 from fastattention_vllm.plan.matrices import Matrix
 from fastattention_vllm.plan.weights import PLAIN as UNQUANTISED
-from fastattention_vllm.plan.weights import PLAIN_BYTES, Stored, stored
+from fastattention_vllm.plan.weights import PLAIN_BYTES, CacheScheme, Stored, cache_scheme, stored
 
 GATED = 3
 PLAIN = 2
@@ -24,13 +24,30 @@ MLP_MATRICES = {
     "GemmaForCausalLM": GATED,
     "Gemma2ForCausalLM": GATED,
     "Gemma3ForCausalLM": GATED,
+    "Gemma3ForConditionalGeneration": GATED,
+    "Mistral3ForConditionalGeneration": GATED,
     "Phi3ForCausalLM": GATED,
     "Qwen3_5ForCausalLM": GATED,
     "Qwen3_5ForConditionalGeneration": GATED,
     "GPTNeoXForCausalLM": PLAIN,
 }
 """The architectures that the planner supports, each with the number of matrices in an MLP."""
-TIED_BY_DEFAULT = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+TIED_BY_DEFAULT = ("GemmaForCausalLM", "Gemma2ForCausalLM", *GEMMA3)
+TWO_WAY_IMAGES = ("Gemma3ForConditionalGeneration",)
+"""Architectures in which the tokens of an image attend to each other in both directions. The engine serves their text.
+"""
+GEMMA3_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+"""What transformers assumes of a Gemma-3 whose config.json does not say it. The published ones leave most of it out."""
+SOFT_CAPS = {"Gemma2ForCausalLM": 50.0}
+"""What transformers assumes of attn_logit_softcapping."""
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 """Architectures with Gated DeltaNet layers, and with full-attention layers whose output is gated."""
 GEMMA3_PATTERN = 6
@@ -41,6 +58,9 @@ OTHER_ATTENTION = {
     "linear_num_value_heads": "linear attention",
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "layers that share a KV cache",
+    "dual_chunk_attention_config": "dual-chunk attention",
+    "param_sink_number": "attention with static sinks",
+    "rswa_window": "attention to the prompt and to a window behind it (R-SWA)",
 }
 """Keys of a config.json that select attention which the planner does not support."""
 SCALED_ALREADY = ("default", "su", "longrope", "llama3")
@@ -100,10 +120,22 @@ class ModelShape:
     linear: LinearAttention | None = None
     has_images: bool = False
     """Whether the model also has an image encoder, which is not described here."""
+    soft_cap: float = 0
+    """Of attention logits; 0: none."""
+    cache: CacheScheme = CacheScheme()
+    """The KV cache that the checkpoint asks for."""
+    unscaled_positions: int = 0
+    """max_position_embeddings beside YaRN. Newer vLLM takes it for the longest context; 0.19 scales the original one. 0
+    without YaRN."""
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
         return self.linear.layers if self.linear else ()
+
+    @property
+    def serves_text_alone(self) -> bool:
+        """Whether the engine serves the model only without images."""
+        return self.architecture in TWO_WAY_IMAGES
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -224,6 +256,7 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
     if has_images:  # the language model of a model with images is described in a section of its own
         config = {**config, **config["text_config"], "architectures": config.get("architectures")}
     architecture = _architecture(config, where)
+    config = {**(GEMMA3_DEFAULTS if architecture in GEMMA3 else {}), **config}
 
     def size(*names: str, otherwise: int | None = None) -> int:
         for name in names:
@@ -256,7 +289,7 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         num_kv_heads=kv_heads,
         head_size=size("head_dim", otherwise=hidden // heads),
         vocab_size=size("vocab_size"),
-        max_positions=_positions(config, size("max_position_embeddings")),
+        max_positions=_positions(config, architecture, size("max_position_embeddings")),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float16"),
         mlp_matrices=MLP_MATRICES[architecture],
         tied_embeddings=bool(config.get("tie_word_embeddings", architecture in TIED_BY_DEFAULT)),
@@ -265,6 +298,9 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         quantisation=str(quantisation.get("quant_method", "an unnamed method")) if quantisation else "",
         linear=_linear_attention(config, size, layers) if architecture in HYBRIDS else None,
         has_images=has_images,
+        soft_cap=float(config.get("attn_logit_softcapping", SOFT_CAPS.get(architecture, 0)) or 0),
+        cache=cache_scheme(quantisation),
+        unscaled_positions=size("max_position_embeddings") if _scaling(config)[0] == "yarn" else 0,
     )
     return _with_formats(shape, quantisation) if quantisation else shape
 
@@ -315,9 +351,10 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
         )
     for key, attention in OTHER_ATTENTION.items():
         if config.get(key) and not (key == "linear_num_value_heads" and architecture in HYBRIDS):
+            value = "" if isinstance(config[key], Mapping) else f" {config[key]}"
             raise PlanError(
-                f"{where} describes {attention} ({key} {config[key]}), which the planner does not support; plan a "
-                "model with full or sliding-window attention."
+                f"{where} describes {attention} ({key}{value}), which the planner does not support; plan a model with "
+                "full or sliding-window attention."
             )
     if architecture not in MLP_MATRICES:
         raise PlanError(
@@ -337,7 +374,7 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
         has_window = ["sliding" in str(kind) for kind in kinds[:layers]]
     elif architecture == "Gemma2ForCausalLM":
         has_window = [index % 2 == 0 for index in range(layers)]
-    elif architecture == "Gemma3ForCausalLM":
+    elif architecture in GEMMA3:
         pattern = config.get("sliding_window_pattern") or GEMMA3_PATTERN
         has_window = [(index + 1) % pattern != 0 for index in range(layers)]
     else:
@@ -346,13 +383,19 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
     return int(window), tuple(index for index, windowed in enumerate(has_window) if windowed)
 
 
-def _positions(config: Mapping[str, Any], positions: int) -> int:
-    """The longest context that vLLM accepts."""
+def _scaling(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The kind of RoPE scaling, and its entry. The kind is empty without scaling."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
-    if not factor or kind in SCALED_ALREADY:
+    kind = scaling.get("rope_type") or scaling.get("type") or ""
+    return (str(kind) if scaling.get("factor") else ""), scaling
+
+
+def _positions(config: Mapping[str, Any], architecture: str, positions: int) -> int:
+    """The longest context that the model can be served with."""
+    kind, scaling = _scaling(config)
+    if not kind or kind in SCALED_ALREADY or architecture in GEMMA3:
         return positions
-    factor = float(factor)
+    factor = float(scaling["factor"])
     if kind == "yarn":
-        return max(positions, int(scaling.get("original_max_position_embeddings", positions) * factor))
+        return int(scaling.get("original_max_position_embeddings", positions) * factor)
     return int(positions * factor)

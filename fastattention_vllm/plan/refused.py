@@ -20,8 +20,13 @@ INSTEAD = (
     "serve the model as an AWQ, GPTQ (4 or 8 bits), compressed-tensors (int4, int8 or FP8 weights) or FP8 checkpoint, "
     "or unquantised in float16"
 )
+OTHERS = "plan another model or device"
 FEWER_RANKS = "use a smaller --tp"
-UNSTABLE_IN_FLOAT16 = {"Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}
+UNSTABLE_IN_FLOAT16 = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+}
 """Architectures that vLLM refuses in float16, each with its model type in vLLM's list."""
 VLLMS = {"fbgemm-fp8": "8.0", "modelopt": "8.9", "mxfp4": "8.0", "torchao": "7.5"}
 """Methods that only vLLM's kernels read, with the compute capability that they need."""
@@ -267,12 +272,31 @@ def serving_dtype(shape: ModelShape, machine: Machine) -> str:
     return shape.dtype if shape.dtype in possible else possible[0]
 
 
+def _unserved(shape: ModelShape, machine: Machine) -> str | None:
+    """Why the engine refuses the model on this device."""
+    kernels, sizes = machine.kernels, machine.kernels.head_sizes
+    by_kernels = f"is not supported by {kernels.name} on {machine.device.name}"
+    if shape.head_size % sizes if isinstance(sizes, int) else shape.head_size not in sizes:
+        possible = f"a multiple of {sizes}" if isinstance(sizes, int) else f"one of {', '.join(map(str, sizes))}"
+        return f"this model's head size of {shape.head_size} {by_kernels}: it must be {possible}"
+    if shape.soft_cap and not kernels.soft_caps:
+        return f"this model's soft cap of {shape.soft_cap:g} (attn_logit_softcapping) {by_kernels}"
+    if shape.serves_text_alone and not kernels.text_of_two_way_images:
+        return (
+            f"this model, whose images are attended to in both directions, {by_kernels}, and the vLLM there cannot "
+            "serve its text alone"
+        )
+    return None
+
+
 def check(shape: ModelShape, machine: Machine) -> None:
     """
     Raises:
         PlanError: the engine would refuse the model or its weights at start on this machine. One sentence.
     """
     serving_dtype(shape, machine)
+    if reason := _unserved(shape, machine):
+        raise PlanError(f"{reason}; {OTHERS}.")
     if not machine.kernels.quantised_weights or (found := refusal(shape, machine.ranks)) is None:
         return
     name, reason = found

@@ -224,6 +224,11 @@ def serve_words(plan: MemoryPlan, folder: str) -> list[str]:
     words += ["--gpu-memory-utilization", f"{request.utilization:g}"]
     if shape.dtype != (dtype := serving_dtype(shape, machine)):
         words += ["--dtype", dtype]
+    if shape.unscaled_positions and request.context > shape.unscaled_positions:
+        changed: dict[str, object] = {"max_position_embeddings": shape.max_positions}
+        words += ["--hf-overrides", json.dumps({"text_config": changed} if shape.has_images else changed)]
+    if shape.serves_text_alone:
+        words += ["--limit-mm-per-prompt", json.dumps({"image": 0})]
     if request.kv_dtype != "auto":
         words += ["--kv-cache-dtype", request.kv_dtype]
     if request.kv_cache_gib is not None:
@@ -281,9 +286,13 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
             f"device, in blocks of {plan.size.block_size} tokens. The speeds include their matrices, but not the time "
             "of their own kernels in a prompt."
         )
+    if plan.host_layers_refused:
+        found.append(f"Host layers are not counted, because {plan.host_layers_refused}.")
+    if shape.cache.dtype and plan.kv_dtype == shape.cache.dtype:
+        found.append(f"The checkpoint asks vLLM for a KV cache in {shape.cache.dtype} (kv_cache_scheme).")
+    if shape.serves_text_alone:
         found.append(
-            "Beside linear-attention layers, the server uses host layers on CPUs only so far, and keeps all KV caches "
-            "on this device. What is said here about host layers is not possible yet."
+            "The server takes text alone, because the tokens of an image would attend to each other in both directions."
         )
     if shape.has_images:
         found.append("The image encoder's weights are not counted; pass --weights-gib with the size of all weights.")

@@ -61,12 +61,36 @@ class Stored:
         return self.bits / 8 + (SCALE_BYTES / self.group if self.group > 0 else 0)
 
 
+@dataclass(frozen=True)
+class CacheScheme:
+    """The KV cache that a checkpoint asks for with --kv-cache-dtype auto."""
+
+    dtype: str = ""
+    """vLLM's name; empty: the checkpoint asks for none."""
+    per_head: bool = False
+    """Whether each KV head has scales of its own."""
+
+
 PLAIN = Stored()
 UNKNOWN = Stored("unknown")
 
 
 def method_of(config: Mapping[str, Any]) -> str:
     return str(config.get("quant_method", "")).lower().replace("_", "-")
+
+
+def cache_scheme(config: Mapping[str, Any]) -> CacheScheme:
+    """``kv_cache_scheme`` of compressed-tensors, or the same of ModelOpt."""
+    method, scheme = method_of(config), config.get("kv_cache_scheme")
+    if method == "compressed-tensors" and scheme:
+        return CacheScheme("fp8", scheme.get("strategy") == "attn_head")
+    if not method.startswith("modelopt"):
+        return CacheScheme()
+    inner = config.get("quantization") or config
+    named = inner.get("kv_cache_scheme") or scheme or inner.get("kv_cache_quant_algo") or ""
+    if isinstance(named, Mapping):
+        named = f"{'nv' if named.get('num_bits') == 4 else ''}fp{named.get('num_bits')}"
+    return CacheScheme(str(named).lower())
 
 
 def stored(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,13 +14,13 @@ from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import plan
 from fastattention_vllm.plan.errors import DoesNotFitError, PlanError
 from fastattention_vllm.plan.hardware import GIB, Machine, machine
-from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
-from fastattention_vllm.plan.model import ModelShape
+from fastattention_vllm.plan.memory import MAX_NUM_SEQS, MemoryPlan, Request, plan_memory
+from fastattention_vllm.plan.model import ModelShape, shape_of
 from fastattention_vllm.plan.report import serve_words
 from fastattention_vllm.plan.speed import decode
-from fastattention_vllm.plan.weights import UNKNOWN
+from fastattention_vllm.plan.weights import UNKNOWN, CacheScheme
 from tests.plan.drawn import REQUESTS, machines, shapes
-from tests.plan.shapes import shape
+from tests.plan.shapes import FOLDER, shape
 
 K256 = 1 << 18
 
@@ -310,3 +311,104 @@ def test_copies_of_host_layers_take_memory_from_the_kv_cache() -> None:
         with pytest.raises(PlanError) as error:
             plan_memory(model, computer, dataclasses.replace(longest, **changes))  # type: ignore[arg-type]
         assert str(error.value).startswith(said)
+
+
+SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def with_scheme(**entries: Any) -> ModelShape:
+    """Qwen3-32B with FP8 weights, whose checkpoint asks for an fp8 KV cache."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    quantisation = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "kv_cache_scheme": SCHEME | entries,
+    }
+    config = json.loads((FOLDER / "qwen3-32b" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    return shape_of(config | {"quantization_config": quantisation, "rope_scaling": yarn}, "here")
+
+
+@pytest.mark.parametrize("name", ["v100-16g", "t4-16g", "h200-141g"])
+def test_a_checkpoint_that_asks_for_an_fp8_cache_gets_it(name: str) -> None:
+    """With --kv-cache-dtype auto. The same as if the user had asked for it."""
+    model, computer = with_scheme(), machine(name, 4 if name != "t4-16g" else 8)
+    plain = dataclasses.replace(model, cache=CacheScheme())
+    asked = {dtype: plan_memory(plain, computer, Request(4096, kv_dtype=dtype)) for dtype in ("auto", "fp8")}
+    found = plan_memory(model, computer, Request(4096))
+    assert found.kv_dtype == "fp8"
+    assert found.host_layers_refused.startswith("the checkpoint's KV cache in fp8")
+    same = {name: getattr(asked["fp8"], name) for name in ("shape", "request", "host_layers_refused")}
+    assert dataclasses.replace(found, **same) == asked["fp8"]
+    assert found.kv_bytes_per_token * 2 == asked["auto"].kv_bytes_per_token
+    assert found.largest_batch_on_device >= min(2 * asked["auto"].largest_batch_on_device, MAX_NUM_SEQS)
+    assert found.longest_context == found.longest_on_device, "host layers are refused beside it"
+    assert "--kv-cache-dtype" not in serve_words(found, "here")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "asked", "said"),
+    [
+        (
+            with_scheme(),
+            "v100-16g",
+            {"context": 131072},
+            "the checkpoint's KV cache in fp8 (kv_cache_scheme) is not supported with host layers, but 1 request(s) of "
+            "131072 tokens need them; plan a checkpoint without kv_cache_scheme or lower --context to ",
+        ),
+        (with_scheme(), "v100-16g", {"kv_dtype": "float16"}, "--kv-dtype float16 has no effect: vLLM on NVIDIA V100"),
+        (with_scheme(), "v100-16g", {"kv_dtype": "fp8_e5m2"}, "stores fp8, as the checkpoint's kv_cache_scheme asks;"),
+        (with_scheme(), "v100-16g", {"host_kv_dtype": "int8"}, "(kv_cache_scheme) already stores all layers in 8 bits"),
+        (with_scheme(), "t4-16g", {"context": 131072, "kv_dtype": "fp8"}, "; use --kv-dtype float16 or lower --context"),
+        (with_scheme(), "a100-40g", {}, "a KV cache in fp8, which vLLM's FlashAttention on NVIDIA A100 SXM 40 GB does n"),
+        (with_scheme(), "a100-40g", {}, "does not support; use --kv-dtype bfloat16."),
+        (with_scheme(), "ascend-910b-64g", {}, "does not support; plan a checkpoint without it."),
+        (with_scheme(strategy="attn_head"), "v100-16g", {}, "has scales for each KV head (attn_head), but this proj"),
+        (with_scheme(strategy="attn_head"), "t4-16g", {}, "reads one for K and one for V in each layer; plan a chec"),
+    ],
+)
+def test_what_a_scheme_of_the_cache_excludes(model: ModelShape, name: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_memory(model, machine(name, 4), Request(**{"context": 4096, **asked}))
+    assert said in str(error.value)
+    assert str(error.value).endswith(".")
+
+
+def test_the_user_may_choose_another_cache_than_the_checkpoint() -> None:
+    """On newer GPUs, where vLLM lets --kv-cache-dtype win."""
+    found = plan_memory(with_scheme(), machine("a100-40g", 2), Request(131072, kv_dtype="bfloat16", kv_cache_gib=4))
+    assert (found.kv_dtype, bool(found.placement.host)) == ("bfloat16", True)
+    assert "--kv-cache-dtype bfloat16" in " ".join(serve_words(found, "here"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "served"),
+    [
+        ("a100-80g", "fp8", "auto, bfloat16"),
+        ("rtx4090-24g", "fp8_e4m3", "auto, bfloat16"),
+        ("h100-80g", "fp8_e5m2", "auto, bfloat16, fp8, fp8_e4m3"),
+        ("h100-80g", "float16", "auto, bfloat16, fp8, fp8_e4m3"),
+        ("ascend-910b-64g", "fp8", "auto, bfloat16"),
+        ("v100-32g", "bfloat16", "auto, float16, fp8, fp8_e4m3, fp8_e5m2"),
+    ],
+)
+def test_dtypes_that_a_device_cannot_store(name: str, dtype: str, served: str) -> None:
+    """FlashAttention reads fp8 on Hopper only, and 16 bits in the model's dtype."""
+    with pytest.raises(PlanError, match=rf"--kv-dtype {dtype} is not supported by .*; use one of {served}\."):
+        plan_memory(shape("llama3-8b"), machine(name, 1), Request(1024, kv_dtype=dtype))
+
+
+def test_no_longest_context_counts_host_layers_that_are_refused() -> None:
+    model, computer = shape("pangu-38b"), machine("v100-32g", 8)
+    found, plain = (plan_memory(model, computer, Request(4096, kv_dtype=dtype)) for dtype in ("fp8", "auto"))
+    assert found.longest_context == found.longest_on_device < plain.longest_context
+    assert found.largest_batch == found.largest_batch_on_device
+    states = plan_memory(shape("qwen3.5-27b"), machine("ascend-910b-64g", 2), Request(4096))
+    assert states.longest_context == states.longest_on_device
+    # The length in the advice is for all requests together.
+    with pytest.raises(PlanError, match="lower --context to") as error:
+        plan_memory(model, computer, Request(K256, requests=3, kv_dtype="fp8"))
+    longest = int(str(error.value).rpartition(" ")[2].rstrip("."))
+    assert not plan_memory(model, computer, Request(longest, requests=3, kv_dtype="fp8")).placement.host

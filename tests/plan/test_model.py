@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma2Config, Gemma3TextConfig
 
 from fastattention_vllm.plan.errors import PlanError
-from fastattention_vllm.plan.model import read, shape_of
+from fastattention_vllm.plan.model import GEMMA3_DEFAULTS, SOFT_CAPS, read, shape_of
 from tests.plan.shapes import FOLDER, NAMES, shape
 
 PUBLISHED = {
@@ -20,6 +21,11 @@ PUBLISHED = {
     "qwen3.5-27b": 26.896e9,  # the language model, as transformers counts it
     "pangu-38b": 38e9,
     "pangu-71b": 71e9,
+    # The language models, as transformers counts them.
+    "gemma2-9b": 9.242e9,
+    "gemma3-4b": 3.880e9,
+    "gemma3-27b": 27.009e9,
+    "mistral-small-3.1-24b": 23.572e9,
 }
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,6 +99,25 @@ def test_layer_types_follow_from_the_interval() -> None:
     assert not named.has_images
 
 
+def test_models_with_images_are_read_as_published() -> None:
+    """The published config.json of Gemma-3 leaves out what transformers assumes."""
+    assumed = Gemma3TextConfig()
+    assert {name: getattr(assumed, name) for name in GEMMA3_DEFAULTS} == GEMMA3_DEFAULTS
+    assert Gemma2Config().attn_logit_softcapping == SOFT_CAPS["Gemma2ForCausalLM"]
+    small, large, mistral = shape("gemma3-4b"), shape("gemma3-27b"), shape("mistral-small-3.1-24b")
+    assert (small.num_heads, small.num_kv_heads, small.head_size) == (8, 4, 256)
+    assert (large.num_heads, large.num_kv_heads, large.head_size) == (32, 16, 128)
+    assert small.full_layers == (5, 11, 17, 23, 29)
+    assert small.window == large.window == 1024
+    # max_position_embeddings counts the scaling of Gemma-3 by 8 already.
+    assert small.max_positions == large.max_positions == mistral.max_positions == 131072
+    assert small.tied_embeddings
+    assert not mistral.tied_embeddings
+    assert all(found.has_images for found in (small, large, mistral))
+    assert [found.serves_text_alone for found in (small, large, mistral)] == [True, True, False]
+    assert (shape("gemma2-9b").soft_cap, small.soft_cap) == (50, 0)
+
+
 def test_head_size_and_ties_are_read() -> None:
     assert shape_of(LLAMA, "here").head_size == 8
     assert shape_of(changed(head_dim=32), "here").head_size == 32
@@ -129,6 +154,7 @@ def test_windows(entries: dict[str, Any], windowed: tuple[int, ...]) -> None:
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}, 2048),
         ({"type": "linear", "factor": 2.0}, 8192),
     ],
 )
@@ -148,6 +174,9 @@ def test_the_longest_context_is_vllms(scaling: dict[str, Any] | None, positions:
         ({"num_local_experts": 8}, "mixture of experts (num_local_experts 8)"),
         ({"kv_lora_rank": 512}, "MLA"),
         ({"linear_num_value_heads": 32}, "linear attention"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual-chunk attention (dual_chunk_attention_config), wh"),
+        ({"param_sink_number": 4}, "attention with static sinks (param_sink_number 4)"),
+        ({"rswa_window": 64}, "(R-SWA) (rswa_window 64)"),
         ({"hidden_size": ...}, "has no hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from fastattention_vllm.attention.cpu.kernels import HEAD_SIZE_MULTIPLE
+from fastattention_vllm.attention.volta.launch import HEAD_SIZES
 from fastattention_vllm.plan import refused
 from fastattention_vllm.plan.errors import PlanError
-from fastattention_vllm.plan.hardware import machine
+from fastattention_vllm.plan.hardware import machine, tables
 from fastattention_vllm.plan.model import ModelShape, shape_of
 from tests.plan.shapes import FOLDER, NAMES, shape
 
@@ -126,9 +128,41 @@ def test_the_dtype_of_other_models(stored: str, name: str, served: str) -> None:
     assert refused.serving_dtype(gemma("LlamaForCausalLM", torch_dtype=stored), machine(name, 1)) == served
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("gemma")])
 def test_unquantised_models_run(name: str) -> None:
     refused.check(shape(name), machine("v100-32g", 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "entries", "said"),
+    [
+        (
+            "llama2-7b",
+            "v100-32g",
+            {"head_dim": 160},
+            "this model's head size of 160 is not supported by this project's V100 kernels on NVIDIA V100 SXM2 32 GB: "
+            "it must be one of 64, 80, 96, 112, 128, 192, 256; plan another model or device.",
+        ),
+        ("llama2-7b", "t4-16g", {"head_dim": 72}, "this project's Turing kernels on NVIDIA T4: it must be one of 64"),
+        ("llama2-7b", "a100-80g", {"head_dim": 132}, "head size of 132 is not supported by vLLM's FlashAttention on"),
+        ("llama2-7b", "ascend-910b-64g", {"head_dim": 72}, "Huawei Ascend 910B 64 GB: it must be a multiple of 16; plan"),
+        ("gemma2-9b", "ascend-910b-64g", {}, "this model's soft cap of 50 (attn_logit_softcapping) is not supported"),
+        ("gemma3-4b", "ascend-910b-64g", {}, "in both directions, is not supported by torch_npu's"),
+    ],
+)
+def test_models_that_the_kernels_do_not_compute(name: str, device: str, entries: dict[str, Any], said: str) -> None:
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    with pytest.raises(PlanError) as error:
+        refused.check(shape_of(config | entries, "here"), machine(device, 1))
+    assert said in str(error.value)
+    assert str(error.value).endswith("; plan another model or device.")
+    refused.check(shape_of(config, "here"), machine("h100-80g", 1))
+
+
+def test_the_head_sizes_are_the_kernels() -> None:
+    kernels = tables().kernels
+    assert kernels["volta"].head_sizes == kernels["turing"].head_sizes == HEAD_SIZES
+    assert kernels["flash"].head_sizes == HEAD_SIZE_MULTIPLE
 
 
 def test_heads_of_linear_attention_are_few() -> None:
