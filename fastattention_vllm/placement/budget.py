@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fastattention_vllm.attention.volta import launch
+
 WORKSPACE = 1 << 30
 """Device memory that "auto" reserves, in addition to activations, for libraries' workspaces and captured graphs."""
 STAGING_BYTES = 128 << 20
@@ -33,6 +35,15 @@ def activation_bytes(
     # A host layer merges partial results in fp32: two of them, and two in the model's dtype.
     merged = 12 * tokens * heads * head_size
     return 2 * tokens * (4 * hidden + wide) + 8 * sequences * vocabulary + merged
+
+
+def decoding_bytes(*, head_size: int, group: int, kv_heads: int, sequences: int, longest: int) -> int:
+    """One rank's memory for the parts of decoding requests with the V100 and Turing kernels, without drafts.
+
+    ``group``: query heads per KV head; ``kv_heads``: the rank's; ``longest``: tokens of a request.
+    """
+    rows = launch.decoding_rows(group, kv_heads, sequences, longest)
+    return 4 * launch.floats_of_parts(head_size, rows)
 
 
 def device_kv_bytes(total: int, used: int, activations: int, utilization: float) -> int:

@@ -12,6 +12,7 @@ from fastattention_vllm.placement.budget import (
     WIDENED_BYTES,
     WORKSPACE,
     activation_bytes,
+    decoding_bytes,
     device_kv_bytes,
     host_kv_bytes,
 )
@@ -195,6 +196,19 @@ def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:
     return found
 
 
+def decoding_parts(shape: ModelShape, machine: Machine, request: Request, longest: int) -> int:
+    """Bytes on one device for the parts of decoding requests of up to ``longest`` tokens."""
+    if not machine.kernels.own:
+        return 0
+    return decoding_bytes(
+        head_size=shape.head_size,
+        group=shape.heads_per_kv_head,
+        kv_heads=shape.kv_heads_per_rank(machine.ranks),
+        sequences=request.max_num_seqs,
+        longest=longest,
+    )
+
+
 def device_memory(shape: ModelShape, machine: Machine, request: Request) -> DeviceMemory:
     ranks, constants = machine.ranks, measured()
     weights, driver = weight_bytes(shape, request, ranks), int(constants.driver_gib.value * GIB)
@@ -210,11 +224,12 @@ def device_memory(shape: ModelShape, machine: Machine, request: Request) -> Devi
     )
     if request.host_kv_dtype != "auto":
         activations += WIDENED_BYTES
-    total = machine.device_bytes
-    kv = device_kv_bytes(total, weights + driver, activations, request.utilization)
+    total, parts = machine.device_bytes, decoding_parts(shape, machine, request, request.context)
+    workspace = WORKSPACE + parts
+    kv = device_kv_bytes(total, weights + driver + parts, activations, request.utilization)
     staging = NUM_BUFFERS * STAGING_BYTES
     if not kv:
-        need = (weights + driver + activations + WORKSPACE + staging) / request.utilization
+        need = (weights + driver + activations + workspace + staging) / request.utilization
         raise DoesNotFitError(
             f"the weights take {weights / GIB:.1f} GiB per device, and with all buffers they need {need / GIB:.1f} "
             f"GiB, but {machine.device.name} has only {total / GIB:.1f} GiB; use a larger --tp, a larger device, or "
@@ -227,8 +242,8 @@ def device_memory(shape: ModelShape, machine: Machine, request: Request) -> Devi
                 "left for its KV cache; lower it."
             )
         kv = int(request.kv_cache_gib * GIB)
-    unused = total - weights - driver - activations - WORKSPACE - staging - kv
-    return DeviceMemory(total, weights, driver, activations, WORKSPACE, staging, unused, kv)
+    unused = total - weights - driver - activations - workspace - staging - kv
+    return DeviceMemory(total, weights, driver, activations, workspace, staging, unused, kv)
 
 
 def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> MemoryPlan:
@@ -280,7 +295,9 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
             f"{' or '.join(fixes) or 'plan a larger device'}."
         )
     most_on_host = 0 if refusal else _largest_budget(machine, request)
-    bound = Limits(device.kv, most_on_host, shape.max_positions, request.requests)
+    more = _more_for_longer(shape, machine, request)
+    bound = Limits(max(0, device.kv - more), most_on_host, shape.max_positions, request.requests)
+    without_host_layers = size.longest_request(max(0, kv_without_host_layers - more))
     return MemoryPlan(
         shape=shape,
         machine=machine,
@@ -294,9 +311,11 @@ def plan_memory(shape: ModelShape, machine: Machine, request: Request) -> Memory
         host_kv_gib=asked,
         host_layers_refused=refusal[0] if refusal else "",
         paper=paper_placement(shape, machine.ranks, request, device, per_token),
-        longest_context=longest_request(layers, size, bound),
-        longest_on_device=min(shape.max_positions, size.longest_request(kv_without_host_layers)),
-        largest_batch=_largest_batch(layers, size, replace(bound, tokens=request.context), request.max_num_seqs),
+        longest_context=max(request.context, longest_request(layers, size, bound)),
+        longest_on_device=min(shape.max_positions, without_host_layers),
+        largest_batch=_largest_batch(
+            layers, size, replace(bound, device_bytes=device.kv, tokens=request.context), request.max_num_seqs
+        ),
         largest_batch_on_device=min(
             request.max_num_seqs, _batch_on_device(size, kv_without_host_layers, request.context)
         ),
@@ -323,6 +342,16 @@ def _named(shape: ModelShape, request: Request) -> str:
     if request.kv_dtype == "auto":
         return f"the checkpoint's KV cache in {shape.cache.dtype} (kv_cache_scheme)"
     return f"--kv-dtype {request.kv_dtype}"
+
+
+def _more_for_longer(shape: ModelShape, machine: Machine, request: Request) -> int:
+    """Bytes by which the KV cache is smaller if requests may have all positions of the model."""
+    if request.kv_cache_gib is not None:
+        return 0  # its size is given
+    longest, planned = (
+        decoding_parts(shape, machine, request, tokens) for tokens in (shape.max_positions, request.context)
+    )
+    return longest - planned
 
 
 def _with_copies(device: DeviceMemory, machine: Machine, request: Request, kv_dtype: str) -> DeviceMemory:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastattention_vllm.attention.volta import launch
 from fastattention_vllm.placement.budget import (
     NUM_BUFFERS,
     STAGING_BYTES,
     WORKSPACE,
     activation_bytes,
+    decoding_bytes,
     device_kv_bytes,
     host_kv_bytes,
 )
+from kernels.volta import variants
 
 GIB = 1 << 30
 
@@ -28,6 +32,21 @@ def test_activations_of_an_8b_model_on_two_ranks() -> None:
     )
     rows = 2 * 8192 * (4 * 4096 + 3 * 14336 // 2)
     assert found == rows + 8 * 256 * 128256 + 12 * 8192 * 16 * 128
+
+
+@pytest.mark.parametrize("sequences", [256, 1024])
+@pytest.mark.parametrize(
+    ("head_size", "group", "kv_heads", "longest"),
+    [(128, 1, 32, 32768), (128, 4, 8, 131072), (256, 6, 4, 262144), (96, 1, 32, 131072)],
+)
+def test_parts_of_decoding_are_what_the_backend_allocates(
+    head_size: int, group: int, kv_heads: int, longest: int, sequences: int
+) -> None:
+    found = decoding_bytes(
+        head_size=head_size, group=group, kv_heads=kv_heads, sequences=sequences, longest=longest
+    )
+    assert found == 4 * launch.partial_floats(variants.prefill(head_size), group, kv_heads, sequences, longest)
+    assert found > 190 << 20
 
 
 @given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))

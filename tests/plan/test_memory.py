@@ -10,11 +10,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fastattention_vllm.placement.budget import WORKSPACE
 from fastattention_vllm.placement.kv_size import KvSize
 from fastattention_vllm.placement.plan import plan
 from fastattention_vllm.plan.errors import DoesNotFitError, PlanError
 from fastattention_vllm.plan.hardware import GIB, Machine, machine
-from fastattention_vllm.plan.memory import MAX_NUM_SEQS, MemoryPlan, Request, plan_memory
+from fastattention_vllm.plan.memory import MAX_NUM_SEQS, MemoryPlan, Request, device_memory, plan_memory
 from fastattention_vllm.plan.model import ModelShape, shape_of
 from fastattention_vllm.plan.report import serve_words
 from fastattention_vllm.plan.speed import decode
@@ -73,6 +74,17 @@ def test_kappa_of_llama2_70b() -> None:
     assert found.paper.layer_bytes == 2 * 3 * 4096 * 8 * 128 * 2
     assert found.paper.free_bytes == 8 * found.device.kv
     assert found.paper.device_layers == 80
+
+
+def test_many_requests_leave_less_for_the_cache_on_a_v100() -> None:
+    """The kernels keep parts of every decoding request: for 256 requests of Qwen3.5-27B on two, 97 MiB."""
+    model, computer = shape("qwen3.5-27b"), machine("v100-32g", 4)
+    one, many = (device_memory(model, computer, Request(8192, requests=requests)) for requests in (1, 1024))
+    assert many.workspace - WORKSPACE == 4 * (one.workspace - WORKSPACE) > 100 << 20
+    assert one.kv - many.kv == many.workspace - one.workspace + many.activations - one.activations
+    longer = device_memory(model, machine("v100-32g", 2), Request(K256))
+    assert longer.workspace - WORKSPACE == pytest.approx(97 << 20, rel=0.01)
+    assert device_memory(model, machine("h200-141g", 1), Request(K256)).workspace == WORKSPACE
 
 
 @settings(max_examples=50, deadline=None)

@@ -223,11 +223,17 @@ def partial_floats(
     ``prefill``: the V100's variant for this head size; ``group`` and ``speculated``: as in :func:`decode_tokens`;
     ``longest``: maximum number of keys of up to ``max_seqs`` sequences.
     """
+    cut = PREFILL_WAVES * SMS * prefill.ctas_per_sm * prefill.rows
+    return floats_of_parts(
+        prefill.head_size, max(decoding_rows(group, num_kv_heads, max_seqs, longest, speculated), cut)
+    )
+
+
+def decoding_rows(group: int, num_kv_heads: int, max_seqs: int, longest: int, speculated: int = 0) -> int:
+    """Maximum number of rows, of all parts together, that decoding needs. As in :func:`partial_floats`."""
     rows = decode_tokens(group, speculated) * group
     parts = decode_parts(longest, min_parts(num_kv_heads))
-    decoding = max_seqs * num_kv_heads * parts * (rows if rows <= WIDE_ROWS else 0)
-    cut = PREFILL_WAVES * SMS * prefill.ctas_per_sm * prefill.rows
-    return floats_of_parts(prefill.head_size, max(decoding, cut))
+    return max_seqs * num_kv_heads * parts * (rows if rows <= WIDE_ROWS else 0)
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (Divisor, AttentionParams, Split, WriteKv)
