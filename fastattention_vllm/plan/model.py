@@ -11,8 +11,8 @@ from typing import Any
 from fastattention_vllm.plan import matrices
 from fastattention_vllm.plan.errors import PlanError
 from fastattention_vllm.plan.matrices import Matrix
+from fastattention_vllm.plan.weights import NO_SCHEME, PLAIN_BYTES, CacheScheme, Stored, cache_scheme, stored
 from fastattention_vllm.plan.weights import PLAIN as UNQUANTISED
-from fastattention_vllm.plan.weights import PLAIN_BYTES, CacheScheme, Stored, cache_scheme, stored
 
 GATED = 3
 PLAIN = 2
@@ -122,7 +122,7 @@ class ModelShape:
     """Whether the model also has an image encoder, which is not described here."""
     soft_cap: float = 0
     """Of attention logits; 0: none."""
-    cache: CacheScheme = CacheScheme()
+    cache: CacheScheme = NO_SCHEME
     """The KV cache that the checkpoint asks for."""
     unscaled_positions: int = 0
     """max_position_embeddings beside YaRN. Newer vLLM takes it for the longest context; 0.19 scales the original one. 0

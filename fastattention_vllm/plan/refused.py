@@ -295,8 +295,8 @@ def check(shape: ModelShape, machine: Machine) -> None:
         PlanError: the engine would refuse the model or its weights at start on this machine. One sentence.
     """
     serving_dtype(shape, machine)
-    if reason := _unserved(shape, machine):
-        raise PlanError(f"{reason}; {OTHERS}.")
+    if why := _unserved(shape, machine):
+        raise PlanError(f"{why}; {OTHERS}.")
     if not machine.kernels.quantised_weights or (found := refusal(shape, machine.ranks)) is None:
         return
     name, reason = found

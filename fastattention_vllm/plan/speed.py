@@ -15,8 +15,8 @@ device reads over the link.
 Seconds of a prompt: for every chunk and layer, the FLOPs of the linear layers and of attention, or if that takes
 longer, the time in which the link brings the context of a host layer; and two all-reduces.
 
-This package's kernels for quantised weights (V100) read the weights again for every 16 rows. For many rows, a pass reads
-them and writes them in fp16, and the product reads those.
+This package's kernels for quantised weights (V100) read the weights again for every 16 rows. For many rows, a pass
+reads them and writes them in fp16, and the product reads those.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ELEMENT = 2
 TURN = 16
 """Rows for which this package's kernels read quantised weights once."""
 MOST_TURNS = {("int", 4): 7, ("int", 8): 4, ("float", 8): 4}
-"""By kind and bits, how often they read the weights of a matrix at most. For more rows, they unpack them. A test compares
-both constants with ``linear/volta/launch.py``."""
+"""By kind and bits, how often they read the weights of a matrix at most. For more rows, they unpack them. A test
+compares both constants with ``linear/volta/launch.py``."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,9 @@ def prefill(plan: MemoryPlan) -> Prediction:
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in range(shape.num_layers):
         formats = shape.stored[index] if shape.stored else ()
-        kinds[index in host, index in windowed, index in states, shape.layer_parameters(ranks, index), formats].append(index)
+        kinds[index in host, index in windowed, index in states, shape.layer_parameters(ranks, index), formats].append(
+            index
+        )
     counts = [(indices[0], len(indices)) for indices in kinds.values()]
     parts = Parts(float)
     for begin in range(0, request.context, request.batched_tokens):

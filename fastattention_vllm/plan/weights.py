@@ -71,6 +71,7 @@ class CacheScheme:
     """Whether each KV head has scales of its own."""
 
 
+NO_SCHEME = CacheScheme()
 PLAIN = Stored()
 UNKNOWN = Stored("unknown")
 
@@ -85,7 +86,7 @@ def cache_scheme(config: Mapping[str, Any]) -> CacheScheme:
     if method == "compressed-tensors" and scheme:
         return CacheScheme("fp8", scheme.get("strategy") == "attn_head")
     if not method.startswith("modelopt"):
-        return CacheScheme()
+        return NO_SCHEME
     inner = config.get("quantization") or config
     named = inner.get("kv_cache_scheme") or scheme or inner.get("kv_cache_quant_algo") or ""
     if isinstance(named, Mapping):

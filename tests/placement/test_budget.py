@@ -42,9 +42,7 @@ def test_activations_of_an_8b_model_on_two_ranks() -> None:
 def test_parts_of_decoding_are_what_the_backend_allocates(
     head_size: int, group: int, kv_heads: int, longest: int, sequences: int
 ) -> None:
-    found = decoding_bytes(
-        head_size=head_size, group=group, kv_heads=kv_heads, sequences=sequences, longest=longest
-    )
+    found = decoding_bytes(head_size=head_size, group=group, kv_heads=kv_heads, sequences=sequences, longest=longest)
     assert found == 4 * launch.partial_floats(variants.prefill(head_size), group, kv_heads, sequences, longest)
     assert found > 190 << 20
 

@@ -145,7 +145,12 @@ def test_unquantised_models_run(name: str) -> None:
         ),
         ("llama2-7b", "t4-16g", {"head_dim": 72}, "this project's Turing kernels on NVIDIA T4: it must be one of 64"),
         ("llama2-7b", "a100-80g", {"head_dim": 132}, "head size of 132 is not supported by vLLM's FlashAttention on"),
-        ("llama2-7b", "ascend-910b-64g", {"head_dim": 72}, "Huawei Ascend 910B 64 GB: it must be a multiple of 16; plan"),
+        (
+            "llama2-7b",
+            "ascend-910b-64g",
+            {"head_dim": 72},
+            "Huawei Ascend 910B 64 GB: it must be a multiple of 16; plan",
+        ),
         ("gemma2-9b", "ascend-910b-64g", {}, "this model's soft cap of 50 (attn_logit_softcapping) is not supported"),
         ("gemma3-4b", "ascend-910b-64g", {}, "in both directions, is not supported by torch_npu's"),
     ],

@@ -18,9 +18,9 @@ from fastattention_vllm.plan.hardware import Machine, machine, measured, tables
 from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
 from fastattention_vllm.plan.model import shape_of
 from fastattention_vllm.plan.speed import Way, decode, engines_way, host_rates, prefill
-from tests.plan.drawn import REQUESTS, machines, shapes
 from fastattention_vllm.plan.weights import Stored
 from scripts.plan_table import RESULTS
+from tests.plan.drawn import REQUESTS, machines, shapes
 from tests.plan.shapes import FOLDER, shape
 
 K256 = 1 << 18

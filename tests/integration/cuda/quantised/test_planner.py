@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.config import model
+from vllm.config import CacheConfig, model
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers import linear as layers
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -22,13 +23,17 @@ from fastattention_vllm.integration.cuda.quantised import linear_method
 from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
 from fastattention_vllm.integration.cuda.quantised.scope import FORMATS as LOADED
 from fastattention_vllm.integration.cuda.quantised.scope import INSTEAD, INTEGER_BITS
+from fastattention_vllm.integration.cuda.volta import FastAttentionVoltaBackend
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.volta import launch
 from fastattention_vllm.linear.weights import BLOCK
 from fastattention_vllm.plan import refused, speed
+from fastattention_vllm.plan.errors import PlanError
+from fastattention_vllm.plan.hardware import machine
+from fastattention_vllm.plan.memory import resolve_kv_dtype
 from fastattention_vllm.plan.model import MLP_MATRICES, shape_of
 from tests.integration.cuda.quantised.formats import FORMATS, awq, floats, fp8, gptq, packed
-from tests.integration.cuda.quantised.one_v100 import one_rank, v100  # noqa: F401
+from tests.integration.cuda.quantised.one_v100 import Model, one_rank, v100  # noqa: F401
 
 HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_SIZE = 512, 1536, 8, 4, 64
 MODEL: dict[str, Any] = {
@@ -180,9 +185,32 @@ def test_gptq_of_3_bits_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None
 def test_model_types_that_vllm_refuses_in_float16_are_the_same() -> None:
     """Of the architectures that the planner supports."""
     by_vllm = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind): kind for kind in model._FLOAT16_NOT_SUPPORTED_MODELS}
-    assert refused.UNSTABLE_IN_FLOAT16 == {
+    assert {
         architecture: kind for architecture, kind in by_vllm.items() if architecture in MLP_MATRICES
-    }
+    } == refused.UNSTABLE_IN_FLOAT16
+
+
+@pytest.mark.parametrize("asked", ["auto", "float16"])
+def test_the_cache_that_vllm_makes_for_a_checkpoint_with_a_scheme(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM's own attention layer. The V100's version stores fp8 whatever the user says."""
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    compat.ensure_backend_member()
+    checkpoint = floats().config | {"kv_cache_scheme": scheme}
+    for name, value in (("is_mm_prefix_lm", False), ("max_model_len", 1024), ("rswa_window", None)):
+        monkeypatch.setattr(Model, name, value, raising=False)
+    config = QuantisedCheckpoint.from_config(copy.deepcopy(checkpoint))
+    config.packed_modules_mapping = MERGED
+    cache: Any = CacheConfig(block_size=16, cache_dtype=asked)
+    rest = {"prefix": f"{PREFIX}.{asked}.attn", "attn_backend": FastAttentionVoltaBackend}
+    Attention(4, 64, 0.1, num_kv_heads=2, cache_config=cache, quant_config=config, **rest)
+    shape = shape_of(MODEL | {"quantization_config": checkpoint}, "here")
+    device = machine("v100-32g" if compat.has_own_gptq_kernels() else "t4-16g", 1)
+    if device.kernels.obeys_cache_schemes and asked != "auto":
+        with pytest.raises(PlanError, match="--kv-dtype float16 has no effect"):
+            resolve_kv_dtype(shape, device, asked)
+        assert cache.cache_dtype == "fp8"
+        return
+    assert cache.cache_dtype == resolve_kv_dtype(shape, device, asked)
 
 
 def test_the_advice_and_the_limits_are_the_same() -> None:
