@@ -105,9 +105,9 @@ def test_vllm_limits_a_drafter_to_what_its_config_says(tmp_path: Path) -> None:
         speculative_config={"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2},
     ).create_engine_config()
     assert drafter.longest_drafted(asked) == 126
+
+
 WINDOWS_BY_LAYER = SimpleNamespace(model_type="plamo3", interleaved_sliding_window=[32, None])
-
-
 
 
 @pytest.mark.parametrize("method", drafter.WITH_LAYERS)

@@ -32,7 +32,7 @@ def check_weights(vllm_config: VllmConfig) -> None:
     """Check the safetensors files of a model folder on this machine. Other models and formats are left to vLLM.
 
     Raises:
-        Refusal: a file or a tensor is missing, or a file is cut off, not fetched by git, or not a safetensors file, or all
+        Refusal: a file or a tensor is missing, a file is cut off, not fetched by git, or not a safetensors file, or all
             are GGUF files.
     """
     if vllm_config.model_config is None:

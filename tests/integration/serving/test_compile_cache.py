@@ -16,8 +16,8 @@ import pytest
 import vllm.compilation.backends
 from vllm.engine.arg_utils import EngineArgs
 
-from fastattention_vllm.integration.serving import compile_cache
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.serving import compile_cache
 from tests.reference_models import llama, save_random
 
 NOBODY = 65534
