@@ -127,12 +127,12 @@ def without_owners() -> Iterator[tuple[bytes, int]]:
         b"\0another program/\xff\xfe",
         f"\0{PREFIX}/\u00b2/x".encode(),
         f"\0{PREFIX}/\u0661/x".encode(),
-        f"\0{PREFIX}/-1/x".encode(),
-        f"\0{PREFIX}/ 1/x".encode(),
+        f"\0{PREFIX}/-{FAR}/x".encode(),
+        f"\0{PREFIX}/ {FAR}/x".encode(),
         f"\0{PREFIX}/{'9' * 80}/x".encode(),
         f"\0{PREFIX}//x".encode(),
-        f"\0{PREFIX}/1/".encode(),
-        f"\0{PREFIX}/1/x/y".encode(),
+        f"\0{PREFIX}/{FAR}/".encode(),
+        f"\0{PREFIX}/{FAR}/x/y".encode(),
     ],
 )
 def test_no_name_of_a_socket_ends_a_start_or_the_watcher(
@@ -145,7 +145,7 @@ def test_no_name_of_a_socket_ends_a_start_or_the_watcher(
     said: list[list[int]] = []
     with bind(name):
         assert claim([FAR]) == []
-        assert others_on([1, 2, 10**80 - 1]) == []
+        assert others_on([FAR, 10**80 - 1]) == []
         cpu_claims.unbind_beside_others([FAR], os.sched_getaffinity(0), said.append)
         time.sleep(0.1)
         assert cpu_claims._watcher is not None
