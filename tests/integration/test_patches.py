@@ -77,6 +77,7 @@ NOT_VLLMS = {
     "serving/nan_logits:count_logits:kind._fastattention": "a mark on vLLM's class",
     "refusal:install_excepthook:sys.excepthook": "Python's, in the vllm command's own process",
     "serving/engine_end:_record_at_shutdown:shutdown._fastattention": "a mark on our own function",
+    "serving/engine_end:make_pipe:os.environ[PIPE]": "our own variable, for the processes that this one starts",
     "serving/engine_end:note_stops:shutdown._fastattention_notes": "a mark on our own function",
     "serving/engine_end:fail_with_the_engine:shutdown._fastattention_fails": "a mark on our own function",
     "serving/ray_cluster:change_executor:_init_executor._fastattention": "a mark on our own function",
