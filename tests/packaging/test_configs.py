@@ -16,7 +16,7 @@ from fastattention_vllm.attention.volta.launch import HEAD_SIZES
 from fastattention_vllm.plan import hardware
 from fastattention_vllm.plan.errors import DoesNotFitError
 from fastattention_vllm.plan.memory import MemoryPlan, Request, plan_memory
-from fastattention_vllm.plan.model import ModelShape, shape_of
+from fastattention_vllm.plan.model import ModelShape, read, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -38,6 +38,8 @@ DEVICES = {
 """The planner's names of the devices that a file is for. It knows no machine without a device."""
 ON_THE_HOST = {"ampere-24g-256k"}
 """Files whose requests need host layers."""
+HYBRIDS = {"v100-4x32g-qwen3.5": ("v100-32g", "qwen3.5-27b")}
+"""Files for models with states: the planner's device, and the folder of the model's shape in tests/plan/shapes."""
 CPU_MEMORY = {"cpu-server": 32 * GIB}
 """Memory of the machine that a file is for."""
 CPU_BESIDE = hardware.measured().server_gib.value * GIB + 2 * GIB
@@ -130,20 +132,38 @@ def test_vllm_refuses_a_misspelt_key(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_every_config_is_checked() -> None:
     names = {path.stem for path in CONFIGS} - {"cpu-demo"}  # which the server tests run
-    assert names == set(DEVICES) | set(CPU_MEMORY)
-    assert {name for name in names if name.startswith(("v100", "t4"))} == set(GPUS)
+    assert names == set(DEVICES) | set(HYBRIDS) | set(CPU_MEMORY)
+    assert {name for name in names if name.startswith(("v100", "t4"))} == set(GPUS) | set(HYBRIDS)
 
 
-def planned(name: str, device: str) -> MemoryPlan:
+def planned(name: str, device: str, shape: ModelShape | None = None) -> MemoryPlan:
     """The plan of one request of the file's length on the usual host of ``device``."""
     config = load(name)
+    shape = shape or SHAPES[config["model"]].planned(config["dtype"])
     request = Request(
         context=config["max-model-len"],
         batched_tokens=config["max-num-batched-tokens"],
         utilization=config["gpu-memory-utilization"],
     )
     machine = hardware.machine(device, config.get("tensor-parallel-size", 1))
-    return plan_memory(SHAPES[config["model"]].planned(config["dtype"]), machine, request)
+    return plan_memory(shape, machine, request)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_fits_and_caches_prefixes(name: str) -> None:
+    device, folder = HYBRIDS[name]
+    found = planned(name, device, read(str(ROOT / "tests" / "plan" / "shapes" / folder)))
+    assert found.kv_dtype == load(name)["dtype"]
+    assert not found.placement.host
+    comment = (ROOT / "configs" / f"{name}.yaml").read_text()
+    words = {3: "Three"}
+    assert f"{words[found.largest_batch_on_device]} such requests fit" in comment
+    assert f"take {found.device.weights / GIB:.1f} GiB" in comment
+    assert f"one request of {load(name)['max-model-len']} tokens {found.device_kv_needed / GIB:.2f} GiB" in comment
+    assert f"whole blocks of {found.size.block_size} tokens" in comment
+    parsed = parse(ROOT / "configs" / f"{name}.yaml")
+    assert parsed.enable_prefix_caching
+    assert parsed.mamba_cache_mode == "align"
 
 
 @pytest.mark.parametrize(("name", "device"), [(name, device) for name in DEVICES for device in DEVICES[name]])
