@@ -138,9 +138,9 @@ PATCHES = (
         "caching and preemption still work with one set of block ids.",
         remove_when="a KV cache spec can place a layer's cache outside the device",
         sites=(
-            "host_layers/layers:set_up:layer.kv_sharing_target_layer_name",
-            "host_layers/layers:set_up:layer.attn_backend",
-            "host_layers/layers:set_up:layer.impl",
+            "host_layers/layers:_set_up:layer.kv_sharing_target_layer_name",
+            "host_layers/layers:_set_up:layer.attn_backend",
+            "host_layers/layers:_set_up:layer.impl",
         ),
     ),
     Patch(
@@ -165,8 +165,8 @@ PATCHES = (
         sites=(
             "tiling/row_parallel:install:op_registry_oot.pop",
             "tiling/row_parallel:install:PluggableLayer.register_oot",
-            "tiling/row_parallel:enable_tiling:layer.__class__",
-            "tiling/row_parallel:enable_tiling:layer.tiled_group",
+            "tiling/row_parallel:_enable_tiling:layer.__class__",
+            "tiling/row_parallel:_enable_tiling:layer.tiled_group",
             "tiling/row_parallel:_enable_mlp_tiling:module.__class__",
             "tiling/row_parallel:_enable_mlp_tiling:module.tiled_group",
         ),

@@ -149,8 +149,8 @@ def test_a_wheel_without_sources_is_not_compared(images: Path, monkeypatch: pyte
 
 def test_unusable_images_stop_the_start_with_one_sentence(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(images, "another structure")
-    config = SimpleNamespace(additional_config={})
-    monkeypatch.setattr(backend_volta, "get_current_vllm_config", lambda: config)
+    config = SimpleNamespace(additional_config={}, compilation_config=SimpleNamespace(static_forward_context={}))
+    monkeypatch.setattr(backend_volta, "get_current_vllm_config_or_none", lambda: config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     volta.target.cache_clear()
     try:

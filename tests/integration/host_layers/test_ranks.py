@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from fastattention_vllm.attention.cpu import kernels as cpu
 from fastattention_vllm.integration.host_layers import layers as host_layers
@@ -75,7 +76,9 @@ def allocate(rank: int, failure: str, failing: int) -> float:
     found = host_layers.HostLayers(
         SimpleNamespace(pin=Pins()), group, None, {"host": "device"}, 1 << 40, 1024, [], "auto", torch.float32
     )
-    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["device"])], num_blocks=64)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    found.specs = {"host": spec}
+    config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["device"], spec)], num_blocks=64)
     began = time.monotonic()
     try:
         found.allocate({"host": SimpleNamespace(impl=impl), "device": None}, config)
