@@ -195,16 +195,8 @@ def test_a_drawn_engine_with_one_block_table_for_both_kinds(tmp_path: Path) -> N
     solve(problem, tmp_path)
 
 
-WINDOWS_OF_TWO_LENGTHS = 92
-"""Draws full layers, windowed layers of two lengths, and host layers of all three kinds."""
 FEW_LEFT_IN_ONE_TABLE = 2075
 """Draws one block table for both kinds, and more host layers than separate tables would allow."""
-
-
-def test_a_drawn_engine_with_windows_of_two_lengths(tmp_path: Path) -> None:
-    problem = draw_problem(WINDOWS_OF_TWO_LENGTHS)
-    assert {problem.model.layers[layer] for layer in problem.host_layers} == {"F", "W", "N"}
-    solve(problem, tmp_path)
 
 
 @pytest.mark.more

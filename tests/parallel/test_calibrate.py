@@ -294,7 +294,6 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path: Path, monkeypa
 
 
 @needs_another_user
-@pytest.mark.timeout(60)
 def test_other_users_of_the_folder_can_neither_redirect_nor_hold_up_what_is_written() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
