@@ -85,6 +85,8 @@ def _tensors_of(path: Path) -> list[str]:
         Refusal: it is not such a file, or cut off.
     """
     try:
+        if not path.is_file():  # to open a FIFO would wait for its other end
+            raise OSError("it is not a file")
         with path.open("rb") as file:
             if (first := file.read(len(LFS))) == LFS:
                 raise Refusal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,14 @@ def test_gguf_files_are_not_read(tmp_path: Path, model: Path) -> None:
 def test_a_file_of_another_kind(model: Path, content: bytes) -> None:
     (model / "model-1.safetensors").write_bytes(content)
     with pytest.raises(Refusal, match=r"/model-1\.safetensors is not a complete safetensors file"):
+        check_weights(config(model))
+
+
+def test_what_is_no_file_is_not_waited_for(model: Path) -> None:
+    (model / INDEX).unlink()
+    (model / "model-2.safetensors").unlink()
+    os.mkfifo(model / "model-2.safetensors")
+    with pytest.raises(Refusal, match=r"/model-2\.safetensors is not a complete safetensors file \(it is not a file\)"):
         check_weights(config(model))
 
 
