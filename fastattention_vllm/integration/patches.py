@@ -172,6 +172,14 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("vllm.v1.engine.input_processor.InputProcessor.process_inputs",),
+        why="On CPUs, prompt_logprobs would end an engine with adapters. vLLM's hook for refusing a request is not "
+        "told which engine of the process it is for.",
+        remove_when="Platform.validate_request gets the engine's configuration, or vLLM's layer for logits takes rows "
+        "of prompts",
+        sites=("cpu/prompt_logprobs:refuse_with_adapters:InputProcessor.process_inputs",),
+    ),
+    Patch(
         names=("vllm.v1.engine.async_llm.AsyncLLM.shutdown",),
         why="When a server stops, it may cancel the task that informs waiting requests. These requests and the server "
         "then wait forever.",

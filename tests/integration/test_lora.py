@@ -68,3 +68,15 @@ def test_adapters_equal_hugging_face(tmp_path: Path, host_layers: int) -> None:
         with pytest.raises(ValueError, match="prompt_logprobs=1"):
             llm.generate([{"prompt_token_ids": prompts[0]}], SamplingParams(prompt_logprobs=1), use_tqdm=False)
         check(generate(llm, prompts[:1]), expected[:1])
+
+
+def test_only_engines_with_adapters_refuse_prompt_logprobs(tmp_path: Path) -> None:
+    base = save_random(llama(1, 1, 64), tmp_path / "base")
+    request, params = {"prompt_token_ids": [3, 1, 4]}, SamplingParams(prompt_logprobs=1, max_tokens=1)
+    with (
+        engine(base, enable_lora=True, max_lora_rank=RANK) as llm,
+        pytest.raises(ValueError, match="prompt_logprobs=1"),
+    ):
+        llm.generate([request], params, use_tqdm=False)
+    with engine(base) as llm:
+        assert len(llm.generate([request], params, use_tqdm=False)[0].prompt_logprobs) == 3

@@ -14,7 +14,6 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from fastattention_vllm.integration import compat, support
-from fastattention_vllm.integration.cpu.platform import FastAttentionCpuPlatform
 from fastattention_vllm.integration.host_layers import layers as host_layers
 from tests import drafters
 from tests import reference_models as reference
@@ -126,12 +125,8 @@ DRAFTERS = ["ngram", "draft_model", "eagle", "eagle3"]
     "method",
     [pytest.param(one, marks=() if one == "ngram" else [needs_drafters, pytest.mark.more]) for one in DRAFTERS],
 )
-def test_every_way_of_sampling_passes_steps_without_drafts(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_of_sampling_passes_steps_without_drafts(method: str, tmp_path: Path) -> None:
     """While only prompts are computed, no request has draft tokens, and the rejection sampler gets no rows."""
-    # Remembered from other tests' servers with adapters, which refuse prompt_logprobs.
-    monkeypatch.setattr(FastAttentionCpuPlatform, "_serves_adapters", False)
     model, prompts = save_random(llama(4, 2, 64), tmp_path / "model"), random_prompts(LENGTHS)
     expected = hugging_face_answers(model, prompts, 8)
     speculation = NGRAM

@@ -15,6 +15,7 @@ from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.integration import binding, compat, drafter, multimodal
 from fastattention_vllm.integration.checkpoint.positions import check_positions
 from fastattention_vllm.integration.checkpoint.weights import check_weights
+from fastattention_vllm.integration.cpu import prompt_logprobs
 from fastattention_vllm.integration.cpu import resources as cpu_resources
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.cpu.stand_ins import ops as cpu_ops
@@ -47,8 +48,6 @@ class FastAttentionCpuPlatform(CpuPlatform):
     # vLLM compiles a few small functions even with --enforce-eager; on CPUs that would need a C++ compiler at run time.
     simple_compile_backend: str = "eager"
 
-    _serves_adapters: bool = False
-
     @classmethod
     def device_count(cls) -> int:
         return len(topology.physical_cpus())
@@ -63,7 +62,8 @@ class FastAttentionCpuPlatform(CpuPlatform):
             with compat.without_fp8_cache(vllm_config), compat.same_block_size(vllm_config):
                 super().check_and_update_config(vllm_config)
             return
-        cls._serves_adapters |= vllm_config.lora_config is not None
+        if vllm_config.lora_config is not None:
+            prompt_logprobs.refuse_with_adapters()
         options_of(vllm_config)  # a wrong key must fail here, not in a worker
         ours = cls._uses_fastattention(vllm_config.attention_config.backend)
         if ours:
@@ -110,20 +110,6 @@ class FastAttentionCpuPlatform(CpuPlatform):
     @classmethod
     def get_punica_wrapper(cls) -> str:
         return PUNICA_WRAPPER
-
-    @classmethod
-    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        super().validate_request(processed_inputs, params)
-        if cls._serves_adapters and getattr(params, "prompt_logprobs", None) is not None:
-            # Not at the top: only the API server counts.
-            from fastattention_vllm.integration.serving.metrics import refused_requests
-
-            refused_requests.inc()
-            # vLLM's output layer would get rows that its adapter indices do not cover, which ends the engine.
-            raise Refusal(
-                f"prompt_logprobs={params.prompt_logprobs} is not supported by a server with LoRA adapters; send the "
-                "request without prompt_logprobs, or start the server without --enable-lora."
-            )
 
     @classmethod
     def get_attn_backend_cls(
