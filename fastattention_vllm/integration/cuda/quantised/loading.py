@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.parameter import PerTensorScaleParameter
 
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.linear.volta.packing import scales_in_fp16
@@ -72,6 +73,9 @@ class Loading:
             self._check_numbers(param, loaded)
             before = param.data.clone() if self.alike and self.numbers else None
             shape = list(loaded.shape)
+            # vLLM's own checks of shapes are assertions, which ``python -O`` removes.
+            if isinstance(param, PerTensorScaleParameter) and loaded.numel() > 1:
+                raise self._misshapen(shape, param)
             try:
                 with _Writes() as writes:  # type: ignore[no-untyped-call]
                     loader(param, loaded, *part, **named)
@@ -162,13 +166,20 @@ def parts_of_qkv(layer: QKVParallelLinear) -> list[tuple[str, int]]:
 
 
 class _Writes(TorchDispatchMode):
-    """Counts the numbers that are written in place."""
+    """Counts the numbers that are written in place.
+
+    Raises:
+        RuntimeError: a tensor is copied into one of another shape, so that its numbers would be repeated.
+    """
 
     copied = filled = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.copy_.default:
-            self.copied += args[0].numel()
+            into, source = args[0], args[1]
+            if into.shape != source.shape and not into.numel() == source.numel() == 1:
+                raise RuntimeError(f"a tensor of shape {list(source.shape)} does not fit {list(into.shape)}")
+            self.copied += into.numel()
         elif func in (aten.fill_.Scalar, aten.zero_.default):
             self.filled += args[0].numel()
         return func(*args, **(kwargs or {}))

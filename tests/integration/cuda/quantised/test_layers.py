@@ -39,6 +39,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cuda.quantised import config as common
 from fastattention_vllm.integration.cuda.quantised import gptq as gptq_module
 from fastattention_vllm.integration.cuda.quantised import linear_method, unquantised_method
+from fastattention_vllm.integration.cuda.quantised.loading import Loading
 from fastattention_vllm.integration.cuda.quantised.registration import QuantisedCheckpoint
 from fastattention_vllm.integration.refusal import Refusal
 from tests.integration.cuda.quantised.formats import FORMATS, Format, Stored, awq, floats, fp8, gptq, packed
@@ -573,6 +574,22 @@ def test_each_misshapen_tensor_is_named(name: str, kind: Any) -> None:
                 wanted = rf"^model.layers.3.o_proj: the checkpoint's {other} has shape \[\d+.*\] on each of 1 ranks\)"
                 with pytest.raises(Refusal, match=wanted):
                     held[other].weight_loader(held[other], misshapen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(parameters.BasevLLMParameter, (4, 3)), (parameters.PerTensorScaleParameter, (2,))]
+)
+def test_shapes_are_checked_without_vllms_assertions(kind: Any, shape: tuple[int, ...]) -> None:
+    """As with ``python -O``: torch would repeat one number or row, and vLLM would take the first of several scales."""
+
+    def load_without_checks(param: Any, loaded: torch.Tensor) -> None:
+        param.data.copy_(loaded if kind is parameters.BasevLLMParameter else loaded[0])
+
+    load = Loading("l.o_proj", "scale", 2).wrap(load_without_checks)
+    param = kind(data=torch.zeros(shape), weight_loader=load)
+    for wrong in (torch.ones(1), torch.ones(3)) if kind is parameters.BasevLLMParameter else (torch.ones(2),):
+        with pytest.raises(Refusal, match=r"^l.o_proj: the checkpoint's scale has shape \[\d\], which does not fit"):
+            load(param, wrong)
 
 
 def test_other_groups_in_a_merged_layer_are_refused() -> None:
