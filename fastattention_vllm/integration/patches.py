@@ -188,6 +188,20 @@ PATCHES = (
         sites=("serving/server_end:tell_requests:module.AsyncLLM.shutdown",),
     ),
     Patch(
+        names=(
+            "vllm.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready",
+            "the lock of tqdm.std.tqdm in processes that vLLM starts",
+        ),
+        why="vLLM kills its engine and workers when a server stops. Python then finds the names of their queues and of "
+        "a lock of their progress bars, and warns of leaks in the server's last lines.",
+        remove_when="vLLM lets its engine and workers end by themselves, or removes the names itself",
+        versions="0.19.1 to 0.33",
+        sites=(
+            "serving/shared_names:free_names_of_queues:module.MessageQueue.wait_until_ready",
+            "serving/shared_names:free_names_of_queues.wait_until_ready:memory.is_creator",
+        ),
+    ),
+    Patch(
         names=("uvicorn.server.Server.shutdown",),
         why="vLLM sets no timeout_graceful_shutdown, so its server waits forever for a client that has stopped "
         "reading.",
@@ -233,7 +247,10 @@ PATCHES = (
         sites=("serving/worker_stats:add_method:setattr",),
     ),
     Patch(
-        names=("the loaders of vllm.v1.engine.async_llm, worker_base, the executors and uvicorn.server",),
+        names=(
+            "the loaders of vllm.v1.engine.async_llm, shm_broadcast, worker_base, the executors, "
+            "uvicorn.server and tqdm.std",
+        ),
         why="What is replaced in them is replaced when they are imported. Importing them here would cost every process "
         "1.5 seconds.",
         remove_when="the patches of these modules are removed",

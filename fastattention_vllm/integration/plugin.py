@@ -14,7 +14,14 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.ascend import platform as ascend
 from fastattention_vllm.integration.cpu.stand_ins import vision
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
-from fastattention_vllm.integration.serving import engine_end, nan_logits, ray_cluster, server_end, server_start
+from fastattention_vllm.integration.serving import (
+    engine_end,
+    nan_logits,
+    ray_cluster,
+    server_end,
+    server_start,
+    shared_names,
+)
 
 NPU_DEVICES = ("/dev/davinci[0-9]*",)
 PLATFORM_GROUP = "vllm.platform_plugins"
@@ -49,6 +56,7 @@ def register() -> None:
     server_end.install()
     engine_end.install()
     server_start.install()
+    shared_names.install()
 
 
 def platform() -> str | None:

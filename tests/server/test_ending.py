@@ -88,7 +88,9 @@ def ask(url: str, seed: int) -> httpx.Response | httpx.TransportError:
         return error
 
 
-def test_requests_in_flight_get_an_error_and_the_server_ends(late: tuple[subprocess.Popen[bytes], str]) -> None:
+def test_requests_in_flight_get_an_error_and_the_server_ends(
+    late: tuple[subprocess.Popen[bytes], str], tmp_path: Path
+) -> None:
     process, url = late
     family = psutil.Process(process.pid).children(recursive=True)
     with concurrent.futures.ThreadPoolExecutor(4) as clients, socket.socket() as deaf:
@@ -106,6 +108,7 @@ def test_requests_in_flight_get_an_error_and_the_server_ends(late: tuple[subproc
         assert alive == []
         for answer in answers:
             assert told(answer.result()), answer.result()
+    assert "leaked" not in (tmp_path / "serve.log").read_text()
 
 
 @pytest.mark.full
