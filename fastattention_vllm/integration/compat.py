@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -653,6 +653,18 @@ def verifies_speculated_tokens() -> bool:
     from vllm.utils import cpu_triton_utils
 
     return hasattr(cpu_triton_utils, "rejection_greedy_sample_kernel")
+
+
+def generation_error() -> type[Exception] | None:
+    """The error of a request that servers send to the client without a traceback in the log.
+
+    0.32 has it in ``vllm.exceptions``, and 0.19 where it is raised.
+    """
+    for name in ("vllm.exceptions", "vllm.entrypoints.openai.engine.serving"):
+        found = getattr(sys.modules.get(name), "GenerationError", None)
+        if found is not None:
+            return cast("type[Exception]", found)
+    return None
 
 
 class _Launchable:

@@ -188,6 +188,13 @@ PATCHES = (
         sites=("serving/server_end:tell_requests:module.AsyncLLM.shutdown",),
     ),
     Patch(
+        names=("vllm.v1.engine.core_client.AsyncMPClient.get_output_async",),
+        why="When a server stops, the task that reads from its engine reports a dead engine, with a traceback.",
+        remove_when="vLLM tells the stop of an engine from its death",
+        versions="0.19.1 to 0.33",
+        sites=("serving/server_end:stop_reading:module.AsyncMPClient.get_output_async",),
+    ),
+    Patch(
         names=(
             "vllm.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready",
             "the lock of tqdm.std.tqdm in processes that vLLM starts",
@@ -248,7 +255,7 @@ PATCHES = (
     ),
     Patch(
         names=(
-            "the loaders of vllm.v1.engine.async_llm, shm_broadcast, worker_base, the executors, "
+            "the loaders of vllm.v1.engine.async_llm, core_client, shm_broadcast, worker_base, the executors, "
             "uvicorn.server and tqdm.std",
         ),
         why="What is replaced in them is replaced when they are imported. Importing them here would cost every process "

@@ -83,6 +83,7 @@ NOT_VLLMS = {
     "serving/engine_end:fail_with_the_engine:shutdown._fastattention_fails": "a mark on our own function",
     "serving/ray_cluster:change_executor:_init_executor._fastattention": "a mark on our own function",
     "serving/server_end:tell_requests:shutdown._fastattention": "a mark on our own function",
+    "serving/server_end:stop_reading:get_output_async._fastattention": "a mark on our own function",
     "serving/shared_names:free_names_of_queues:wait_until_ready._fastattention": "a mark on our own function",
     "serving/server_end:limit_waiting:shutdown._fastattention": "a mark on our own function",
     "serving/server_start:attach_at_start:startup._fastattention": "a mark on our own function",

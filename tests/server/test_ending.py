@@ -108,7 +108,9 @@ def test_requests_in_flight_get_an_error_and_the_server_ends(
         assert alive == []
         for answer in answers:
             assert told(answer.result()), answer.result()
-    assert "leaked" not in (tmp_path / "serve.log").read_text()
+    log = (tmp_path / "serve.log").read_text()
+    assert "Traceback" not in log
+    assert "leaked" not in log
 
 
 @pytest.mark.full
@@ -125,6 +127,7 @@ def test_with_a_shutdown_timeout_requests_in_flight_are_completed(tmp_path: Path
     assert first.startswith("data: ")
     assert rest[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in rest[-2]
+    assert "Traceback" not in (tmp_path / "serve.log").read_text()
 
 
 def told(answer: httpx.Response | httpx.TransportError) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 import uvicorn.server
-from vllm.v1.engine import async_llm
+from vllm.v1.engine import async_llm, core_client
 
 from fastattention_vllm.integration.serving import server_end
 
@@ -20,6 +20,8 @@ from fastattention_vllm.integration.serving import server_end
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_llm.AsyncLLM, "shutdown", async_llm.AsyncLLM.shutdown)
     monkeypatch.setattr(uvicorn.server.Server, "shutdown", uvicorn.server.Server.shutdown)
+    read = core_client.AsyncMPClient.get_output_async
+    monkeypatch.setattr(core_client.AsyncMPClient, "get_output_async", read)
     server_end.install()
 
 
@@ -65,6 +67,34 @@ def test_requests_get_their_error_from_a_late_loop() -> None:
     told = asyncio.run(shut_down())
     assert told
     assert all(isinstance(error, async_llm.EngineDeadError) for error in told)
+
+
+def test_requests_are_told_that_the_server_was_stopped() -> None:
+    """vLLM's stream generators log an error of any other class with a traceback."""
+    import vllm.entrypoints.openai.completion.serving as serving
+
+    told = asyncio.run(shut_down())[-1]
+    assert isinstance(told, serving.GenerationError)
+    assert str(told) == server_end.STOPPED
+    assert told.status_code == 503
+
+
+async def read_after_the_end(stopped: bool) -> BaseException | None:
+    """What vLLM's task that reads from the engine gets once the engine has ended."""
+    client: Any = object.__new__(core_client.AsyncMPClient)
+    client.outputs_queue = asyncio.Queue()
+    client.outputs_queue.put_nowait(core_client.EngineDeadError())
+    client.resources = SimpleNamespace(engine_dead=True, output_queue_task=object())
+    if stopped:
+        server_end.stopped.add(client)
+    task = asyncio.create_task(client.get_output_async())
+    await asyncio.wait([task])
+    return asyncio.CancelledError() if task.cancelled() else task.exception()
+
+
+def test_a_stop_cancels_the_reader_and_a_death_fails_it() -> None:
+    assert isinstance(asyncio.run(read_after_the_end(stopped=True)), asyncio.CancelledError)
+    assert isinstance(asyncio.run(read_after_the_end(stopped=False)), core_client.EngineDeadError)
 
 
 async def end_with_an_open_stream(app: Any) -> None:
