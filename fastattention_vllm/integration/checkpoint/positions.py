@@ -20,10 +20,20 @@ SCALED_FROM_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Their table has ``original_max_position_embeddings`` x ``factor`` rows, whatever ``max_position_embeddings`` says."""
 IMAGE_POSITIONS = 4
 """vLLM makes the tables of rotary embeddings with image positions so many times as long."""
+OTHER_NAMES = {
+    "cohere": "model_max_length",
+    "cohere2": "model_max_length",
+    "cohere2_moe": "model_max_length",
+    "chatglm": "seq_length",
+    "dbrx": "max_seq_len",
+    "step3_text": "max_position_embedding",
+    "moondream3_text": "max_context",
+}
+"""By model type: the attribute that goes before ``max_position_embeddings``. Command-R has both, and they differ."""
 
 
 def check_positions(vllm_config: VllmConfig) -> None:
-    """Compare --max-model-len with the positions that the model's table will have.
+    """Compare the longest request with the positions that the model's table will have.
 
     Raises:
         Refusal: it is longer. The sentence has a shorter length and, with rotary embeddings, a longer table.
@@ -37,7 +47,7 @@ def check_positions(vllm_config: VllmConfig) -> None:
         return
     longest = min(tables)
     fix = f"pass --max-model-len {longest} or less"
-    parameters = rope_parameters(text)
+    parameters = [] if getattr(text, "model_type", None) in OTHER_NAMES else rope_parameters(text)
     if len(parameters) == 1 and parameters[0].get("rope_type", "default") in ("default", "yarn"):
         fix += f", or extend the positions with --hf-overrides '{json.dumps(extended(text, parameters[0], wanted))}'"
     raise Refusal(f"--max-model-len {wanted} is longer than the {longest} positions of this model; {fix}.")
@@ -48,10 +58,23 @@ def positions_of(text: Any) -> list[int]:
 
     Empty if it has none, or one that this package does not know. Source: vLLM's ``get_rope``.
     """
-    positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or getattr(text, "alibi", False):
+    positions = _positions(text)
+    if positions is None or getattr(text, "alibi", False):
         return []
     return [_rows(parameters, positions) for parameters in rope_parameters(text)] or [positions]
+
+
+def _positions(text: Any) -> int | None:
+    """What vLLM's model passes to ``get_rope`` as ``max_position``. A test lists the forms of all models."""
+    kind, of_bert = getattr(text, "model_type", None), getattr(text, "rotary_kwargs", None)
+    if isinstance(of_bert, dict) and isinstance(of_bert.get("max_position"), int):
+        return int(of_bert["max_position"])
+    own = getattr(text, OTHER_NAMES[kind], None) if kind in OTHER_NAMES else None
+    found = own or getattr(text, "max_position_embeddings", None)
+    if not isinstance(found, int):
+        return None
+    longer = getattr(text, "max_model_len", None) if kind == "minimax_m2" else None
+    return max(found, longer) if isinstance(longer, int) else found
 
 
 def rope_parameters(text: Any) -> list[dict[str, Any]]:
@@ -64,7 +87,7 @@ def rope_parameters(text: Any) -> list[dict[str, Any]]:
 def _rows(parameters: dict[str, Any], positions: int) -> int:
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     if kind in SCALED_FROM_ORIGINAL:
-        positions = int(parameters["original_max_position_embeddings"] * factor)
+        positions = int(parameters.get("original_max_position_embeddings", positions) * factor)
     elif kind == "linear" or (kind == "dynamic" and compat.dynamic_tables_are_scaled()):
         positions = int(positions * factor)
     return positions * (IMAGE_POSITIONS if "mrope_section" in parameters else 1)

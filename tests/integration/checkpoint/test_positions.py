@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from fastattention_vllm.integration.checkpoint import positions as checked
 from fastattention_vllm.integration.checkpoint.positions import check_positions, positions_of
 from fastattention_vllm.integration.refusal import Refusal
 from tests import reference_models as models
@@ -72,7 +77,11 @@ def test_the_shortest_table_of_a_model_counts() -> None:
     kinds["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
     positions = config.max_position_embeddings
     assert sorted(positions_of(config)) == [positions, 8 * positions]
-    refused = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config, max_model_len=positions + 1))
+    refused = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=config, max_model_len=positions + 1, original_max_model_len=positions + 1
+        )
+    )
     with pytest.raises(Refusal, match=f"longer than the {positions} positions"):
         check_positions(refused)  # type: ignore[arg-type]
 
@@ -103,6 +112,109 @@ def test_a_longer_length_is_refused_before_a_process_starts(short: Path, monkeyp
         engine(short, max_model_len=512),
     ):
         pass
+
+
+COHERE = "getattr(config, 'model_max_length', None) or getattr(config, 'max_position_embeddings', 8192)"
+LENGTHS = {
+    "max_position_embeddings": 100,
+    "model_max_length": 200,
+    "seq_length": 300,
+    "max_seq_len": 400,
+    "max_position_embedding": 500,
+    "max_context": 600,
+    "max_model_len": 700,
+}
+"""Of a configuration that has all of them."""
+OWN_FORMS = {
+    COHERE: ["cohere", "cohere2", "cohere2_moe"],
+    "max(config.max_position_embeddings, config.max_model_len)": ["minimax_m2"],
+    "getattr(config, 'seq_length', 8192)": ["chatglm"],
+    "config.max_seq_len": ["dbrx"],
+    "config.max_position_embedding": ["step3_text"],
+    "config.max_context": ["moondream3_text"],
+}
+"""What vLLM's models of these types pass to get_rope, if it is not max_position_embeddings alone."""
+NOT_OF_TEXT = {
+    "8192": "image encoders",
+    "(config.image_size // config.patch_size) ** 2": "the same",
+    "int(rope_parameters['original_max_position_embeddings'] * factor)": "DeepSeek-V4's, whose attention is refused",
+    "min(max_position, vllm_config.model_config.max_model_len)": "as long as the longest request, or as the table",
+    "max_position": "EmbeddingGemma-2's, given by position: never more than max_position_embeddings",
+    "max_position_embeddings": "an argument of a function in another file",
+    "self.max_position_embeddings": "set by a parent class in another file",
+}
+ALWAYS_THE_SAME = re.compile(
+    r"(text_|self\.)?config\.max_position_embeddings"
+    r"|getattr\(config, 'max_position_embeddings', [0-9]+\)"
+    r"|max_position_embeddings or config\.max_position_embeddings"
+)
+
+
+def forms(source: str) -> Iterator[str]:
+    """What a module's models pass to get_rope as max_position, followed through assignments and arguments."""
+    tree = ast.parse(source)
+    given: dict[str, list[ast.expr]] = defaultdict(list)
+    defaults: dict[str, list[ast.expr]] = defaultdict(list)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                given[ast.unparse(target)].append(node.value)
+        elif isinstance(node, ast.keyword) and node.arg:
+            given[node.arg].append(node.value)
+        elif isinstance(node, ast.arguments):
+            for argument, default in zip(node.args[::-1], node.defaults[::-1], strict=False):
+                defaults[argument.arg].append(default)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != "get_rope":
+            continue
+        wanted = [argument.value for argument in node.keywords if argument.arg == "max_position"] or node.args[1:2]
+        seen = set()
+        while wanted:
+            text = ast.unparse(wanted.pop())
+            if text in seen:
+                continue
+            seen.add(text)
+            # A default counts only where no caller in this file gives the argument.
+            found = [value for value in given[text] if ast.unparse(value) != text] or defaults[text]
+            wanted += found
+            if not found:
+                yield text
+
+
+def test_every_form_of_vllms_models_is_known() -> None:
+    """A new one needs a rule in positions.py, or a reason here why it needs none."""
+    folder = Path(vllm.__file__).parent
+    files = [*(folder / "model_executor" / "models").rglob("*.py"), *(folder / "models").rglob("*.py")]
+    found = {form: file.relative_to(folder) for file in files for form in forms(file.read_text())}
+    assert len(found) > 10
+    new = {form: file for form, file in found.items() if not ALWAYS_THE_SAME.fullmatch(form)}
+    assert set(new) <= {*OWN_FORMS, *NOT_OF_TEXT}, new
+
+
+@pytest.mark.parametrize(("form", "kind"), [(form, kind) for form, kinds in OWN_FORMS.items() for kind in kinds])
+def test_each_form_has_its_rule(form: str, kind: str) -> None:
+    config = SimpleNamespace(model_type=kind, **LENGTHS)
+    assert positions_of(config) == [eval(form, {"config": config})]
+    assert kind in checked.OTHER_NAMES or kind == "minimax_m2"
+
+
+def test_other_models_have_the_usual_attribute() -> None:
+    assert positions_of(SimpleNamespace(model_type="llama", **LENGTHS)) == [100]
+    assert positions_of(SimpleNamespace(model_type="cohere", max_position_embeddings=100)) == [100]
+    assert positions_of(SimpleNamespace(**LENGTHS, rotary_kwargs={"max_position": 104})) == [104]
+
+
+def test_command_r_starts_with_the_length_that_vllm_gives_it(tmp_path: Path) -> None:
+    """Its configuration has two lengths, and its table has the longer one."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "vocab_size": 64, **shape}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 512, "model_max_length": 2048})
+    )
+    model = asked(tmp_path, skip_tokenizer_init=True)
+    assert model.max_model_len == 2048
+    check_positions(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+    assert model.max_model_len == 2048
 
 
 def test_learned_positions_cannot_be_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
