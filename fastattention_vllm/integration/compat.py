@@ -364,6 +364,18 @@ def dynamic_tables_are_scaled() -> bool:
     return "max_trained_positions" not in inspect.signature(DynamicNTKScalingRotaryEmbedding.__init__).parameters
 
 
+def set_max_model_len(vllm_config: VllmConfig, length: int) -> None:
+    """Limit the length of requests while vLLM makes its configuration.
+
+    All versions: without prefix caching, the blocks of a model with states are as long as a request, and vLLM takes
+    another length for an option of the user's that it refuses.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if getattr(cache, "mamba_block_size", None) == model.max_model_len:
+        cache.mamba_block_size = length
+    model.max_model_len = length
+
+
 def checkpoint_overrides_kv_cache_dtype() -> bool:
     """0.19 yes, 0.32 no: whether a checkpoint's kv_cache_scheme overrides --kv-cache-dtype, if that is not auto.
 

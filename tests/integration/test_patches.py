@@ -35,10 +35,11 @@ NOT_VLLMS = {
     "compat:same_block_size:cache.block_size": "an option of vLLM's",
     "compat:set_kv_bytes:cache.kv_cache_memory_bytes": "an option of vLLM's",
     "compat:set_kv_bytes:cache.cpu_kvcache_space_bytes": "an option of vLLM's",
+    "compat:set_max_model_len:cache.mamba_block_size": "an option of vLLM's",
+    "compat:set_max_model_len:model.max_model_len": "an option of vLLM's",
     "cpu/prompt_logprobs:refuse_with_adapters:process_inputs._fastattention": "a mark on our own function",
     "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[binding.OWN_BIND]": "an environment variable",
     "cpu/platform:FastAttentionCpuPlatform._bind_cpus:os.environ[binding.THREADS_BIND]": "the same",
-    "cpu/platform:FastAttentionCpuPlatform._size_kv_cache:model.max_model_len": "an option of vLLM's",
     "cpu/stand_ins/linear:_define:torch.library.Library": "an op in our own namespace",
     "cpu/stand_ins/linear:_define:_library.impl": "an op in our own namespace",
     "cpu/stand_ins/lora:CpuPunicaWrapper.add_shrink:"

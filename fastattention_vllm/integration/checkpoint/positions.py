@@ -1,7 +1,8 @@
 """No request may be longer than the model's table of positions.
 
 With VLLM_ALLOW_LONG_MAX_MODEL_LEN=1, or with a YaRN configuration that promises more than its factor gives, vLLM
-accepts a longer --max-model-len. A GPU then reads behind the table, and a CPU stops at the first token beyond it.
+accepts a longer --max-model-len. A GPU then reads behind the table, and a CPU stops at the first token beyond it. With
+dynamic NTK and a factor, vLLM itself chooses a length beyond its table, if the user gives none.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.refusal import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.fastattention")
 
 SCALED_FROM_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Their table has ``original_max_position_embeddings`` x ``factor`` rows, whatever ``max_position_embeddings`` says."""
@@ -35,8 +40,12 @@ OTHER_NAMES = {
 def check_positions(vllm_config: VllmConfig) -> None:
     """Compare the longest request with the positions that the model's table will have.
 
+    A length that vLLM chose is lowered. This has to happen where vLLM makes its configuration, before processes copy
+    it.
+
     Raises:
-        Refusal: it is longer. The sentence has a shorter length and, with rotary embeddings, a longer table.
+        Refusal: the user's --max-model-len is longer. The sentence has a shorter length and, with rotary embeddings, a
+            longer table.
     """
     model: Any = vllm_config.model_config
     if model is None:
@@ -46,6 +55,14 @@ def check_positions(vllm_config: VllmConfig) -> None:
     if not tables or wanted <= min(tables):
         return
     longest = min(tables)
+    if model.original_max_model_len in (None, -1):
+        logger.info(
+            "Requests are limited to %d tokens, the length of this model's table of positions. vLLM chose %d.",
+            longest,
+            wanted,
+        )
+        compat.set_max_model_len(vllm_config, longest)
+        return
     fix = f"pass --max-model-len {longest} or less"
     parameters = [] if getattr(text, "model_type", None) in OTHER_NAMES else rope_parameters(text)
     if len(parameters) == 1 and parameters[0].get("rope_type", "default") in ("default", "yarn"):

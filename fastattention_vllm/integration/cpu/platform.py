@@ -283,7 +283,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
             # vLLM fits the length too, but up to 0.29 it ignores its reserved null block: the longest requests would
             # wait for that block forever.
             longest = host_plan.longest_request(placement, vllm_config, kv_bytes, weight_bytes)
-            model.max_model_len = min(model.max_model_len, longest or model.max_model_len)
+            compat.set_max_model_len(vllm_config, min(model.max_model_len, longest or model.max_model_len))
         compat.set_kv_bytes(vllm_config, kv_bytes)
         if size.of_request(1):
             logger.info_once("KV cache: %.2f GiB per rank.", kv_bytes / GIB)

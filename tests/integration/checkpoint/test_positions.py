@@ -18,6 +18,7 @@ import vllm
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.checkpoint import positions as checked
 from fastattention_vllm.integration.checkpoint.positions import check_positions, positions_of
 from fastattention_vllm.integration.refusal import Refusal
@@ -215,6 +216,33 @@ def test_command_r_starts_with_the_length_that_vllm_gives_it(tmp_path: Path) -> 
     assert model.max_model_len == 2048
     check_positions(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
     assert model.max_model_len == 2048
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0} | THETA}
+
+
+@pytest.mark.parametrize("automatic", [None, -1])
+def test_a_length_that_vllm_chose_is_lowered(short: Path, automatic: int | None) -> None:
+    """Of InternLM, for example: vLLM multiplies the length by the factor, and 0.32 makes no longer table."""
+    if compat.dynamic_tables_are_scaled():
+        pytest.skip("this vLLM's table is as long as the length that it chooses")
+    model = asked(short, hf_overrides=DYNAMIC, max_model_len=automatic)
+    assert model.max_model_len == 256
+    cache = SimpleNamespace(mamba_block_size=256)
+    check_positions(SimpleNamespace(model_config=model, cache_config=cache))  # type: ignore[arg-type]
+    assert model.max_model_len == cache.mamba_block_size == 128
+    assert "longer than the 128 positions" in refused(short, hf_overrides=DYNAMIC, max_model_len=256)
+
+
+@pytest.mark.more
+def test_an_engine_with_a_lowered_length_refuses_longer_requests(short: Path) -> None:
+    if compat.dynamic_tables_are_scaled():
+        pytest.skip("this vLLM's table is as long as the length that it chooses")
+    with engine(short, hf_overrides=DYNAMIC, max_model_len=None) as llm:
+        assert llm.llm_engine.model_config.max_model_len == 128
+        assert len(generate(llm, models.random_prompts([100]))) == 1
+        with pytest.raises(Exception, match="128"):
+            generate(llm, models.random_prompts([130]))
 
 
 def test_learned_positions_cannot_be_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
