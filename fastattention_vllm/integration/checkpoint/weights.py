@@ -7,6 +7,7 @@ Only the heads of the files are read, so this takes milliseconds for a model of 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 INDEX = "model.safetensors.index.json"
+MISTRAL_INDEX = "consolidated.safetensors.index.json"
 MISTRAL = "consolidated"
 """How the names of Mistral's own format begin. Where there are such files, vLLM may read only these."""
+NUMBERED = re.compile(r"(?P<begin>.*-)(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})\.safetensors")
 LONGEST_HEAD = 100 << 20
 """Bytes. The limit of the safetensors library."""
 FIX = "download or copy the model again"
@@ -44,12 +47,17 @@ def check_weights(vllm_config: VllmConfig) -> None:
     files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(".")]
     _check_not_gguf(folder)
     mistral = [path for path in files if path.name.startswith(MISTRAL)]
-    index = folder / INDEX
-    indexed = _indexed(index) if files and not mistral and index.is_file() else {}
+    files = mistral or files
+    index = folder / (MISTRAL_INDEX if mistral else INDEX)
+    indexed = _indexed(index) if files and index.is_file() else {}
     for name in sorted(set(indexed.values())):
         if not (folder / name).is_file():
             raise Refusal(f"{index} names {name}, which is not in this folder; {FIX}.")
-    tensors = {path.name: _tensors_of(path) for path in mistral or files}
+    if indexed:  # vLLM reads no other file
+        files = [path for path in files if path.name in indexed.values()]
+    else:
+        _check_numbers(files)
+    tensors = {path.name: _tensors_of(path) for path in files}
     for tensor, name in indexed.items():
         if tensor not in tensors.get(name, ()):
             raise Refusal(f"{index} says that {name} has the tensor {tensor}, which it lacks; {FIX}.")
@@ -59,6 +67,19 @@ def check_weights(vllm_config: VllmConfig) -> None:
             f"the weights in {folder} lack the tensor {lacking}, although they have its like of other layers or "
             f"experts; {FIX}."
         )
+
+
+def _check_numbers(files: list[Path]) -> None:
+    """Without an index, the names of the files say how many there are."""
+    numbers = [found for path in files if (found := NUMBERED.fullmatch(path.name))]
+    present = {found[0] for found in numbers}
+    if len(present) < len(files):
+        return
+    for begin, total in {(found["begin"], found["total"]) for found in numbers}:
+        for number in range(1, int(total) + 1):
+            name = f"{begin}{number:0{len(total)}}-of-{total}.safetensors"
+            if name not in present:
+                raise Refusal(f"{files[0].parent} has {files[0].name}, but not {name}; {FIX}.")
 
 
 def _check_not_gguf(folder: Path) -> None:

@@ -132,9 +132,42 @@ def test_a_tensor_that_the_index_names_and_its_file_lacks(model: Path) -> None:
 def test_a_tensor_that_other_layers_have(model: Path) -> None:
     parts = ("q_proj", "k_proj", "v_proj")
     tensors = {f"layers.{n}.{part}.weight": torch.ones(2) for n in (0, 1) for part in parts}
-    del tensors["layers.1.k_proj.weight"]
-    save_file(tensors, model / "model-3.safetensors")
+    lacking = tensors.pop("layers.1.k_proj.weight")
+    save_file(tensors, model / "model-1.safetensors")
+    (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    # vLLM reads no file that the index does not name.
+    save_file({"layers.1.k_proj.weight": lacking}, model / "model-3.safetensors")
     with pytest.raises(
         Refusal, match=r"lack the tensor layers\.1\.k_proj\.weight, although they have its like of other"
     ):
         check_weights(config(model))
+
+
+def test_files_that_the_index_does_not_name_are_not_read(model: Path) -> None:
+    parts = ("q_proj", "k_proj", "v_proj")
+    tensors = {f"layers.{n}.{part}.weight": torch.ones(2) for n in (0, 1) for part in parts}
+    save_file(tensors, model / "model-1.safetensors")
+    (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    save_file({"layers.2.q_proj.weight": torch.ones(2)}, model / "extra.safetensors")
+    (model / "model-2.safetensors").write_bytes(b"cut off")
+    check_weights(config(model))
+
+
+def test_mistrals_files_have_an_index_of_their_own(model: Path) -> None:
+    save_file({"a": torch.ones(1)}, model / "consolidated-1.safetensors")
+    (model / "consolidated-2.safetensors").write_bytes(b"cut off")
+    index = model / "consolidated.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "consolidated-1.safetensors"}}))
+    check_weights(config(model))
+    index.write_text(json.dumps({"weight_map": {"a": "consolidated-3.safetensors"}}))
+    with pytest.raises(Refusal, match=r"names consolidated-3\.safetensors, which is not in this folder"):
+        check_weights(config(model))
+
+
+def test_a_numbered_file_that_is_missing_without_an_index(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_file({str(number): torch.ones(1)}, tmp_path / f"model-{number:05}-of-00003.safetensors")
+    with pytest.raises(Refusal, match=r"but not model-00002-of-00003\.safetensors; download or copy"):
+        check_weights(config(tmp_path))
+    save_file({"all": torch.ones(1)}, tmp_path / "model.safetensors")  # so the numbered ones may be left over
+    check_weights(config(tmp_path))
