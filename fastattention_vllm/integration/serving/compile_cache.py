@@ -26,6 +26,8 @@ logger = init_logger("vllm.fastattention")
 
 LINKING_S = 10
 """Seconds. A linker that another start runs writes its file sooner than that."""
+MOST_ENTRIES = 200_000
+"""Files and folders. In a larger cache, the rest is not searched for empty libraries."""
 NEEDED_BYTES = 8 << 20
 """Free space for the cache of a small model. The cache of a large one takes more."""
 NEEDED_FILES = 128
@@ -70,18 +72,30 @@ def remove_empty_libraries(folder: Path) -> None:
 
 
 def _empty_libraries(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):  # follows no links
+    seen = 0
+    for parent, folders, names in os.walk(folder):  # follows no links
+        seen += len(folders) + len(names)
+        if seen > MOST_ENTRIES:
+            return
+        folders[:] = [name for name in folders if _is_own(Path(parent, name))]
         for name in names:
             path = Path(parent, name)
             if path.suffix != ".so":
                 continue
             try:
                 found = path.lstat()
-            except FileNotFoundError:
+            except OSError:  # it is gone, or its folder may be listed and not entered
                 continue
             own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
             if own and not found.st_size and time.time() - found.st_mtime > LINKING_S:
                 yield path
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def _folder(vllm_config: VllmConfig) -> Path:

@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import os
 import resource
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.serving import compile_cache
+from tests.other_user import NOBODY, as_another_user, needs_another_user
 from tests.reference_models import llama, save_random
-
-NOBODY = 65534
 
 
 @contextmanager
@@ -74,6 +74,33 @@ def test_libraries_that_an_interrupted_start_left_are_removed(tmp_path: Path) ->
 def test_another_users_files_stay(tmp_path: Path) -> None:
     path = old(tmp_path / "others.so")
     os.chown(path, NOBODY, NOBODY)
+    compile_cache.remove_empty_libraries(tmp_path)
+    assert path.exists()
+
+
+@needs_another_user
+def test_folders_that_may_not_be_entered_are_passed_over() -> None:
+    """One with mode 0744 may be listed, and each look at a file in it fails."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        path = old(Path(name, "listed", "a.so"))
+        path.parent.chmod(0o744)
+        as_another_user(lambda: compile_cache.remove_empty_libraries(Path(name)))
+        as_another_user(lambda: compile_cache.remove_empty_libraries(path.parent))
+        assert path.exists()
+
+
+@needs_another_user
+def test_folders_of_other_users_are_not_searched(tmp_path: Path) -> None:
+    path = old(tmp_path / "theirs" / "own.so")
+    os.chown(path.parent, NOBODY, NOBODY)
+    compile_cache.remove_empty_libraries(tmp_path)
+    assert path.exists()
+
+
+def test_a_huge_folder_is_not_searched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_cache, "MOST_ENTRIES", 3)
+    path = old(tmp_path / "a" / "b" / "c" / "d" / "e.so")
     compile_cache.remove_empty_libraries(tmp_path)
     assert path.exists()
 
