@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from fastattention_vllm.private_folder import open_private
 
 NAME = "memory.lock"
+WAITING = "memory.waiting"
+"""Those who wait share a lock of this file, so that who ends a turn knows of them."""
 PATIENCE = 30.0
 """Seconds to wait while nobody's turn begins or ends. A turn takes a second or less, unless its process is stopped."""
 SAY_AFTER = 3.0
@@ -38,8 +40,8 @@ class Turns:
             yield
         finally:
             if lock is not None:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
-                os.close(lock)
+                _release(lock)
+                _let_others()
 
     def _take(self, say: Say) -> int | None:
         """The lock, or None where this process goes on without turns from now on."""
@@ -49,7 +51,12 @@ class Turns:
             self._go_on(say, str(error))
             return None
         try:
-            if _wait(lock, say):
+            if _locked(lock, fcntl.LOCK_EX):
+                _begin(lock)
+                return lock
+            with _noted():
+                gone_on = _wait(lock, say)
+            if gone_on:
                 return lock
             why = f"{_holder(lock)} has begun to allocate memory and has not gone on for {PATIENCE:.0f} s"
         except OSError as error:
@@ -71,24 +78,60 @@ def _wait(lock: int, say: Say) -> bool:
     """
     began = since = time.monotonic()
     last, said = 0, False
-    while True:
+    while not _locked(lock, fcntl.LOCK_EX):
+        now = time.monotonic()
+        if (changed := os.fstat(lock).st_mtime_ns) != last:
+            last, since = changed, now
+        if now - since > PATIENCE:
+            return False
+        if now - began > SAY_AFTER and not said:
+            said = True
+            say(f"waiting for {_holder(lock)}, which allocates memory, for as long as it goes on")
+        time.sleep(LOOK_EVERY)
+    _begin(lock)
+    return True
+
+
+def _begin(lock: int) -> None:
+    with contextlib.suppress(OSError):  # a full disk
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    os.utime(lock)
+
+
+def _locked(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _release(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+    os.close(file)
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[None]:
+    """Who ends a turn meanwhile lets others be next. Without the file, turns are less fair."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = open_private(WAITING, os.O_RDWR | os.O_CREAT)
+            stack.callback(_release, file)
+            _locked(file, fcntl.LOCK_SH)
+        yield
+
+
+def _let_others() -> None:
+    """Pause if others wait. They look every 20 ms, and who took the next turn at once would always be first."""
+    with contextlib.suppress(OSError):
+        file = open_private(WAITING, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            now = time.monotonic()
-            if (changed := os.fstat(lock).st_mtime_ns) != last:
-                last, since = changed, now
-            if now - since > PATIENCE:
-                return False
-            if now - began > SAY_AFTER and not said:
-                said = True
-                say(f"waiting for {_holder(lock)}, which allocates memory, for as long as it goes on")
-            time.sleep(LOOK_EVERY)
-            continue
-        with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        os.utime(lock)
-        return True
+            someone_waits = not _locked(file, fcntl.LOCK_EX)
+        finally:
+            _release(file)
+        if someone_waits:
+            time.sleep(2 * LOOK_EVERY)
 
 
 def _holder(lock: int) -> str:

@@ -94,6 +94,36 @@ def test_processes_that_go_on_are_waited_for() -> None:
     assert said == ["waiting for another process, which allocates memory, for as long as it goes on"]
 
 
+def test_who_takes_turn_after_turn_does_not_keep_others_waiting() -> None:
+    """A process that locks again at once would beat one that looks every 20 ms, for seconds."""
+    began = time.monotonic()
+    children = []
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            turns = Turns()
+            while time.monotonic() < began + 6:
+                with turns.one(str):
+                    time.sleep(0.05)
+            os._exit(0)
+        children.append(child)
+    time.sleep(0.3)
+    turns = Turns()
+    for _ in range(6):
+        with turns.one(str):
+            pass
+    took = time.monotonic() - began
+    for child in children:
+        os.waitpid(child, 0)
+    assert took < 5
+
+
+def test_nobody_pauses_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_turns.time, "sleep", lambda seconds: pytest.fail("a pause"))
+    for _ in range(3):
+        with Turns().one(pytest.fail):
+            pass
+
+
 def test_who_waits_for_memory_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PATIENCE", 10.0)
     looked = threading.Event()
