@@ -7,8 +7,10 @@ A server announces each of its CPUs by the name of a socket in Linux's abstract 
 Linux lists these names to every user, and removes them with the last process that holds them. Containers whose network
 is their own do not see each other's names.
 
-Any user can announce any CPU, so only announcements of this user and of root count. Linux before 5.3 does not tell
-whose a name is; there, all count.
+Any user can announce any CPU, so only announcements of this user and of root count. Where Linux does not tell whose a
+name is (before 5.3, or where netlink is forbidden, as in some containers and systemd units), all count: another user
+can then make a server bind nothing, which costs speed. Without that, two servers would bind the same CPUs, which costs
+more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The names of this machine's Unix sockets, and whose they are.
 
 Any user can give a socket any name, so names are bytes. Linux 5.3 and newer say in answer to a netlink request who made
-a socket (``ss -xe`` asks the same). /proc/net/unix has the names alone, and a name in it may contain line breaks.
+a socket (``ss -xe`` asks the same). A container, systemd's RestrictAddressFamilies or a kernel without unix_diag may
+forbid such requests. /proc/net/unix has the names alone, and a name in it may contain line breaks.
 """
 
 from __future__ import annotations

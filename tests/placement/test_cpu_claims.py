@@ -169,6 +169,24 @@ def test_announcements_of_other_users_are_reported_and_not_believed(monkeypatch:
         assert announced_by_other_users([FAR, FAR + 1]) == []
 
 
+@pytest.mark.parametrize("error", [PermissionError(1, "seccomp"), OSError(97, "Address family not supported")])
+def test_where_netlink_is_forbidden_servers_start_and_see_each_other(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd's RestrictAddressFamilies gives the second error, on every Linux."""
+    genuine = socket.socket
+
+    def restricted(family: int = -1, *more: int) -> socket.socket:
+        if family == socket.AF_NETLINK:
+            raise error
+        return genuine(family, *more)
+
+    with bind(f"\0{PREFIX}/{FAR}/another".encode()):
+        monkeypatch.setattr(socket_names.socket, "socket", restricted)
+        assert claim([FAR, FAR + 1]) == [FAR]
+        assert announced_by_other_users([FAR]) == []
+
+
 @needs_another_user
 def test_servers_of_root_are_believed_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_claims.os, "geteuid", lambda: 1000)
