@@ -391,13 +391,18 @@ PATCHES = (
         sites=("serving/ray_cluster:change_executor:module.RayExecutorV2._init_executor",),
     ),
     Patch(
-        names=("vllm_ascend.platform.NPUPlatform.get_attn_backend_cls",),
+        names=(
+            "vllm_ascend.platform.NPUPlatform.get_attn_backend_cls",
+            "vllm_ascend.platform.NPUPlatform.apply_config_platform_defaults",
+        ),
         why="vllm-ascend chooses the attention class by the model alone and silently replaces any other backend. "
-        "vLLM's cached choices are cleared.",
-        remove_when="vllm-ascend uses the class that a backend was registered with",
+        "vLLM's cached choices are cleared. A model's folder is checked before any process is started.",
+        remove_when="vllm-ascend uses the class that a backend was registered with, and plugins can check a "
+        "configuration",
         versions="vllm-ascend 0.23",
         sites=(
             "ascend/platform:install:NPUPlatform.get_attn_backend_cls",
+            "ascend/platform:check_model:platform.apply_config_platform_defaults",
             "ascend/platform:install:selector._cached_get_attn_backend.cache_clear",
         ),
     ),

@@ -19,6 +19,7 @@ REPLACING_CALLS = {"setattr", "delattr", "register_oot", "register_kernels", "Li
 REPLACING_METHODS = {"sys.meta_path.insert", "sys.meta_path.append", "op_registry_oot.pop"}
 NOT_VLLMS = {
     "ascend/device:AscendRuntime.prepare:get_ascend_config().enable_cpu_binding": "an option of vllm-ascend's",
+    "ascend/platform:check_model:apply_config_platform_defaults._fastattention": "a mark on our own function",
     "ascend/platform:_honouring:get_attn_backend_cls._fastattention": "a mark on our own function",
     "ascend/row_parallel:_tiling:_get_row_parallel_op._fastattention": "a mark on our own function",
     "cuda/graph_steps:choose_whole_steps.noting_the_step.execute_model:step.whole": "a note of our own",

@@ -17,6 +17,8 @@ from packaging.version import Version
 from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.checkpoint.positions import check_positions
+from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.refusal import Refusal
 
 logger = init_logger("vllm.fastattention")
@@ -38,12 +40,32 @@ def install() -> None:
     from vllm.v1.attention import selector
     from vllm_ascend.platform import NPUPlatform
 
+    check_model(NPUPlatform)
     original = NPUPlatform.get_attn_backend_cls
     if getattr(original, "_fastattention", False):
         return
     NPUPlatform.get_attn_backend_cls = classmethod(_honouring(original.__func__))
     # vLLM caches choices that were made before this.
     selector._cached_get_attn_backend.cache_clear()
+
+
+def check_model(platform: Any) -> None:
+    """Use the call in which vLLM's platforms set defaults to check a model's folder before any process starts."""
+    before = platform.apply_config_platform_defaults
+    if hasattr(before, "_fastattention"):
+        return
+
+    def apply_config_platform_defaults(cls: Any, vllm_config: Any) -> None:
+        before(vllm_config)
+        if getattr(vllm_config.attention_config.backend, "name", None) != compat.BACKEND_NAME:
+            return
+        model = vllm_config.model_config
+        if model is not None and not model.use_mla:  # vllm-ascend has tables of its own for latent attention
+            check_positions(vllm_config)
+        check_weights(vllm_config)
+
+    apply_config_platform_defaults._fastattention = True  # type: ignore[attr-defined]
+    platform.apply_config_platform_defaults = classmethod(apply_config_platform_defaults)
 
 
 def _honouring(choose: Any) -> Any:
@@ -94,9 +116,7 @@ def check_features() -> None:
     from vllm.config import get_current_vllm_config_or_none
 
     from fastattention_vllm.integration import support
-    from fastattention_vllm.integration.checkpoint.positions import check_positions
 
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is not None:
         support.check_supported(vllm_config, support.UNTESTED_ON_NPUS)
-        check_positions(vllm_config)

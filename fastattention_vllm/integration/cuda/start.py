@@ -77,13 +77,13 @@ def check_and_set_defaults(platform: Any, capability: tuple[int, int]) -> None:
             return
         compile_cache.check_open_files()
         check_positions(vllm_config)
-        check_weights(vllm_config)
         support.say_what_chooses_the_cache(vllm_config)
         if capability >= FLASH:
             support.check_supported(vllm_config, support.WITHOUT_KERNELS)
             drafter.use_this_backend(vllm_config)
         else:
             check_and_set_volta_defaults(vllm_config, capability)
+        check_weights(vllm_config)  # not before: what a model lacks matters only if it is one that runs
         keep_router_logits_packed(vllm_config)
         compile_cache.prepare(vllm_config)
 

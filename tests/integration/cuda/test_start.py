@@ -163,6 +163,18 @@ def test_the_v100_alone_runs_without_torch_compile_and_with_graphs(capability: t
 
 
 @pytest.mark.usefixtures("capability")
+def test_a_model_that_does_not_run_is_not_to_be_downloaded_again(tmp_path: Path) -> None:
+    config = stub(torch.float32)
+    config.model_config.model = str(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(Refusal, match="need float16"):
+        type(current_platform).apply_config_platform_defaults(config)
+    config.model_config.dtype = torch.float16
+    with pytest.raises(Refusal, match="download or copy the model again"):
+        type(current_platform).apply_config_platform_defaults(config)
+
+
+@pytest.mark.usefixtures("capability")
 def test_a_checkpoint_with_a_scale_per_head_of_its_cache_is_refused() -> None:
     config = stub()
     scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True}
