@@ -67,6 +67,13 @@ PATCHES = (
         ),
     ),
     Patch(
+        names=("vllm.v1.worker.gpu_worker.Worker.reload_weights", "vllm_ascend.worker.worker.NPUWorker.reload_weights"),
+        why="reload_weights leaves some weights of some models as they were, and answers with what memory held where "
+        "a checkpoint is not complete.",
+        remove_when="vLLM loads every weight again or fails, and checks a checkpoint before it loads it again",
+        sites=("checkpoint/reload:check_first:worker.reload_weights",),
+    ),
+    Patch(
         names=(
             "the execute_model of vLLM's two GPUModelRunner classes",
             "vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch",

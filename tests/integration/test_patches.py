@@ -29,6 +29,7 @@ NOT_VLLMS = {
     "cuda/graph_steps:choose_whole_steps.dispatch_second:given.arguments['uniform_token_count']": "arguments of a call",
     "cuda/gated_delta:_Known.of:self.known[place]": "a table of our own",
     "cuda/decode_graph:GraphMetadataBuilder.build_for_cudagraph_capture:metadata.graph_batch": "our own metadata",
+    "checkpoint/reload:check_first:reload_weights._fastattention": "a mark on our own function",
     "claims:owning.decorate:setattr": "attributes of our own classes",
     "compat:without_fp8_cache:cache.cache_dtype": "an option of vLLM's, for the time of one call",
     "compat:add_shared_caches_before_layout:update_with_shared_caches._fastattention": "a mark on our own function",

@@ -125,6 +125,19 @@ def test_reloaded_weights_answer_like_those_of_a_new_engine(name: str, tmp_path:
     check_differ(before, expected)
 
 
+def test_an_incomplete_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    """vLLM would answer with what memory held in place of the missing part."""
+    first, second = (save_random(llama(), tmp_path / str(seed), seed) for seed in (0, 1))
+    tensors = load_file(second / "model.safetensors")
+    del tensors[lacking := "model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, second / "model.safetensors", {"format": "pt"})
+    with engine(first) as llm:
+        before = generate(llm, PROMPTS)
+        with pytest.raises(Refusal, match=f"lack the tensor {lacking}"):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
+        check_same(generate(llm, PROMPTS), before)
+
+
 @pytest.mark.more
 def test_packed_weights_are_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every CPU: those that pack weights pack those of "dense, bf16" above, too."""

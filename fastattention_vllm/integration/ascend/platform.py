@@ -17,9 +17,11 @@ from packaging.version import Version
 from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat
+from fastattention_vllm.integration.checkpoint import reload
 from fastattention_vllm.integration.checkpoint.positions import check_positions
 from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.refusal import Refusal
+from fastattention_vllm.integration.serving.once_imported import once_imported
 
 logger = init_logger("vllm.fastattention")
 
@@ -40,6 +42,7 @@ def install() -> None:
     from vllm.v1.attention import selector
     from vllm_ascend.platform import NPUPlatform
 
+    once_imported("vllm_ascend.worker.worker", lambda module: reload.check_first(module.NPUWorker))
     check_model(NPUPlatform)
     original = NPUPlatform.get_attn_backend_cls
     if getattr(original, "_fastattention", False):

@@ -48,16 +48,17 @@ _LAYER = re.compile(r"\.\d+\.")
 _STACKED = re.compile(r"(.*?)\.(\d+)\.(.+?)\.(weight(?:\..+)?|[^.]+)")
 
 
-def missing_tensor(names: Collection[str], text_config: Any = None) -> str | None:
+def missing_tensor(names: Collection[str], text_config: Any = None, *, whole: bool = True) -> str | None:
     """The first tensor that is missing, or None.
 
     Args:
         names: the names of all tensors of the checkpoint.
         text_config: the configuration of the model.
+        whole: otherwise these may be a part of a checkpoint, and only parts of one parameter belong together.
     """
     leaves_keys_out = any(getattr(text_config, name, None) for name in WITHOUT_KEYS)
     found = sorted(_of_fused_layers(names, leaves_keys_out)) or sorted(_of_experts(names))
-    if not found and not any(getattr(text_config, name, None) for name in CHOSEN_BY_LAYER):
+    if whole and not found and not any(getattr(text_config, name, None) for name in CHOSEN_BY_LAYER):
         found = sorted(name for name in _of_layers(names) if not (leaves_keys_out and any(key in name for key in KEYS)))
     return found[0] if found else None
 

@@ -38,9 +38,12 @@ def check_weights(vllm_config: VllmConfig) -> None:
         Refusal: a file or a tensor is missing, a file is cut off, not fetched by git, or not a safetensors file, or all
             are GGUF files.
     """
-    if vllm_config.model_config is None:
-        return
-    folder = Path(vllm_config.model_config.model)
+    if vllm_config.model_config is not None:
+        check_folder(Path(vllm_config.model_config.model), vllm_config)
+
+
+def check_folder(folder: Path, vllm_config: VllmConfig) -> None:
+    """:func:`check_weights` for another folder with weights of the same model."""
     if vllm_config.load_config.load_format not in ("auto", "safetensors") or not folder.is_dir():
         return
     # As vLLM, which ignores hidden files. A folder without these files may hold weights in another format.

@@ -12,10 +12,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention.cpu import memory as cpu_memory
 from fastattention_vllm.integration import binding
+from fastattention_vllm.integration.checkpoint.reload import checked
 from fastattention_vllm.integration.cpu.stand_ins import block_copies, linear_attention
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from fastattention_vllm.integration.host_layers import layers as host_layers
-from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.tiling import row_parallel
 from fastattention_vllm.placement import cpus as topology
 from fastattention_vllm.placement.host_memory import GIB
@@ -23,9 +23,6 @@ from fastattention_vllm.placement.host_memory import GIB
 logger = init_logger("vllm.fastattention")
 
 HUGE_PAGE = 2 << 20
-LOADED_ONCE = frozenset({"bailing_moe_v3", "gpt_oss", "mimo_v2", "minimax_m2"})
-"""vLLM's modules of models that copy some weights into parameters themselves. While vLLM loads a checkpoint again,
-parameters have no data until their own loader is called, so these weights would stay as they were."""
 
 
 class FastAttentionCpuWorker(CPUWorker):
@@ -56,18 +53,12 @@ class FastAttentionCpuWorker(CPUWorker):
             weights += draft.parameters()
         place_tensors("weights", weights, self._cpus(), discard=False)
 
-    def reload_weights(self, *args: Any, is_checkpoint_format: bool = True, **kwargs: Any) -> None:
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """
         Raises:
-            Refusal: vLLM would load only a part of the weights.
+            Refusal: vLLM would load only a part of the weights, or the new checkpoint is not complete.
         """
-        model = type(self.model_runner.get_model())
-        if is_checkpoint_format and model.__module__.rpartition(".")[2] in LOADED_ONCE:
-            raise Refusal(
-                f"reload_weights leaves some weights of {model.__name__} as they were, because vLLM's loader for this "
-                "model does not support it; start the server again with the new checkpoint."
-            )
-        super().reload_weights(*args, is_checkpoint_format=is_checkpoint_format, **kwargs)
+        checked(super().reload_weights, self, *args, **kwargs)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()

@@ -14,11 +14,13 @@ import torch
 from vllm.logger import init_logger
 
 from fastattention_vllm.integration import compat, drafter, support
+from fastattention_vllm.integration.checkpoint import reload
 from fastattention_vllm.integration.checkpoint.positions import check_positions
 from fastattention_vllm.integration.checkpoint.weights import check_weights
 from fastattention_vllm.integration.cuda.select import FLASH
 from fastattention_vllm.integration.refusal import Refusal
 from fastattention_vllm.integration.serving import compile_cache
+from fastattention_vllm.integration.serving.once_imported import once_imported
 
 logger = init_logger("vllm.fastattention")
 
@@ -32,6 +34,7 @@ def install() -> None:
     from fastattention_vllm.integration.cuda.quantised import registration
 
     registration.install()
+    once_imported("vllm.v1.worker.gpu_worker", lambda module: reload.check_first(module.Worker))
     found = current_platform.get_device_capability()
     if found is None or tuple(found) < V100:
         return
