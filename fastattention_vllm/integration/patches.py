@@ -187,6 +187,14 @@ PATCHES = (
         sites=("cpu/prompt_logprobs:refuse_with_adapters:InputProcessor.process_inputs",),
     ),
     Patch(
+        names=("vllm.distributed.device_communicators.shm_broadcast.SpinCondition",),
+        why="On CPUs, a process that waits for a message yields its CPU in a loop for a second before it sleeps, and "
+        "takes the CPU from a step of the workers. vLLM has no option for the time. Its writers drop notifications, "
+        "which readers that sleep need.",
+        remove_when="vLLM has an option for the time, and its writers drop no notification",
+        sites=("cpu/queue_waiting:_replace:module.SpinCondition",),
+    ),
+    Patch(
         names=("vllm.v1.engine.async_llm.AsyncLLM.shutdown",),
         why="When a server stops, it may cancel the task that informs waiting requests. These requests and the server "
         "then wait forever.",

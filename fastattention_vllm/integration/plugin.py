@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.ascend import platform as ascend
+from fastattention_vllm.integration.cpu import queue_waiting
 from fastattention_vllm.integration.cpu.stand_ins import vision
 from fastattention_vllm.integration.refusal import Refusal, install_excepthook
 from fastattention_vllm.integration.serving import (
@@ -50,6 +51,8 @@ def register() -> None:
 
         start.install()
         ray_cluster.install()
+    elif platform() == CPU_PLATFORM:
+        queue_waiting.install()
     ascend.install()
     vision.spare_torchvision()
     nan_logits.install()
