@@ -69,6 +69,8 @@ class UnquantisedHead(UnquantizedEmbeddingMethod):
         )
 
     def create_weights(self, layer: Any, *sizes: Any, weight_loader: Any, **named: Any) -> None:
+        # Kept, because vLLM 0.19.1 has no current configuration while it loads weights again.
+        self.vllm_config = get_current_vllm_config()
         super().create_weights(layer, *sizes, weight_loader=self.loading.wrap(weight_loader), **named)
         layer.weight.data.fill_(torch.nan)
 
@@ -78,7 +80,7 @@ class UnquantisedHead(UnquantizedEmbeddingMethod):
             Refusal: the checkpoint lacks the weights, or a part of them.
         """
         # A matrix may be tied to the embeddings, or be that of the model for which a drafter drafts.
-        alone = get_current_vllm_config().speculative_config is None
+        alone = self.vllm_config.speculative_config is None
         if alone and bool(layer.weight[:, 0].isnan().any()):
             self.loading.check(layer.weight)
         super().process_weights_after_loading(layer)

@@ -334,6 +334,16 @@ def test_an_output_layer_of_several_ranks_is_loaded(rank: int, monkeypatch: pyte
     assert not layer.weight.isnan().any()
 
 
+def test_an_output_layer_that_is_not_quantised_is_loaded_again() -> None:
+    layer = ParallelLMHead(N, K, quant_config=config_of(awq()), prefix="lm_head")
+    record_metadata_for_reloading(layer)
+    first, second = (drawn(N, K, seed).half() for seed in range(2))
+    load(layer, Stored({"weight": first}, first))
+    finish(layer)
+    reload(layer, lambda: load(layer, Stored({"weight": second}, second)))
+    assert torch.equal(layer.weight, second)
+
+
 def test_an_output_layer_may_be_tied_to_the_embeddings() -> None:
     embedding = VocabParallelEmbedding(N, K, prefix="embed_tokens")
     embedding.weight.data.copy_(weight := drawn(N, K).half())
