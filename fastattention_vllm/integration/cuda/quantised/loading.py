@@ -57,6 +57,8 @@ class Loading:
         self.optional, self.alike, self.scales, self.unless = optional, alike, scales, unless
         self.numbers: dict[str, int] = {}
         """Numbers that were written, by the part's id."""
+        self.counted = False
+        """Whether vLLM has ever loaded the parameter through :meth:`wrap`."""
 
     def wrap(self, loader: Callable[..., None]) -> Callable[..., None]:
         """vLLM's loader of the parameter, with checks.
@@ -100,6 +102,7 @@ class Loading:
                 )
             which = repr((*part, *named.values()))
             self.numbers[which] = writes.copied + writes.filled
+            self.counted = True
 
         return load
 

@@ -53,7 +53,8 @@ class UnquantisedMethod(UnquantizedLinearMethod):
             Refusal: the checkpoint lacks the weights, or a part of them.
         """
         # Some models load some layers in another way, of which no count is kept. Dummy weights are not loaded at all.
-        if bool(layer.weight.isnan().any()):
+        # A reload leaves the memory as it is, so there a part that is missing shows in the count alone.
+        if self.loading.counted or bool(layer.weight.isnan().any()):
             self.loading.check(layer.weight)
         self.loading.numbers.clear()
         super().process_weights_after_loading(layer)
@@ -81,6 +82,7 @@ class UnquantisedHead(UnquantizedEmbeddingMethod):
         """
         # A matrix may be tied to the embeddings, or be that of the model for which a drafter drafts.
         alone = self.vllm_config.speculative_config is None
-        if alone and bool(layer.weight[:, 0].isnan().any()):
+        if self.loading.counted or (alone and bool(layer.weight[:, 0].isnan().any())):
             self.loading.check(layer.weight)
+        self.loading.numbers.clear()
         super().process_weights_after_loading(layer)

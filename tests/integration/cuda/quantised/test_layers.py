@@ -344,6 +344,16 @@ def test_an_output_layer_that_is_not_quantised_is_loaded_again() -> None:
     assert torch.equal(layer.weight, second)
 
 
+@pytest.mark.usefixtures("zeros_in_new_memory")
+def test_an_output_layer_must_be_complete_when_it_is_loaded_again() -> None:
+    layer = ParallelLMHead(N, K, bias=True, quant_config=config_of(awq()), prefix="lm_head")
+    record_metadata_for_reloading(layer)
+    load(layer, Stored({"weight": drawn(N, K).half(), "bias": drawn(1, N)[0].half()}, drawn(N, K)))
+    finish(layer)
+    with pytest.raises(Refusal, match=r"^lm_head: this layer needs weight, but the checkpoint has none"):
+        reload(layer, lambda: load(layer, Stored({"bias": drawn(1, N, 1)[0].half()}, drawn(N, K))))
+
+
 def test_an_output_layer_may_be_tied_to_the_embeddings() -> None:
     embedding = VocabParallelEmbedding(N, K, prefix="embed_tokens")
     embedding.weight.data.copy_(weight := drawn(N, K).half())
@@ -470,6 +480,31 @@ def test_an_unquantised_layer_beside_quantised_ones() -> None:
     layer, weight = unquantised(), drawn(N, K).half()
     load(layer, Stored({"weight": weight.bfloat16()}, weight))
     check(finish(layer), weight.bfloat16())
+
+
+@pytest.fixture
+def zeros_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a reload. Memory that had other contents before may have NaN by chance."""
+    monkeypatch.setattr(torch, "empty_strided", lambda size, stride, **named: torch.zeros(size, **named))
+
+
+@pytest.mark.usefixtures("zeros_in_new_memory")
+def test_an_unquantised_layer_must_be_complete_when_it_is_loaded_again() -> None:
+    config = config_of(awq(), modules_to_not_convert=["gate_proj", "up_proj"])
+    layer = MergedColumnParallelLinear(K, [N, N], bias=False, quant_config=config, prefix="l.gate_up_proj")
+    record_metadata_for_reloading(layer)
+    parts, again = ([drawn(N, K, seed).half() for seed in seeds] for seeds in ((0, 1), (2, 3)))
+
+    def load_parts(weights: list[torch.Tensor]) -> None:
+        for index, weight in enumerate(weights):
+            load(layer, Stored({"weight": weight}, weight), index)
+
+    load_parts(parts)
+    check(finish(layer), torch.cat(parts))
+    reload(layer, lambda: load_parts(again))
+    check(layer, torch.cat(again))
+    with pytest.raises(Refusal, match=r"^l.gate_up_proj: this layer needs weight, but .* only 98304 of 196608 numbers"):
+        reload(layer, lambda: load_parts(parts[:1]))
 
 
 def test_an_unquantised_layer_may_be_loaded_otherwise() -> None:
