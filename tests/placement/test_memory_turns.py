@@ -58,7 +58,10 @@ def stopped() -> Iterator[int]:
             os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     os.waitpid(child, os.WUNTRACED)
+    go_on = threading.Timer(10, os.kill, (child, signal.SIGCONT))  # a wait without end is a failure, too
+    go_on.start()
     yield child
+    go_on.cancel()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
