@@ -117,7 +117,7 @@ def every_split(layers: Layers, size: KvSize) -> Iterator[LayerPlacement]:
 
 LIMITS = st.builds(
     Limits,
-    device_bytes=st.integers(0, 1 << 21),
+    device_bytes=st.one_of(st.integers(0, 1 << 21), st.integers(1 << 21, 1 << 24)),  # enough for some models
     host_bytes=st.one_of(st.integers(0, 1 << 21), st.just(1 << 40)),
     tokens=st.integers(1, 1000),
     requests=st.integers(1, 3),
@@ -143,6 +143,17 @@ def test_automatic_plans_fit_and_no_other_split_that_fits_reads_less_from_the_ho
         assert plan(layers, size, "auto", limits) == chosen
         # The decision is passed to other processes as a list of layers.
         assert plan(layers, size, list(chosen.host), PLENTY) == chosen
+
+
+def test_automatic_plans_move_no_layer_too_many_and_keep_to_the_hosts_limit() -> None:
+    layers, size = Layers(tuple(range(4))), KvSize(16, 1000, full_layers=4)
+    limits = Limits(size.of_request(1000) // 2, 1 << 40, 1000)
+    chosen = plan(layers, size, "auto", limits)
+    assert len(chosen.host) == 2
+    need = chosen.host_bytes(blocks_needed(chosen, limits))
+    assert plan(layers, size, "auto", replace(limits, host_bytes=need)) == chosen
+    with pytest.raises(PlacementError, match="limit for host memory"):
+        plan(layers, size, "auto", replace(limits, host_bytes=need - 1))
 
 
 def test_four_full_layers_stay_beside_states_unless_asked() -> None:
