@@ -66,7 +66,9 @@ def check_positions(vllm_config: VllmConfig) -> None:
     fix = f"pass --max-model-len {longest} or less"
     parameters = [] if getattr(text, "model_type", None) in OTHER_NAMES else rope_parameters(text)
     if len(parameters) == 1 and parameters[0].get("rope_type", "default") in ("default", "yarn"):
-        fix += f", or extend the positions with --hf-overrides '{json.dumps(extended(text, parameters[0], wanted))}'"
+        longer = _where_vllm_looks(model, extended(text, parameters[0], wanted))
+        if longer is not None:
+            fix += f", or extend the positions with --hf-overrides '{json.dumps(longer)}'"
     raise Refusal(f"--max-model-len {wanted} is longer than the {longest} positions of this model; {fix}.")
 
 
@@ -111,8 +113,20 @@ def _rows(parameters: dict[str, Any], positions: int) -> int:
 
 
 def extended(text: Any, parameters: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The configuration with which YaRN extends a rotary embedding to ``wanted`` positions."""
+    """The configuration with which YaRN extends a rotary embedding to ``wanted`` positions.
+
+    ``IMAGE_POSITIONS`` does not make the factor smaller: vLLM accepts requests of original x factor tokens, and a text
+    of so many tokens has so many positions.
+    """
     original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
     factor = float(math.ceil(wanted / original))
     yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     return {"rope_parameters": parameters | yarn, "max_position_embeddings": int(original * factor)}
+
+
+def _where_vllm_looks(model: Any, overrides: dict[str, Any]) -> dict[str, Any] | None:
+    """``overrides`` of the text model's configuration as --hf-overrides; None if it is somewhere unknown."""
+    whole, text = model.hf_config, model.hf_text_config
+    if text is whole:
+        return overrides
+    return {"text_config": overrides} if getattr(whole, "text_config", None) is text else None

@@ -22,6 +22,7 @@ from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.checkpoint import positions as checked
 from fastattention_vllm.integration.checkpoint.positions import check_positions, positions_of
 from fastattention_vllm.integration.refusal import Refusal
+from tests import image_references
 from tests import reference_models as models
 from tests.integration.engine import check, engine, generate
 
@@ -261,6 +262,31 @@ def test_yarn_that_promises_more_than_its_factor_gives(short: Path) -> None:
     assert overrides["rope_parameters"]["factor"] == 8.0
     again = SimpleNamespace(model_config=asked(short, max_model_len=1024, hf_overrides=overrides))
     check_positions(again)  # type: ignore[arg-type]
+
+
+def test_a_model_with_images_is_extended_in_its_text_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So far that vLLM accepts the length, although the table alone would have so many rows with a smaller factor."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    config = image_references.qwen2_5_vl()
+    config.text_config.max_position_embeddings = 128
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    sentence = refused(tmp_path, max_model_len=600, skip_tokenizer_init=True)
+    assert "than the 512 positions" in sentence
+    overrides = overrides_of(sentence)
+    assert overrides["text_config"]["rope_parameters"]["factor"] == 5.0
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+    again = asked(tmp_path, max_model_len=600, skip_tokenizer_init=True, hf_overrides=overrides)
+    check_positions(SimpleNamespace(model_config=again))  # type: ignore[arg-type]
+    assert positions_of(again.hf_text_config) == [4 * 640]
+
+
+def test_a_text_model_in_an_unknown_place_is_not_extended() -> None:
+    text = SimpleNamespace(max_position_embeddings=128, rope_parameters={"rope_type": "default"} | THETA)
+    thinker = SimpleNamespace(thinker_config=SimpleNamespace(text_config=text))
+    model = SimpleNamespace(hf_config=thinker, hf_text_config=text, max_model_len=200, original_max_model_len=200)
+    with pytest.raises(Refusal, match=r"pass --max-model-len 128 or less\.$"):
+        check_positions(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
 
 
 def overrides_of(text: str) -> dict[str, Any]:
