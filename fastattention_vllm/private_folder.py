@@ -20,17 +20,19 @@ def private_folder() -> Path:
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_absolute() and not _why_not_private(Path(runtime)):
-        folder = Path(runtime) / "fastattention"
+        where, folder = "XDG_RUNTIME_DIR", Path(runtime) / "fastattention"
     else:
-        folder = Path(tempfile.gettempdir()) / f"fastattention-{os.geteuid()}"
+        where, folder = "TMPDIR", Path(tempfile.gettempdir()) / f"fastattention-{os.geteuid()}"
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         pass
     except OSError as error:
-        raise OSError(f"{folder} cannot be created ({error.strerror}); set TMPDIR to a writable folder") from error
+        raise OSError(
+            f"{folder} cannot be created ({error.strerror}); set {where} to a folder of this user that can be written"
+        ) from error
     if why := _why_not_private(folder):
-        raise OSError(f"{folder} {why}; remove it, or set TMPDIR to another folder")
+        raise OSError(f"{folder} {why}; remove it, or set {where} to another folder of this user")
     return folder
 
 

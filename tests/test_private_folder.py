@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -65,7 +66,24 @@ def test_a_link_is_refused(shared: Path, tmp_path: Path) -> None:
 
 def test_a_temporary_folder_that_cannot_be_written_is_named(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(shared / "missing"))
-    with pytest.raises(OSError, match=r"cannot be created .*; set TMPDIR to a writable folder"):
+    with pytest.raises(OSError, match=r"cannot be created .*; set TMPDIR to a folder of this user"):
+        private_folder()
+
+
+def test_the_variable_that_chose_the_folder_is_named(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "fastattention").symlink_to(shared)
+    with pytest.raises(OSError, match="remove it, or set XDG_RUNTIME_DIR to another folder of this user"):
+        private_folder()
+
+    def full(path: Path, mode: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match=r"\(No space left on device\); set XDG_RUNTIME_DIR to a folder of this user"):
         private_folder()
 
 
@@ -73,7 +91,7 @@ def test_a_temporary_folder_that_cannot_be_written_is_named(shared: Path, monkey
 def test_another_users_folder_is_refused(shared: Path) -> None:
     name = shared / f"fastattention-{os.geteuid()}"
     as_another_user(lambda: name.mkdir(mode=0o700))
-    with pytest.raises(OSError, match=f"belongs to user {NOBODY}, not to user 0; remove it, or set TMPDIR"):
+    with pytest.raises(OSError, match=f"belongs to user {NOBODY}, not to user 0; remove it, or set TMPDIR to another"):
         private_folder()
 
 

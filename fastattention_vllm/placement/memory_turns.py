@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from fastattention_vllm.private_folder import open_private
+from fastattention_vllm.private_folder import open_private, private_folder
 
 NAME = "memory.lock"
 WAITING = "memory.waiting"
@@ -46,6 +46,7 @@ class Turns:
     def _take(self, say: Say) -> int | None:
         """The lock, or None where this process goes on without turns from now on."""
         try:
+            folder = private_folder()
             lock = open_private(NAME, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             self._go_on(say, str(error))
@@ -58,9 +59,12 @@ class Turns:
                 gone_on = _wait(lock, say)
             if gone_on:
                 return lock
-            why = f"{_holder(lock)} has begun to allocate memory and has not gone on for {PATIENCE:.0f} s"
+            why = (
+                f"{_holder(lock)} holds its turn and has made no progress for {PATIENCE:.0f} s; if it is stopped, "
+                "continue it or end it"
+            )
         except OSError as error:
-            why = f"files in the temporary folder cannot be locked ({error.strerror})"
+            why = f"files in {folder} cannot be locked ({error.strerror})"
         os.close(lock)
         self._go_on(say, why)
         return None
@@ -86,7 +90,7 @@ def _wait(lock: int, say: Say) -> bool:
             return False
         if now - began > SAY_AFTER and not said:
             said = True
-            say(f"waiting for {_holder(lock)}, which allocates memory, for as long as it goes on")
+            say(f"waiting while {_holder(lock)} allocates memory")
         time.sleep(LOOK_EVERY)
     _begin(lock)
     return True

@@ -72,9 +72,9 @@ def test_a_stopped_process_is_not_waited_for_without_end(stopped: int) -> None:
     said = allocated()
     assert time.monotonic() - began < 2 * memory_turns.PATIENCE + 1
     assert said == [
-        f"waiting for process {stopped}, which allocates memory, for as long as it goes on",
+        f"waiting while process {stopped} allocates memory",
         "memory is allocated without waiting for other processes of this user, because "
-        f"process {stopped} has begun to allocate memory and has not gone on for 0 s",
+        f"process {stopped} holds its turn and has made no progress for 0 s; if it is stopped, continue it or end it",
     ]
 
 
@@ -94,7 +94,7 @@ def test_processes_that_go_on_are_waited_for() -> None:
     said = allocated()
     assert not other.is_alive()
     other.join()
-    assert said == ["waiting for another process, which allocates memory, for as long as it goes on"]
+    assert said == ["waiting while another process allocates memory"]
 
 
 def test_who_takes_turn_after_turn_does_not_keep_others_waiting() -> None:
@@ -146,7 +146,7 @@ def test_who_waits_for_memory_lets_others_have_their_turn(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(number: int, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lustre mounted without -o flock, and NFS without its lock server."""
 
     def flock(descriptor: int, operation: int) -> None:
@@ -154,7 +154,9 @@ def test_a_file_system_without_locks(number: int, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(fcntl, "flock", flock)
     (said,) = allocated()
-    assert said.endswith(f"because files in the temporary folder cannot be locked ({os.strerror(number)})")
+    assert said.endswith(
+        f"because files in {shared}/fastattention-{os.geteuid()} cannot be locked ({os.strerror(number)})"
+    )
 
 
 @needs_another_user
