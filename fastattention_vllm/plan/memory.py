@@ -178,20 +178,19 @@ def resolve_kv_dtype(shape: ModelShape, machine: Machine, asked: str) -> str:
     if asked == "auto" and found not in served:
         fix = "plan a checkpoint without it" if kernels.obeys_cache_schemes else f"use --kv-dtype {plain}"
         raise PlanError(
-            f"the checkpoint's kv_cache_scheme asks for a KV cache in {found}, which {on_device} does not support; "
-            f"{fix}."
+            f"the checkpoint's {scheme.key} asks for a KV cache in {found}, which {on_device} does not support; {fix}."
         )
     if found not in served:
         raise PlanError(f"--kv-dtype {asked} is not supported by {on_device}; use one of auto, {', '.join(served)}.")
     if scheme.dtype and kernels.obeys_cache_schemes and found not in SAME_AS_FP8:
         raise PlanError(
             f"--kv-dtype {asked} has no effect: vLLM on {machine.device.name} stores {scheme.dtype}, as the "
-            "checkpoint's kv_cache_scheme asks; use --kv-dtype auto, or plan a checkpoint without kv_cache_scheme."
+            f"checkpoint's {scheme.key} asks; use --kv-dtype auto, or plan a checkpoint without {scheme.key}."
         )
     if scheme.per_head and kernels.own and ELEMENT_BYTES[found] == 1:
         raise PlanError(
-            f"the checkpoint's kv_cache_scheme has scales for each KV head (attn_head), but {on_device} reads one for "
-            "K and one for V in each layer; plan a checkpoint without kv_cache_scheme."
+            f"the checkpoint's {scheme.key} has scales for each KV head (attn_head), but {on_device} reads one for "
+            f"K and one for V in each layer; plan a checkpoint without {scheme.key}."
         )
     return found
 
@@ -330,7 +329,7 @@ def _why_no_host_layers(
     if ELEMENT_BYTES[kv_dtype] == 1:
         why = f"{_named(shape, request)} is not supported with host layers"
         if shape.cache.dtype and kernels.obeys_cache_schemes:
-            return why, ["plan a checkpoint without kv_cache_scheme"]
+            return why, [f"plan a checkpoint without {shape.cache.key}"]
         return why, [f"use --kv-dtype {serving_dtype(shape, machine) if shape.cache.dtype else 'auto'}"]
     if shape.linear and not kernels.host_layers_beside_states:
         return f"host layers beside linear-attention layers are untested with {kernels.name} and refused there", []
@@ -340,7 +339,7 @@ def _why_no_host_layers(
 def _named(shape: ModelShape, request: Request) -> str:
     """What asks for a KV cache of 8 bits."""
     if request.kv_dtype == "auto":
-        return f"the checkpoint's KV cache in {shape.cache.dtype} (kv_cache_scheme)"
+        return f"the checkpoint's KV cache in {shape.cache.dtype} ({shape.cache.key})"
     return f"--kv-dtype {request.kv_dtype}"
 
 

@@ -289,7 +289,7 @@ def notes(shape: ModelShape, machine: Machine, plan: MemoryPlan) -> list[str]:
     if plan.host_layers_refused:
         found.append(f"Host layers are not counted, because {plan.host_layers_refused}.")
     if shape.cache.dtype and plan.kv_dtype == shape.cache.dtype:
-        found.append(f"The checkpoint asks vLLM for a KV cache in {shape.cache.dtype} (kv_cache_scheme).")
+        found.append(f"The checkpoint asks vLLM for a KV cache in {shape.cache.dtype} ({shape.cache.key}).")
     if shape.serves_text_alone:
         found.append(
             "The server takes text alone, because the tokens of an image would attend to each other in both directions."

@@ -69,6 +69,8 @@ class CacheScheme:
     """vLLM's name; empty: the checkpoint asks for none."""
     per_head: bool = False
     """Whether each KV head has scales of its own."""
+    key: str = "kv_cache_scheme"
+    """What asks for it in the checkpoint's quantization_config."""
 
 
 NO_SCHEME = CacheScheme()
@@ -88,10 +90,12 @@ def cache_scheme(config: Mapping[str, Any]) -> CacheScheme:
     if not method.startswith("modelopt"):
         return NO_SCHEME
     inner = config.get("quantization") or config
-    named = inner.get("kv_cache_scheme") or scheme or inner.get("kv_cache_quant_algo") or ""
+    named = inner.get("kv_cache_scheme") or scheme
     if isinstance(named, Mapping):
         named = f"{'nv' if named.get('num_bits') == 4 else ''}fp{named.get('num_bits')}"
-    return CacheScheme(str(named).lower())
+    if named:
+        return CacheScheme(str(named).lower())
+    return CacheScheme(str(inner.get("kv_cache_quant_algo") or "").lower(), key="kv_cache_quant_algo")
 
 
 def stored(

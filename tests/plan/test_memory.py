@@ -19,7 +19,7 @@ from fastattention_vllm.plan.memory import MAX_NUM_SEQS, MemoryPlan, Request, de
 from fastattention_vllm.plan.model import ModelShape, shape_of
 from fastattention_vllm.plan.report import serve_words
 from fastattention_vllm.plan.speed import decode
-from fastattention_vllm.plan.weights import UNKNOWN, CacheScheme
+from fastattention_vllm.plan.weights import UNKNOWN, CacheScheme, cache_scheme
 from tests.plan.drawn import REQUESTS, machines, shapes
 from tests.plan.shapes import FOLDER, shape
 
@@ -341,6 +341,20 @@ def with_scheme(**entries: Any) -> ModelShape:
     config = json.loads((FOLDER / "qwen3-32b" / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     return shape_of(config | {"quantization_config": quantisation, "rope_scaling": yarn}, "here")
+
+
+@pytest.mark.parametrize(
+    ("entries", "key"),
+    [({"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo"), ({"kv_cache_scheme": SCHEME}, "kv_cache_scheme")],
+)
+def test_modelopts_key_for_the_cache_is_named(entries: dict[str, Any], key: str) -> None:
+    scheme = cache_scheme({"quant_method": "modelopt", "quant_algo": "FP8"} | entries)
+    assert (scheme.dtype, scheme.key) == ("fp8", key)
+    model = dataclasses.replace(with_scheme(), cache=scheme)
+    with pytest.raises(PlanError, match=rf"the checkpoint's KV cache in fp8 \({key}\) .* checkpoint without {key} "):
+        plan_memory(model, machine("v100-16g", 4), Request(131072))
+    with pytest.raises(PlanError, match=f"the checkpoint's {key} asks for a KV cache in fp8, which"):
+        plan_memory(model, machine("ascend-910b-64g", 4), Request(4096))
 
 
 @pytest.mark.parametrize("name", ["v100-16g", "t4-16g", "h200-141g"])

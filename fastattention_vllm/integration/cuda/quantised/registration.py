@@ -132,12 +132,14 @@ def check_experts(vllm_config: Any) -> None:
     bits, group_size = int(checkpoint.get("bits", 4)), int(checkpoint.get("group_size", 128))
     zero_points = not checkpoint.get("sym", True)
     reason = unread("gptq", checkpoint, bits, group_size, zero_points)
-    if reason is None and zero_points:
-        reason = "all zero points (sym: false)"  # nothing looks for those of 16
+    if reason is None and zero_points and bits not in INTEGER_BITS:  # vLLM's method, also without --quantization
+        reason = f"zero points of {bits} bits (sym: false)"
     if reason is not None:
+        raise Refusal(f"vLLM's kernels for quantised experts do not read {reason}; serve another checkpoint.")
+    if zero_points:  # nothing looks for those of 16
         raise Refusal(
-            f"vLLM's kernels for quantised experts do not read {reason}; leave --quantization out, or serve another "
-            "checkpoint."
+            f"with --quantization {model.quantization}, zero points of experts (sym: false) are not checked, and vLLM "
+            "misreads some of them; leave --quantization out, or serve another checkpoint."
         )
 
 
