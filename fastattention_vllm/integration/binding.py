@@ -81,8 +81,9 @@ def share_with_other_servers(cpus: Sequence[int], everywhere: Iterable[int], fix
     """
     if unsure := cpu_claims.announced_by_other_users(cpus):
         logger.warning(
-            "A process of another user announces that it computes on CPUs %s. Only servers of this user and of root "
-            "are believed, so threads are bound to these CPUs. If it is a server, give each server its own CPUs: %s.",
+            "Another user's process says that it uses CPUs %s. Threads are bound to these CPUs anyway, because only "
+            "servers of this user and of root count. If that process is a server, both will be slow. To give each "
+            "server its own CPUs, %s.",
             ",".join(map(str, unsure)),
             fix,
         )

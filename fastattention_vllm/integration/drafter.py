@@ -175,7 +175,7 @@ def say_what_is_not_drafted(vllm_config: VllmConfig) -> None:
     if longest is not None:
         logger.warning_once(
             "The drafter reads at most %d tokens, and --max-model-len is %d: while a request has more than %d tokens, "
-            "no request that is computed with it gets drafts.",
+            "no request in the same step gets drafts.",
             model_of(vllm_config).max_model_len,
             vllm_config.model_config.max_model_len,
             longest,

@@ -83,7 +83,7 @@ def _without_config(folder: Path) -> str:
     fix = "pass a folder with config.json and safetensors files"
     gguf = sorted(folder.glob("*.gguf"))
     if gguf:
-        return f"{folder} has {gguf[0].name} and no config.json; GGUF files are not read; {fix}."
+        return f"{folder} has {gguf[0].name} and no config.json; a folder of GGUF files is not read; {fix}."
     return f"{folder} has no config.json; {fix}."
 
 

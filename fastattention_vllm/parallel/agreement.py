@@ -1,4 +1,4 @@
-"""What some rank cannot do, no rank does: without this, the others would wait for it at their next exchange."""
+"""If one rank fails, all ranks fail. Otherwise the others would wait for it at their next exchange."""
 
 from __future__ import annotations
 

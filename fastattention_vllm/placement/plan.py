@@ -61,7 +61,8 @@ class Layers:
     windows: tuple[int, ...] = ()
     """The window of each layer of ``windowed``; empty: all have the same."""
     promoted: frozenset[int] = frozenset()
-    """Layers of ``full`` with a sliding window. vLLM keeps their whole sequences beside a layer without one only."""
+    """Layers of ``full`` that have a sliding window. vLLM keeps all their tokens, but only as long as a
+    layer without a window is on the device, too."""
 
     def __post_init__(self) -> None:
         assert not set(self.full) & set(self.windowed)

@@ -60,7 +60,7 @@ OTHER_ATTENTION = {
     "num_kv_shared_layers": "layers that share a KV cache",
     "dual_chunk_attention_config": "dual-chunk attention",
     "param_sink_number": "attention with static sinks",
-    "rswa_window": "attention to the prompt and to a window behind it (R-SWA)",
+    "rswa_window": "attention to the prompt and to a window of recent tokens (R-SWA)",
 }
 """Keys of a config.json that select attention which the planner does not support."""
 SCALED_ALREADY = ("default", "su", "longrope", "llama3")

@@ -1,5 +1,5 @@
-"""What the engine refuses at start on a device: models, and on GPUs with this package's kernels for quantised weights
-(V100) some of their formats.
+"""What the engine refuses at start on a device: models, and on a V100, where this package's kernels read quantised
+weights, some formats of these weights.
 
 vLLM and ``integration/`` decide. Tests give both the same checkpoints.
 """
@@ -283,8 +283,8 @@ def _unserved(shape: ModelShape, machine: Machine) -> str | None:
         return f"this model's soft cap of {shape.soft_cap:g} (attn_logit_softcapping) {by_kernels}"
     if shape.serves_text_alone and not kernels.text_of_two_way_images:
         return (
-            f"this model, whose images are attended to in both directions, {by_kernels}, and the vLLM there cannot "
-            "serve its text alone"
+            f"this model, in which the tokens of an image attend to each other in both directions, {by_kernels}, and "
+            "the vLLM there cannot serve its text alone"
         )
     return None
 

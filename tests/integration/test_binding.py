@@ -69,5 +69,5 @@ def test_what_other_users_announce_is_named_and_changes_nothing(
     monkeypatch.setattr(binding.logger, "propagate", True)
     binding.share_with_other_servers([2, 3], [0, 1, 2, 3], "set X")
     assert watched == [[2, 3]]
-    assert ("A process of another user announces that it computes on CPUs 3." in caplog.text) == bool(announced)
-    assert ("give each server its own CPUs: set X." in caplog.text) == bool(announced)
+    assert ("Another user's process says that it uses CPUs 3." in caplog.text) == bool(announced)
+    assert ("To give each server its own CPUs, set X." in caplog.text) == bool(announced)

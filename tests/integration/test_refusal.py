@@ -77,7 +77,7 @@ def test_a_list_of_backends_keeps_our_name() -> None:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["model-Q4.gguf"], "has model-Q4.gguf and no config.json; GGUF files are not read; pass a folder with config"),
+        (["model-Q4.gguf"], "has model-Q4.gguf and no config.json; a folder of GGUF files is not read; pass a folder"),
         (["model.safetensors"], "has no config.json; pass a folder with config.json and safetensors files."),
     ],
 )

@@ -228,7 +228,8 @@ def attend(
     kv_heads, seqs = problem.num_kv_heads, problem.num_seqs
     if seqs > MAX_BLOCKS:
         raise ValueError(
-            f"the batch has {seqs} sequences, but the Volta kernels process at most {MAX_BLOCKS} at a time; split it."
+            f"the batch has {seqs} sequences, but the Volta kernels process at most {MAX_BLOCKS} at a time; "
+            f"split the batch, or pass --max-num-seqs {MAX_BLOCKS} or less to vLLM."
         )
     head_size, device = problem.head_size, problem.query.device
     max_rows = problem.num_heads // kv_heads * extent.max_tokens

@@ -1,7 +1,8 @@
 """``reload_weights`` loads a whole checkpoint into a running engine, or refuses it before anything is changed.
 
-While vLLM loads a checkpoint again, parameters have no data until their own loaders are called. What a model copies
-into them itself is lost, and a parameter of which only a part arrives keeps what memory held in place of the rest.
+While vLLM loads a checkpoint again, a parameter has no data until its own ``weight_loader`` is called. If a model's
+``load_weights`` copies into a parameter past that loader, the copy is lost. If only a part of a parameter arrives, the
+rest of it is what was in memory before.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def check_loaders(model: Any) -> None:
     """
     if any(_name(kind) in LOADED_ONCE for module in model.modules() for kind in type(module).__mro__):
         raise Refusal(
-            f"reload_weights leaves some weights of {type(model).__name__} as they were, because vLLM's loader for "
-            "this model does not support it; start the server again with the new checkpoint."
+            f"reload_weights would not replace all weights of {type(model).__name__}; start the server again with the "
+            "new checkpoint."
         )
 
 

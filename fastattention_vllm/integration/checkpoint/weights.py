@@ -1,7 +1,7 @@
 """The weights of a local model are complete. Otherwise a worker would fail after half a minute, with a traceback, or
 answer with what memory held in place of a missing tensor.
 
-Only the heads of the files are read, so this takes milliseconds for a model of any size.
+Only the headers of the files are read, so this takes milliseconds for a model of any size.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ def check_folder(folder: Path, vllm_config: VllmConfig) -> None:
             raise Refusal(f"{index} says that {name} has the tensor {tensor}, which it lacks; {FIX}.")
     lacking = missing_tensor(set().union(*tensors.values()), vllm_config.model_config.hf_text_config)
     if lacking:
-        raise Refusal(
-            f"the weights in {folder} lack the tensor {lacking}, although they have its like of other layers or "
-            f"experts; {FIX}."
-        )
+        raise Refusal(f"the weights in {folder} lack the tensor {lacking}, which other layers or experts have; {FIX}.")
 
 
 def _check_numbers(files: list[Path]) -> None:
@@ -89,8 +86,8 @@ def _check_not_gguf(folder: Path) -> None:
     gguf = sorted(folder.glob("*.gguf"))
     if gguf and not any(next(folder.glob(pattern), None) for pattern in OTHER_WEIGHTS):
         raise Refusal(
-            f"{folder} has {gguf[0].name} and no safetensors files; GGUF files are not read; download the model as "
-            "safetensors."
+            f"{folder} has {gguf[0].name} and no safetensors files; a folder of GGUF files is not read; download the "
+            "model as safetensors."
         )
 
 
@@ -103,7 +100,8 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def _tensors_of(path: Path) -> list[str]:
-    """The names of a file's tensors. The file is the length of its head in 8 bytes, the head in JSON, and the tensors.
+    """The names of a file's tensors. The file is the length of its header in 8 bytes, the header
+    in JSON, and the tensors.
 
     Raises:
         Refusal: it is not such a file, or cut off.
@@ -114,13 +112,13 @@ def _tensors_of(path: Path) -> list[str]:
         with path.open("rb") as file:
             if (first := file.read(len(LFS))) == LFS:
                 raise Refusal(
-                    f"{path} is a pointer of git-lfs, not the weights; run `git lfs pull` in {path.parent}, or "
-                    "download the model again."
+                    f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in {path.parent}, or download "
+                    "the model again."
                 )
             length = int.from_bytes(first[:8], "little")
             file.seek(8)
             if length > LONGEST_HEAD:
-                raise ValueError(f"its head would have {length} bytes")
+                raise ValueError(f"its header would have {length} bytes")
             head = json.loads(file.read(length))
         tensors = {name: int(entry["data_offsets"][1]) for name, entry in head.items() if name != "__metadata__"}
         whole = 8 + length + max(tensors.values(), default=0)
@@ -129,5 +127,5 @@ def _tensors_of(path: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise Refusal(f"{path} is not a complete safetensors file ({error}); {FIX}.") from error
     if (size := path.stat().st_size) != whole:
-        raise Refusal(f"{path} has {size} bytes, but its head says {whole}; {FIX}.")
+        raise Refusal(f"{path} has {size} bytes, but its header says {whole}; {FIX}.")
     return list(tensors)

@@ -285,8 +285,8 @@ class FastAttentionVoltaImpl(Layer):
         scales = None if self.layer is None else self.scales(self.layer)
         if self.loaded_scales not in (None, scales):
             raise Refusal(
-                f"the weights that are loaded now have other scales of the KV cache, {scales} instead of "
-                f"{self.loaded_scales}, which captured graphs would not use; start the engine again with them."
+                f"the new weights have KV cache scales {scales} instead of {self.loaded_scales}, and captured CUDA "
+                "graphs keep the old ones; start the engine again with the new weights."
             )
         self.loaded_scales = scales
 

@@ -778,7 +778,7 @@ def _why_special_model(vllm_config: VllmConfig) -> str | None:
     if getattr(model, "is_mm_prefix_lm", False):
         return "the tokens of an image attend to each other in both directions"
     if getattr(model, "rswa_window", None) is not None:
-        return "its layers attend to the prompt and to a window behind it (R-SWA)"
+        return "its layers attend to the prompt and to a window of recent tokens (R-SWA)"
     return None
 
 

@@ -66,9 +66,13 @@ def remove_empty_libraries(folder: Path) -> None:
             path.unlink()
             removed += 1
         except OSError as error:
-            logger.warning("%s is empty, which ends every start that loads it: %s. Remove it.", path, error)
+            logger.warning(
+                "%s is empty and could not be removed (%s). Every start that loads it will fail. Remove it.",
+                path,
+                error.strerror,
+            )
     if removed:
-        logger.info("Removed %d empty libraries that an interrupted start left in %s.", removed, folder)
+        logger.info("Removed empty libraries that an interrupted start left in %s: %d.", folder, removed)
 
 
 def _empty_libraries(folder: Path) -> Iterator[Path]:

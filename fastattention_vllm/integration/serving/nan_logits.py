@@ -17,10 +17,10 @@ from fastattention_vllm.integration.serving.once_imported import once_imported
 logger = init_logger("vllm.fastattention")
 
 CAUSES = {
-    torch.float16: "In float16 it is usually an activation beyond 65504, the largest number. Serve the model with "
-    "--dtype bfloat16 or float32 where the device has them, or another model",
+    torch.float16: "The probable cause is an activation above 65504, the largest float16 number. Serve the model with "
+    "--dtype bfloat16 or float32 if the device has it, or serve another model",
 }
-OTHER_CAUSE = "It is usually a damaged checkpoint. Download or copy the model again"
+OTHER_CAUSE = "A file of the model may be damaged. Download or copy the model again"
 
 
 class NanCount:
@@ -54,8 +54,8 @@ class NanCount:
         if not self._said and self.total:
             self._said = True
             logger.error(
-                "The model computed logits that are not numbers (NaN) for %d tokens so far, so answers are "
-                "wrong. %s. The metric fastattention:nan_logits_total goes on counting.",
+                "The model computed NaN logits for %d tokens so far; their answers are wrong. %s. The metric "
+                "fastattention:nan_logits_total goes on counting.",
                 self.total,
                 CAUSES.get(logits.dtype, OTHER_CAUSE),
             )

@@ -65,7 +65,7 @@ class AutoRoundConfig(QuantisedConfig, _Base):
         if bits not in ((AWQ_BITS,) if self.in_awq_words else INTEGER_BITS):
             packed = "AWQ" if self.in_awq_words else "GPTQ"
             raise Refusal(
-                f"{prefix}: AutoRound weights of {bits} bits in {packed}'s words do not run below compute capability "
+                f"{prefix}: AutoRound weights of {bits} bits in {packed} packing do not run below compute capability "
                 f"7.5; {INSTEAD}."
             )
         return int(bits), int(group_size), bool(symmetric)

@@ -68,8 +68,8 @@ class CheckedZeroPoints(MoeWNA16Method):
         def checked_load(held: Any, words: torch.Tensor, *where: Any, **named: Any) -> Any:
             if bool((unpacked(words, 4) == 15).any()):
                 raise Refusal(
-                    f"{self.prefix}: qzeros has 15, which means a zero point of 16 that vLLM's kernels for quantised "
-                    "experts do not read; serve another checkpoint."
+                    f"{self.prefix}: qzeros contains 15, a zero point of 16, which vLLM's kernels for quantised "
+                    "experts cannot read; serve another checkpoint."
                 )
             return load(held, words, *where, **named)
 

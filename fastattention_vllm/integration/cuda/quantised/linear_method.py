@@ -144,7 +144,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         ordered = getattr(layer, ORDER, None) is not None
         if self.ordered not in (None, ordered):  # vLLM copies what is loaded again into the tensors of the first load
             raise self.refusal(
-                "of the weights loaded at the start and the ones loaded now, only one has an activation order",
+                "either the weights loaded at the start or the new ones have an activation order, but not both",
                 "start the server again with the new checkpoint",
             )
         self.ordered = ordered
