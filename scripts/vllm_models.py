@@ -316,8 +316,8 @@ def lines(version: str) -> Iterator[str]:
         "",
         f"## Every architecture of vLLM {version}",
         "",
-        "`architectures` in a checkpoint's config.json names one of these. They are sorted by rules, which are asked",
-        "in this order. Each rule asks for a name in vLLM's code.",
+        "Look up the name under `architectures` in the checkpoint's config.json. Each architecture is in the first",
+        "section whose rule fits it. 'Found by' gives that rule: names in vLLM's code.",
     )
     for rule in RULES:
         yield from ("", f"### {rule.title}", "")
