@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Incremented with every change to a struct or signature below. The Python wrapper accepts exactly one version. */
-#define FA_CPU_ABI_VERSION 7
+#define FA_CPU_ABI_VERSION 8
 
 typedef enum fa_dtype {
   FA_F32 = 0,
@@ -200,6 +200,17 @@ typedef struct fa_gated_norm {
   int64_t x_row_stride, gate_row_stride, out_row_stride;
 } fa_gated_norm;
 
+/* Draws tokens[row] from softmax(logits[row]). The token depends on the row's logits and seed alone. Of a row with NaN
+ * it is the first NaN's, and of a row of -infinity 0. */
+typedef struct fa_sampling {
+  int64_t num_rows;
+  int32_t vocabulary;   /* at least 1 */
+  const float* logits;  /* [num_rows, vocabulary] */
+  int64_t row_stride;   /* of logits */
+  const int64_t* seeds; /* [num_rows] */
+  int64_t* tokens;      /* [num_rows] */
+} fa_sampling;
+
 int32_t fa_cpu_abi_version(void);
 
 /* Describes the calling thread's last failed call in one sentence that names the value. Never NULL. */
@@ -240,6 +251,7 @@ int32_t fa_cpu_attention_finish(void);
 int32_t fa_cpu_write_kv(const fa_kv_write* write);
 int32_t fa_cpu_gated_delta(const fa_gated_delta* problem);
 int32_t fa_cpu_gated_norm(const fa_gated_norm* problem);
+int32_t fa_cpu_sample(const fa_sampling* problem);
 
 /* Calls of CUDA graphs. A graph's node cannot call the host. It writes the number of a call to the doorbell and waits
  * until the answer word has that number; meanwhile a thread of this library runs fa_cpu_write_kv and fa_cpu_attention

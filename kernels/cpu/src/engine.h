@@ -29,6 +29,7 @@ class Engine {
   void write_kv(const fa_kv_write& write);
   void gated_delta(const fa_gated_delta& problem);
   void gated_norm(const fa_gated_norm& problem);
+  void sample(const fa_sampling& problem);
   // Zeroes the range on all threads, so that new pages are touched quickly and by the threads that will read them.
   void zero(void* address, int64_t bytes);
 

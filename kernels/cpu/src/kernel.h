@@ -63,6 +63,12 @@ struct DeltaItem {
   int32_t num_heads;
 };
 
+// A token of a row of logits with its score. The largest score is sampled.
+struct Candidate {
+  float score;
+  int32_t token;
+};
+
 struct KernelTable {
   const char* name;
   // For bf16 or fp16 operands, items grow up to this many query rows times head size. 0: kRowBlock rows are enough.
@@ -79,6 +85,7 @@ struct KernelTable {
   // Writes the convolution's last inputs of the channels [begin, end) into the request's slot, after all of its items.
   void (*keep_inputs)(const fa_gated_delta& problem, int request, int channel_begin, int channel_end);
   void (*gated_norm)(const fa_gated_norm& problem, int64_t row_begin, int64_t row_end);
+  Candidate (*sample)(const fa_sampling& problem, int64_t row, int token_begin, int token_end);
 };
 
 }  // namespace fastattention

@@ -38,9 +38,10 @@
 #include "delta_chunk.h"
 #include "gated_delta.h"
 #include "gated_norm.h"
+#include "sampling.h"
 // clang-format on
 
 // The members of KernelTable after its name.
 #define FA_KERNELS                                                                                                   \
   kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv, delta_scratch_bytes, gated_delta, keep_inputs, \
-      gated_norm
+      gated_norm, sample

@@ -35,9 +35,11 @@ constexpr int64_t kMinElementsPerWrite = 32 * 1024;
 constexpr int64_t kTouchBytes = int64_t{8} << 20;
 // The gated delta rule: an item holds all value heads of a key head, which share its products, if each thread gets this
 // many items; otherwise one value head. Either way the results are the same. The other two are channels of an item
-// that keeps the convolution's inputs, and elements of an item that norms rows.
+// that keeps the convolution's inputs, and elements of an item that norms rows. kTokensPerSample: words of the
+// vocabulary in an item that samples.
 constexpr int64_t kDeltaItemsPerThread = 4;
 constexpr int kChannelsPerItem = 4096;
+constexpr int kTokensPerSample = 8 * 1024;
 constexpr int64_t kElementsPerNorm = 32 * 1024;
 
 }  // namespace fastattention

@@ -31,6 +31,7 @@ SOURCES = [
     "isa",
     "memory",
     "plan",
+    "sampling",
     "thread_pool",
     "roofline",
     "roofline_baseline",

@@ -19,6 +19,7 @@ from torch import (
     set_num_threads as set_num_threads,  # kept: a CPU worker of vLLM 0.19 replaces the one in torch's namespace
 )
 
+from fastattention_vllm.attention.cpu import sampling
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu.stand_ins import drafting, linear_attention, state_copies
 from fastattention_vllm.integration.cpu.stand_ins import moe as cpu_moe
@@ -129,10 +130,7 @@ def _bind_threads(cpu_ids: str) -> str:
 
 def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     """Sample each row of ``logits [n, vocab]`` with its own seed. Caller: v1/sample/ops/topk_topp_sampler.py."""
-    noise = torch.empty_like(logits)
-    for row, seed in zip(noise, seeds.tolist(), strict=True):
-        row.exponential_(generator=torch.Generator().manual_seed(seed))
-    return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
+    return sampling.sample(logits.contiguous(), seeds)
 
 
 def _gelu_tanh(out: torch.Tensor, x: torch.Tensor) -> None:
