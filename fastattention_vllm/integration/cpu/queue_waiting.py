@@ -6,7 +6,8 @@ need it (benchmarks/notes/cpu_serving.md).
 
 A sleeping reader depends on the writer's notification. vLLM's writer keeps one back at most and drops others, so a
 reader that begins to sleep between two messages can miss the second one. vLLM 0.28 and newer look again after 5
-seconds; older versions wait until the next message. Here the writer drops none, and readers look again soon.
+seconds; older versions wait until the next message. Here the writer drops none. libzmq's socket that keeps the newest
+notification only (``CONFLATE``) misses one that arrives while another is read, so readers also look again soon.
 Remove when: vLLM has an option for the time, and notifications are not lost.
 """
 
@@ -23,7 +24,7 @@ MODULE = "vllm.distributed.device_communicators.shm_broadcast"
 SPIN_SECONDS = 0.0002
 """How long a reader yields its CPU after its last message before it sleeps."""
 RECENT_SECONDS = 1
-RECHECK_MS, IDLE_RECHECK_MS = 20, 500
+RECHECK_MS, IDLE_RECHECK_MS = 5, 500
 """After how many milliseconds a sleeping reader looks again: within RECENT_SECONDS of its last message, and later.
 
 Notifications reach a reader only once its socket is connected, so that the first ones can be lost."""
