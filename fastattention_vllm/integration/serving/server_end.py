@@ -70,6 +70,8 @@ def _error_of_a_stop(module: Any) -> Exception:
     expected = compat.generation_error()
 
     class ServerStopped(module.EngineDeadError, *([expected] if expected else [])):  # type: ignore[misc]
+        CLIENT_MESSAGE = STOPPED  # what vLLM 0.33 sends for an EngineDeadError
+
         def __init__(self) -> None:
             Exception.__init__(self, STOPPED)
             self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
