@@ -1,8 +1,8 @@
 """Processes that wait for a message sleep.
 
 Why: vLLM's engine and workers exchange messages through shared memory. A reader yields its CPU in a loop for a second
-after its last message before it sleeps, so the engine took a CPU during every step of the workers. On CPUs, the workers
-need it (benchmarks/notes/cpu_serving.md).
+after its last message before it sleeps, so the engine's process can take a CPU through every step of the workers. On
+CPUs, the workers need it.
 
 A sleeping reader depends on the writer's notification. vLLM's writer keeps one back at most and drops others, so a
 reader that begins to sleep between two messages can miss the second one. vLLM 0.28 and newer look again after 5

@@ -26,7 +26,7 @@ inline uint32_t select(bool chosen, uint32_t a, uint32_t b) {
 }
 inline float select(bool chosen, float a, float b) { return float_of(select(chosen, bits_of(a), bits_of(b))); }
 
-// log(x) for normal x > 0, within 2 units in the last place: x = m * 2^k with m in [sqrt(1/2), sqrt(2)), and log(m) by
+// log(x) for normal x > 0: x = m * 2^k with m in [sqrt(1/2), sqrt(2)), and log(m) by
 // the polynomial of Cephes' logf (netlib.org/cephes).
 inline float log_of_normal(float x) {
   const uint32_t shifted = bits_of(x) - 0x3f3504f3u;  // sqrt(1/2)
