@@ -54,7 +54,7 @@ class NanCount:
         if not self._said and self.total:
             self._said = True
             logger.error(
-                "The model computed NaN logits for %d tokens so far; their answers are wrong. %s. The metric "
+                "The model computed NaN logits for %d token(s) so far; their answers are wrong. %s. The metric "
                 "fastattention:nan_logits_total goes on counting.",
                 self.total,
                 CAUSES.get(logits.dtype, OTHER_CAUSE),

@@ -49,7 +49,7 @@ def test_rows_with_a_nan_are_counted(dtype: torch.dtype, said: list[str]) -> Non
         count.add(broken)
     assert count.total == 3
     assert len(said) == 1
-    assert "NaN logits for 1 tokens" in said[0]
+    assert "NaN logits for 1 token(s)" in said[0]
     assert CAUSES.get(dtype, OTHER_CAUSE) in said[0]
 
 
