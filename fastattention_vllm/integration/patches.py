@@ -349,11 +349,12 @@ PATCHES = (
     ),
     Patch(
         names=("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",),
-        why="torch's oneDNN packs bf16 weights once, which makes decoding 10 to 25 % faster. vLLM's compiled ops do "
-        "the same, but a pure-Python vLLM lacks them.",
-        remove_when="vLLM publishes CPU wheels",
+        why="This package's kernels read weights at the speed of memory, and torch's oneDNN packs bf16 weights once "
+        "where it supports bf16. vLLM's compiled ops pack them too, but a pure-Python vLLM lacks them.",
+        remove_when="vLLM publishes CPU wheels that are as fast",
         sites=(
-            "cpu/stand_ins/linear:pack_weights_once_loaded:utils.dispatch_cpu_unquantized_gemm",
+            "cpu/stand_ins/linear:replace_linears_once_loaded:utils.dispatch_cpu_unquantized_gemm",
+            "cpu/stand_ins/linear:_use_rows:layer.cpu_linear",
             "cpu/stand_ins/linear:_pack:layer.cpu_linear",
             "cpu/stand_ins/linear:_pack:layer.weight",
         ),

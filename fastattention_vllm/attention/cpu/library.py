@@ -13,7 +13,7 @@ import os
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 _LIBRARY_NAME = "libfastattention_cpu.so"
 _OK, _OUT_OF_MEMORY = 0, 2
 

@@ -118,7 +118,7 @@ class FastAttentionCpuPlatform(CpuPlatform):
         # In every version, a worker calls this while it builds the model, before it arranges the weights.
         cpu_linear.keep_few_primitives()
         cpu_ops.keep_linears_off_compiled_kernels()
-        cpu_linear.pack_weights_once_loaded()
+        cpu_linear.replace_linears_once_loaded()
         cpu_sampling.spare_generators_of_unfinished_prompts()
         cpu_sampling.let_steps_without_drafts_pass()
         if cls._uses_fastattention(selected_backend):

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Incremented with every change to a struct or signature below. The Python wrapper accepts exactly one version. */
-#define FA_CPU_ABI_VERSION 8
+#define FA_CPU_ABI_VERSION 9
 
 typedef enum fa_dtype {
   FA_F32 = 0,
@@ -211,6 +211,37 @@ typedef struct fa_sampling {
   int64_t* tokens;      /* [num_rows] */
 } fa_sampling;
 
+/* y = x * weight^T + bias, with fp32 products and sums. Results for one token do not depend on the others, except
+ * whether they are few or many: the order of the sums differs. */
+typedef struct fa_linear {
+  int64_t num_tokens;
+  int32_t in_features, out_features;         /* at least 1 */
+  int32_t dtype;                             /* fa_dtype of all tensors; not fp8 */
+  const void* x;                             /* [num_tokens, in_features] */
+  const void* weight;                        /* [out_features, in_features] */
+  const void* bias;                          /* [out_features], or NULL */
+  void* y;                                   /* [num_tokens, out_features] */
+  int64_t x_stride, weight_stride, y_stride; /* elements from one row to the next */
+} fa_linear;
+
+/* Rotary position embedding (Su et al., 2021) of neighbouring halves, in place and in fp32: of rotary_size dimensions
+ * of a head, the first half x and the second half y become x * cos - y * sin and y * cos + x * sin. */
+typedef struct fa_rotary {
+  int64_t num_tokens;
+  int32_t num_heads, num_kv_heads;
+  int32_t head_size;
+  int32_t rotary_size;        /* even */
+  int32_t first_dimension;    /* of the rotary ones within a head */
+  int32_t inverse;            /* 1: sin is negated */
+  int32_t dtype, cache_dtype; /* fa_dtype of query and key, and of cos_sin; not fp8 */
+  int64_t num_positions;
+  const int64_t* positions;                         /* [num_tokens] in [0, num_positions) */
+  const void* cos_sin;                              /* [num_positions, rotary_size]: cos, then sin */
+  void* query;                                      /* [num_tokens, num_heads, head_size] */
+  void* key;                                        /* [num_tokens, num_kv_heads, head_size], or NULL */
+  int64_t cos_sin_stride, query_stride, key_stride; /* elements from one position or token to the next */
+} fa_rotary;
+
 int32_t fa_cpu_abi_version(void);
 
 /* Describes the calling thread's last failed call in one sentence that names the value. Never NULL. */
@@ -252,6 +283,8 @@ int32_t fa_cpu_write_kv(const fa_kv_write* write);
 int32_t fa_cpu_gated_delta(const fa_gated_delta* problem);
 int32_t fa_cpu_gated_norm(const fa_gated_norm* problem);
 int32_t fa_cpu_sample(const fa_sampling* problem);
+int32_t fa_cpu_linear(const fa_linear* problem);
+int32_t fa_cpu_rotate(const fa_rotary* problem);
 
 /* Calls of CUDA graphs. A graph's node cannot call the host. It writes the number of a call to the doorbell and waits
  * until the answer word has that number; meanwhile a thread of this library runs fa_cpu_write_kv and fa_cpu_attention

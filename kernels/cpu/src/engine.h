@@ -30,6 +30,8 @@ class Engine {
   void gated_delta(const fa_gated_delta& problem);
   void gated_norm(const fa_gated_norm& problem);
   void sample(const fa_sampling& problem);
+  void linear(const fa_linear& problem);
+  void rotate(const fa_rotary& problem);
   // Zeroes the range on all threads, so that new pages are touched quickly and by the threads that will read them.
   void zero(void* address, int64_t bytes);
 
@@ -98,6 +100,7 @@ class Engine {
   Plan plan_;
   std::vector<Buffer> scratch_;  // one per participant
   Buffer partials_;
+  Buffer arranged_;  // inputs of a linear layer
   Buffer unmerged_;  // for each merge, the number of items that still run
 };
 

@@ -69,6 +69,22 @@ struct Candidate {
   int32_t token;
 };
 
+// A linear layer is cut into items of some rows of the weight, with all tokens if they are few, otherwise with
+// kLinearTokens of them. Their fp32 inputs of a part of the weight stay in L2.
+constexpr int kMaxLinearRows = 96;
+constexpr int kLinearTokens = 96;
+
+struct LinearKernels {
+  int few_tokens;        // up to this many are few
+  int rows;              // of an item with many tokens
+  size_t scratch_bytes;  // of such an item
+  // What arrange() writes: the inputs in fp32. Many tokens can be arranged in ranges, few only all at once.
+  size_t (*arranged_floats)(const fa_linear& problem);
+  void (*arrange)(const fa_linear& problem, float* arranged, int64_t token_begin, int64_t token_end);
+  void (*few)(const fa_linear& problem, const float* arranged, int row_begin, int row_end);
+  void (*many)(const fa_linear& problem, const float* arranged, int64_t first_token, int first_row, void* scratch);
+};
+
 struct KernelTable {
   const char* name;
   // For bf16 or fp16 operands, items grow up to this many query rows times head size. 0: kRowBlock rows are enough.
@@ -86,6 +102,8 @@ struct KernelTable {
   void (*keep_inputs)(const fa_gated_delta& problem, int request, int channel_begin, int channel_end);
   void (*gated_norm)(const fa_gated_norm& problem, int64_t row_begin, int64_t row_end);
   Candidate (*sample)(const fa_sampling& problem, int64_t row, int token_begin, int token_end);
+  LinearKernels linear;
+  void (*rotate)(const fa_rotary& problem, int64_t token_begin, int64_t token_end);
 };
 
 }  // namespace fastattention

@@ -39,9 +39,11 @@
 #include "gated_delta.h"
 #include "gated_norm.h"
 #include "sampling.h"
+#include "linear.h"
+#include "rotary.h"
 // clang-format on
 
 // The members of KernelTable after its name.
 #define FA_KERNELS                                                                                                   \
   kTuning.row_block_elements, scratch_bytes, attend, merge, write_kv, delta_scratch_bytes, gated_delta, keep_inputs, \
-      gated_norm, sample
+      gated_norm, sample, kLinear, rotate

@@ -22,13 +22,17 @@ constexpr SplitTuning kSplits = {512, 128, 1024, 64, 256, 8, 128};
 // How items reach threads. These constants do not change results.
 struct PoolTuning {
   int spin_microseconds;  // polling time before a thread sleeps: an idle worker, or a caller that waits for workers
-  int wake_fan_out;       // sleepers that each thread wakes, in a tree, so that no thread has to wake 100
+  // A thread whose polling stops for as long as the first has lost its CPU. Then no thread polls longer than
+  // spin_microseconds for as long as the second.
+  int stop_microseconds;
+  int shared_milliseconds;
+  int wake_fan_out;  // sleepers that each thread wakes, in a tree, so that no thread has to wake 100
   // A thread takes two items at a time, because it can prefetch the second one. The last items, this many per thread,
   // are taken singly.
   int64_t unreserved_items_per_thread;
   int64_t solo_multiply_adds;  // a smaller call ends before a sleeping worker could join
 };
-constexpr PoolTuning kPool = {50, 2, 3, 256 * 1024};
+constexpr PoolTuning kPool = {50, 300, 5000, 2, 3, 256 * 1024};
 
 // Work of one item: elements of K and V to copy, and bytes to touch first.
 constexpr int64_t kMinElementsPerWrite = 32 * 1024;
@@ -40,6 +44,12 @@ constexpr int64_t kTouchBytes = int64_t{8} << 20;
 constexpr int64_t kDeltaItemsPerThread = 4;
 constexpr int kChannelsPerItem = 4096;
 constexpr int kTokensPerSample = 8 * 1024;
+// Linear layers: rows of the weight in an item are a multiple of the first, at least this many items for each thread if
+// there are enough rows. The other is tokens of an item that converts inputs.
+constexpr int kLinearRows = 24;
+constexpr int kLinearItemsPerThread = 4;
+constexpr int kTokensPerArrangement = 32;
+constexpr int64_t kElementsPerRotation = 32 * 1024;
 constexpr int64_t kElementsPerNorm = 32 * 1024;
 
 }  // namespace fastattention

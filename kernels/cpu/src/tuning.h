@@ -63,6 +63,9 @@ struct Tuning {
   int max_fma_rows_int8 = 0;
   // Up to this many bf16 query rows AMX reads an 8-bit cache without packing.
   int max_amx_bytes_rows = 0;
+  // Linear layers: up to this many tokens the weight is streamed, with this many sums in registers.
+  int linear_few_tokens;
+  int linear_sums;
 };
 
 constexpr Tuning kTuningAvx512 = {
@@ -79,6 +82,8 @@ constexpr Tuning kTuningAvx512 = {
     .max_transposed_k_rows = 40,
     .max_transposed_k_rows_fp8 = 40,
     .max_transposed_k_rows_pairs = 64,
+    .linear_few_tokens = 16,
+    .linear_sums = 24,
 };
 constexpr Tuning kTuningAvx512Bf16 = {
     .kv_tile = 128,
@@ -99,6 +104,8 @@ constexpr Tuning kTuningAvx512Bf16 = {
     .max_transposed_k_rows = 40,
     .max_transposed_k_rows_fp8 = 40,
     .max_transposed_k_rows_pairs = 64,
+    .linear_few_tokens = 16,
+    .linear_sums = 24,
 };
 constexpr Tuning kTuningAmx = {
     .row_block_elements = 128 * 1024,
@@ -124,6 +131,8 @@ constexpr Tuning kTuningAmx = {
     .max_amx_split_rows = 48,
     .max_fma_rows_int8 = 4,
     .max_amx_bytes_rows = 128,
+    .linear_few_tokens = 16,
+    .linear_sums = 24,
 };
 constexpr Tuning kTuningAvx2 = {
     .kv_tile = 128,
@@ -142,6 +151,8 @@ constexpr Tuning kTuningAvx2 = {
     .max_transposed_k_rows = 32,
     .max_transposed_k_rows_fp8 = 8,
     .max_transposed_k_rows_pairs = 32,
+    .linear_few_tokens = 16,
+    .linear_sums = 12,
 };
 constexpr Tuning kTuningNeon = {
     .kv_tile = 128,
@@ -152,6 +163,8 @@ constexpr Tuning kTuningNeon = {
     .direct_accumulators = 16,
     .max_direct_rows = 16,
     .max_direct_rows_bf16 = 16,
+    .linear_few_tokens = 12,
+    .linear_sums = 24,
 };
 constexpr Tuning kTuningScalar = {
     .kv_tile = 128,
@@ -162,6 +175,8 @@ constexpr Tuning kTuningScalar = {
     .direct_accumulators = 4,
     .max_direct_rows = 16,
     .max_direct_rows_bf16 = 16,
+    .linear_few_tokens = 12,
+    .linear_sums = 4,
 };
 
 }  // namespace fastattention

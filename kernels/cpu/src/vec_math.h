@@ -79,6 +79,20 @@ inline void for_each_vector(int head_size, F f) {
   }
 }
 
+// The first count elements, 0 < count < kWidth; zeros after them.
+template <class T>
+inline Vec load_first(const T* p, int count) {
+  T part[kWidth] = {};
+  __builtin_memcpy(part, p, static_cast<size_t>(count) * sizeof(T));
+  return load(part);
+}
+template <class T>
+inline void store_first(T* p, Vec a, int count) {
+  T part[kWidth];
+  store(part, a);
+  __builtin_memcpy(p, part, static_cast<size_t>(count) * sizeof(T));
+}
+
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 template <int N>

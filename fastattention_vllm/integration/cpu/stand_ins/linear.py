@@ -1,9 +1,10 @@
-"""bf16 linear layers on weights that torch's own oneDNN has packed once.
+"""Linear layers on CPUs: this package's kernels on weights in rows, or torch's oneDNN on weights that it has packed.
 
-Why: in ``torch.nn.functional.linear``, oneDNN reads the weight row by row in its original layout. With a weight that is
-packed for its kernels, oneDNN needs 10 to 25 % less time for the few tokens of a decoding step
-(benchmarks/notes/cpu_serving.md). vLLM's compiled CPU ops, which a pure-Python vLLM lacks, do the same.
-Remove when: vLLM publishes CPU wheels.
+Why: ``torch.nn.functional.linear`` reads weights at a third of the memory's speed or less as soon as there are two
+tokens, and where oneDNN does not support a dtype (bf16 and fp16 on AVX2), torch's own loops compute prompts at an
+eighth of the CPU's speed (benchmarks/notes/cpu_serving.md). With bf16 on CPUs with AVX-512 bf16, weights are packed
+once for oneDNN, as vLLM's compiled CPU ops, which a pure-Python vLLM lacks, do.
+Remove when: vLLM publishes CPU wheels. Then keep the kernels where they are faster.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 
+from fastattention_vllm.attention.cpu import kernels
+from fastattention_vllm.attention.cpu.linear import FEW_TOKENS
+from fastattention_vllm.attention.cpu.linear import linear as _linear_on_rows
 from fastattention_vllm.integration import compat
 
 ROWS = 512
@@ -31,8 +35,8 @@ _packed: dict[int, torch.Tensor] = {}
 _handles: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
-def pack_weights_once_loaded() -> None:
-    """Make vLLM's linear layers pass suitable weights to ``_pack``. Idempotent.
+def replace_linears_once_loaded() -> None:
+    """Make vLLM's linear layers choose among these ways when their weights are loaded. Idempotent.
 
     This replaces a function, because there is no hook. All versions look the function up when a layer is loaded.
     """
@@ -72,8 +76,38 @@ class _Dispatch:
 
     def __call__(self, layer: torch.nn.Module, remove_weight: bool) -> None:
         # Layers that keep their weight (embeddings, and the output layer, which may share it) would store it twice.
-        if not (remove_weight and _pack(layer)):
+        if not ((remove_weight and _pack(layer)) or _use_rows(layer)):
             self.original(layer, remove_weight)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``torch.nn.functional.linear``, computed by whichever kernels are faster on this CPU."""
+    limit = tokens_on_rows(x.dtype)
+    if limit is None or x.numel() <= limit * x.shape[-1]:
+        return _linear_on_rows(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@functools.cache
+def tokens_on_rows(dtype: torch.dtype) -> int | None:
+    """For up to how many tokens this package's kernels are faster than torch's on weights in rows. None: for all."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not kernels.isa().startswith(("avx", "amx")):
+        return 0  # not measured on Arm
+    if kernels.isa() == "avx2" or (dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()):
+        return None
+    return FEW_TOKENS
+
+
+def _use_rows(layer: Any) -> bool:
+    """Use this package's kernels on the layer's weight as it is. False if the weight is not suitable."""
+    weight = layer.weight
+    if weight.device.type != "cpu" or weight.ndim != 2 or not weight.numel() or tokens_on_rows(weight.dtype) == 0:
+        return False
+    if weight.stride(1) != 1:
+        return False
+    _define()
+    layer.cpu_linear = torch.ops.fastattention.linear
+    return True
 
 
 def _pack(layer: Any) -> bool:
@@ -122,10 +156,14 @@ def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) ->
     return y
 
 
+@functools.cache
 def _define() -> None:
-    """Define the op for torch.compile, which cannot trace tensors in oneDNN's layouts."""
+    """Define the ops that torch.compile calls. It can trace neither kernels outside of torch nor oneDNN's layouts."""
     global _library
     _library = torch.library.Library("fastattention", "FRAGMENT")
     _library.define("packed_linear(Tensor x, Tensor handle, int features, Tensor? bias) -> Tensor")
     _library.impl("packed_linear", lambda x, handle, features, bias: _linear(x, _packed[handle.item()], bias), "CPU")
     _library.impl("packed_linear", lambda x, handle, features, bias: x.new_empty(*x.shape[:-1], features), "Meta")
+    _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    _library.impl("linear", linear, "CPU")
+    _library.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from fastattention_vllm.integration.cpu.stand_ins.linear import linear
+
 # GPT-OSS's clamped swiglu; vLLM's compiled kernel has the same two numbers built in.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -50,8 +52,8 @@ def cpu_fused_moe(
         tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
         if not tokens.numel():
             continue
-        gate_up = functional.linear(hidden[tokens], w13[expert], None if w13_bias is None else w13_bias[expert])
-        result = functional.linear(activate(gate_up), w2[expert], None if w2_bias is None else w2_bias[expert]).float()
+        gate_up = linear(hidden[tokens], w13[expert], None if w13_bias is None else w13_bias[expert])
+        result = linear(activate(gate_up), w2[expert], None if w2_bias is None else w2_bias[expert]).float()
         if not skip_weighted:
             result *= topk_weights[tokens, choices, None]
         total.index_add_(0, tokens, result)

@@ -20,6 +20,7 @@ from torch import (
 )
 
 from fastattention_vllm.attention.cpu import sampling
+from fastattention_vllm.attention.cpu.rotary import rotate
 from fastattention_vllm.integration import compat
 from fastattention_vllm.integration.cpu.stand_ins import drafting, linear_attention, state_copies
 from fastattention_vllm.integration.cpu.stand_ins import moe as cpu_moe
@@ -168,8 +169,15 @@ def _rotary_embedding(
 ) -> None:
     """Rotate ``query`` and ``key`` ``[num_tokens, heads * head_size]`` in place, in fp32.
 
+    Neighbouring halves (``is_neox``), which nearly all models have, are rotated by the kernels, pairs here.
+
     Caller: vllm/_custom_ops.py ``rotary_embedding``.
     """
+    if is_neox:
+        tokens = positions.numel()
+        query, key = query.view(tokens, -1), None if key is None else key.view(tokens, -1)
+        rotate(positions.flatten().long(), query, key, head_size, cos_sin_cache, rope_dim_offset, inverse=inverse)
+        return
     cos, sin = cos_sin_cache.index_select(0, positions.flatten()).float().chunk(2, dim=-1)
     cos, sin = cos[:, None], (-sin if inverse else sin)[:, None]
     rotary_dim = cos.shape[-1] * 2
@@ -179,12 +187,8 @@ def _rotary_embedding(
         heads = states.view(positions.numel(), -1, head_size)
         part = heads[..., rope_dim_offset : rope_dim_offset + rotary_dim]
         x = part.float()
-        if is_neox:
-            first, second = x.chunk(2, dim=-1)
-            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        else:
-            first, second = x[..., ::2], x[..., 1::2]
-            rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+        first, second = x[..., ::2], x[..., 1::2]
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
         part.copy_(rotated)
 
 

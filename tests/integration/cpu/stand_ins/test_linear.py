@@ -1,4 +1,4 @@
-"""Packed linear layers equal torch's own, keep one copy of their weight, and are used for bf16 models only."""
+"""Linear layers equal torch's own: those on weights in rows, and packed ones, which keep one copy of their weight."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from fastattention_vllm.attention.cpu import kernels as cpu_kernels
+from fastattention_vllm.attention.cpu import linear as rows
 from fastattention_vllm.integration.cpu import worker as cpu_worker
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
 from tests.attention.cpu.test_memory import HUGE, huge_bytes, needs_huge_pages
@@ -29,8 +31,8 @@ def dispatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    cpu_linear.pack_weights_once_loaded()
-    cpu_linear.pack_weights_once_loaded()
+    cpu_linear.replace_linears_once_loaded()
+    cpu_linear.replace_linears_once_loaded()
     replaced = utils.dispatch_cpu_unquantized_gemm
     assert isinstance(replaced, cpu_linear._Dispatch)
     assert not isinstance(replaced.original, cpu_linear._Dispatch)
@@ -116,18 +118,63 @@ def test_a_weight_is_held_once_and_freed_with_its_layer(dispatch: Any) -> None:
         (torch.bfloat16, True, False),
     ],
 )
-def test_other_layers_stay_as_they_are(
-    dispatch: Any, dtype: torch.dtype, remove_weight: bool, can_pack: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [0, 3, None], ids=["torch", "few tokens", "all tokens"])
+def test_other_layers_keep_their_weight(
+    dispatch: Any,
+    dtype: torch.dtype,
+    remove_weight: bool,
+    can_pack: bool,
+    limit: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cpu_linear, "tokens_on_rows", lambda _: limit)
     if not can_pack:
         monkeypatch.setattr(cpu_linear, "can_pack", lambda: False)
     layer = layer_of(64, 96, dtype)
-    weight, x = layer.weight, torch.randn(3, 64, dtype=dtype)
+    weight, bias = layer.weight, torch.randn(96).to(dtype)
     # otherwise vLLM's kernels for small weights are used
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     dispatch(layer, remove_weight)
     assert layer.weight is weight
-    assert torch.equal(layer.cpu_linear(x, layer.weight, None), linear(x, weight))
+    compiled = torch.compile(
+        lambda x: layer.cpu_linear(x, layer.weight, bias), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for tokens in (3, 4):
+        x = torch.randn(tokens, 64).to(dtype)
+        ours = limit is None or tokens <= limit
+        expected = (rows.linear if ours else linear)(x, weight, bias)
+        assert torch.equal(layer.cpu_linear(x, layer.weight, bias), expected)
+        assert torch.equal(compiled(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "in_torch", "limit"),
+    [
+        ("avx2", torch.bfloat16, False, None),
+        ("avx2", torch.float32, False, None),
+        ("avx512", torch.bfloat16, True, rows.FEW_TOKENS),
+        ("avx512_bf16", torch.float32, True, rows.FEW_TOKENS),
+        ("amx", torch.float16, True, rows.FEW_TOKENS),
+        ("avx512_bf16", torch.float16, False, None),
+        ("avx2", torch.float64, False, 0),
+        ("neon", torch.bfloat16, False, 0),
+        ("scalar", torch.float32, False, 0),
+    ],
+)
+def test_which_tokens_the_kernels_take(
+    isa: str, dtype: torch.dtype, in_torch: bool, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "isa", lambda: isa)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: in_torch)
+    assert cpu_linear.tokens_on_rows.__wrapped__(dtype) == limit
+
+
+def test_a_weight_in_columns_is_left_to_torch(dispatch: Any) -> None:
+    layer = layer_of(64, 96, torch.float32)
+    layer.weight = torch.nn.Parameter(torch.randn(64, 96).T, requires_grad=False)
+    x = torch.randn(3, 64)
+    dispatch(layer, remove_weight=False)
+    assert torch.equal(layer.cpu_linear(x, layer.weight, None), linear(x, layer.weight))
 
 
 @pytest.mark.parametrize("reason", ["another CPU", "no such op", "wrong results"])
