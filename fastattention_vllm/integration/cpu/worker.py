@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu import memory as cpu_memory
 from fastattention_vllm.integration import binding
 from fastattention_vllm.integration.checkpoint.reload import checked
@@ -23,6 +25,12 @@ from fastattention_vllm.placement.host_memory import GIB
 logger = init_logger("vllm.fastattention")
 
 HUGE_PAGE = 2 << 20
+SPIN_SECONDS = 0.001
+"""How long the kernels' threads wait for the next layer before they sleep. Each one has a CPU of its own, and waking it
+costs more than the arithmetic between two layers, above all on virtual machines."""
+FEW_TOKENS = 64
+"""Up to this many tokens, one thread computes what is not in the kernels (norms, activations) faster than it shares it
+with others: about a hundred times per step it would wait until they are awake, however busy their CPUs are."""
 
 
 class FastAttentionCpuWorker(CPUWorker):
@@ -39,6 +47,7 @@ class FastAttentionCpuWorker(CPUWorker):
         current_platform.prepare_worker(self.vllm_config)
         super().init_device()
         current_platform.free_queue_names(self.vllm_config)
+        cpu_kernels.set_spin(SPIN_SECONDS)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         row_parallel.install(self.vllm_config)
@@ -52,6 +61,26 @@ class FastAttentionCpuWorker(CPUWorker):
         if isinstance(draft, torch.nn.Module):
             weights += draft.parameters()
         place_tensors("weights", weights, self._cpus(), discard=False)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        with self._torch_threads(scheduler_output):
+            return super().execute_model(scheduler_output)
+
+    @contextlib.contextmanager
+    def _torch_threads(self, scheduler_output: Any) -> Iterator[None]:
+        """torch's threads for a step: one for few tokens, unless torch computes linear layers."""
+        few = scheduler_output.total_num_scheduled_tokens <= FEW_TOKENS
+        linears = cpu_linear.packed_weights() or cpu_linear.tokens_on_rows(self.model_config.dtype) is not None
+        threads = torch.get_num_threads()
+        if not few or linears or scheduler_output.scheduled_encoder_inputs or threads == 1:
+            yield
+            return
+        # vLLM replaces torch.set_num_threads with a function that does nothing.
+        torch._C.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch._C.set_num_threads(threads)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """

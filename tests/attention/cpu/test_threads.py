@@ -237,6 +237,32 @@ problem = CASE.build()
         assert done.stderr == ""
 
 
+def test_a_thread_that_loses_its_cpu_stops_polling() -> None:
+    """Beside a busy process, it would use up its share of the CPU, and then wait for it when there is work."""
+    code = """
+import os, subprocess, sys, time
+from fastattention_vllm.attention.cpu import kernels as cpu
+from tests.attention.cpu.test_threads import CASE, run
+shared = max(os.sched_getaffinity(0))
+busy = [sys.executable, "-c", "import os; os.sched_setaffinity(0, [%d]); print(flush=True)\\nwhile True: pass" % shared]
+cpu.set_num_threads(2, [min(os.sched_getaffinity(0)), shared])
+cpu.set_spin(1.0)
+problem = CASE.build()
+neighbour = subprocess.Popen(busy, stdout=subprocess.PIPE)
+try:
+    neighbour.stdout.read(1)
+    run(problem)
+    began = time.process_time()
+    time.sleep(0.9)
+    print(time.process_time() - began)
+finally:
+    neighbour.kill()
+"""
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.2  # alone on its CPU it polls for 0.9 s, with half of it for 0.45
+
+
 def test_the_pool_survives_dlclose_and_reload() -> None:
     code = """
 import _ctypes, ctypes, os, time

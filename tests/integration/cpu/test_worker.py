@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from fastattention_vllm.attention.cpu.memory import MemoryPlacement
 from fastattention_vllm.integration.cpu import worker as cpu_worker
@@ -82,3 +85,42 @@ def test_small_weights_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_log_line(nodes: list[int], placements: list[MemoryPlacement], line: str) -> None:
     assert cpu_worker.describe("KV cache", 4 * GIB, nodes, placements) == line
+
+
+@pytest.mark.parametrize(
+    ("tokens", "images", "linears_of_torch", "threads"),
+    [
+        (1, False, False, 1),
+        (cpu_worker.FEW_TOKENS, False, False, 1),
+        (cpu_worker.FEW_TOKENS + 1, False, False, 3),
+        (1, True, False, 3),
+        (1, False, True, 3),
+    ],
+)
+def test_torch_has_one_thread_in_steps_of_few_tokens(
+    tokens: int, images: bool, linears_of_torch: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def execute_model(self: Any, scheduler_output: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("in a step")
+
+    monkeypatch.setattr(cpu_worker.CPUWorker, "execute_model", execute_model)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # as vLLM does
+    monkeypatch.setattr(cpu_worker.cpu_linear, "tokens_on_rows", lambda dtype: 16 if linears_of_torch else None)
+    monkeypatch.setattr(cpu_worker.cpu_linear, "packed_weights", list)
+    step = SchedulerOutput.make_empty()
+    step.total_num_scheduled_tokens = tokens
+    step.scheduled_encoder_inputs = {"request": [0]} if images else {}
+    worker: Any = object.__new__(cpu_worker.FastAttentionCpuWorker)
+    worker.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch._C.set_num_threads(3)
+    try:
+        with pytest.raises(RuntimeError, match="in a step"):
+            worker.execute_model(step)
+        assert seen == [threads]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch._C.set_num_threads(before)
