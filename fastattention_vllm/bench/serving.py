@@ -21,7 +21,8 @@ from pathlib import Path
 import psutil
 
 HOST = "127.0.0.1"
-START_SECONDS = 300.0
+START_SECONDS = 1200.0
+"""vLLM computes a step of the largest size before it is ready, which takes a slow CPU build minutes."""
 ANSWER_SECONDS = 600.0
 """How long the first token of a long prompt may take."""
 
@@ -71,13 +72,15 @@ class Server:
     def error(self, what: str) -> ServerError:
         return ServerError(f"the server of {self.name} {what}; the end of its log:\n{self.log.read_text()[-3000:]}")
 
-    def stream(self, prompt: Sequence[int], tokens: int, started: threading.Barrier | None = None) -> Arrivals:
+    def stream(
+        self, prompt: Sequence[int], tokens: int, started: threading.Barrier | None = None, temperature: float = 0.0
+    ) -> Arrivals:
         """Ask for exactly ``tokens`` tokens after ``prompt`` (token ids), together with the others of ``started``."""
         wanted = {
             "prompt": list(prompt),
             "max_tokens": tokens,
             "ignore_eos": True,
-            "temperature": 0,
+            "temperature": temperature,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
@@ -100,11 +103,11 @@ class Server:
             raise self.error(f"sent {arrivals[-1][1] if arrivals else 0} tokens instead of {tokens}")
         return arrivals
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float = 0.0) -> float:
         """Ask for all ``prompts`` at the same time; seconds from token to token while all of them decode."""
         started = threading.Barrier(len(prompts))
         with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = [pool.submit(self.stream, prompt, tokens, started) for prompt in prompts]
+            answers = [pool.submit(self.stream, prompt, tokens, started, temperature) for prompt in prompts]
             return inter_token_seconds([answer.result() for answer in answers])
 
     def cpu_seconds(self) -> float:

@@ -66,7 +66,7 @@ def test_tokens_are_counted_as_they_arrive(server: Server) -> None:
 def test_requests_are_sent_concurrently(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     barriers: list[threading.Barrier] = []
 
-    def stream(prompt: list[int], tokens: int, started: threading.Barrier) -> serving.Arrivals:
+    def stream(prompt: list[int], tokens: int, started: threading.Barrier, temperature: float) -> serving.Arrivals:
         barriers.append(started)
         started.wait(60)
         return [(0.0, 1), (3.0, tokens)]
