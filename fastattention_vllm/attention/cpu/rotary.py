@@ -73,7 +73,8 @@ def rotate(
             "query, key and cos_sin must be float32, float16 or bfloat16, and cos_sin [positions, rotary size] with "
             f"contiguous rows, not {query.dtype} and {list(cos_sin.shape)} {cos_sin.dtype}."
         )
-    if not (query.is_cpu and cos_sin.is_cpu and positions.is_cpu) or positions.dtype is not torch.int64:
+    on_cpu = query.is_cpu and cos_sin.is_cpu and positions.is_cpu and (key is None or key.is_cpu)
+    if not on_cpu or positions.dtype is not torch.int64:
         raise ValueError(
             f"positions must be int64 and all tensors on cpu, not {positions.dtype} on {positions.device}."
         )

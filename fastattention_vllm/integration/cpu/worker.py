@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from fastattention_vllm.attention.cpu import kernels as cpu_kernels
 from fastattention_vllm.attention.cpu import memory as cpu_memory
-from fastattention_vllm.integration import binding
+from fastattention_vllm.integration import binding, compat
 from fastattention_vllm.integration.checkpoint.reload import checked
 from fastattention_vllm.integration.cpu.stand_ins import block_copies, linear_attention
 from fastattention_vllm.integration.cpu.stand_ins import linear as cpu_linear
@@ -68,9 +68,13 @@ class FastAttentionCpuWorker(CPUWorker):
 
     @contextlib.contextmanager
     def _torch_threads(self, scheduler_output: Any) -> Iterator[None]:
-        """torch's threads for a step: one for few tokens, unless torch computes linear layers."""
+        """torch's threads for a step: one for few tokens, unless torch or vLLM computes linear layers."""
         few = scheduler_output.total_num_scheduled_tokens <= FEW_TOKENS
-        linears = cpu_linear.packed_weights() or cpu_linear.tokens_on_rows(self.model_config.dtype) is not None
+        linears = (
+            compat.has_compiled_cpu_ops()
+            or cpu_linear.packed_weights()
+            or cpu_linear.tokens_on_rows(self.model_config.dtype) is not None
+        )
         threads = torch.get_num_threads()
         if not few or linears or scheduler_output.scheduled_encoder_inputs or threads == 1:
             yield

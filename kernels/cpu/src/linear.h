@@ -75,7 +75,10 @@ __attribute__((noinline)) void multiply_rows(const T* weight, int64_t stride, co
     FA_UNROLL
     for (int r = 0; r < R; ++r) {
       const T* row = weight + r * stride + k;
-      if (kLinearStep >= kLine || k % kLine == 0) __builtin_prefetch(row + R * stride, 0, 3);
+      FA_UNROLL
+      for (int i = 0; i < kLinearStep; i += kLine) {
+        if (kLinearStep >= kLine || k % kLine == 0) __builtin_prefetch(row + R * stride + i, 0, 3);
+      }
       step(r, row);
     }
   }

@@ -88,17 +88,19 @@ def test_the_log_line(nodes: list[int], placements: list[MemoryPlacement], line:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "images", "linears_of_torch", "threads"),
+    ("tokens", "images", "linears_of", "threads"),
     [
-        (1, False, False, 1),
-        (cpu_worker.FEW_TOKENS, False, False, 1),
-        (cpu_worker.FEW_TOKENS + 1, False, False, 3),
-        (1, True, False, 3),
-        (1, False, True, 3),
+        (1, False, "kernels", 1),
+        (cpu_worker.FEW_TOKENS, False, "kernels", 1),
+        (cpu_worker.FEW_TOKENS + 1, False, "kernels", 3),
+        (1, True, "kernels", 3),
+        (1, False, "torch", 3),
+        (1, False, "oneDNN", 3),
+        (1, False, "vLLM", 3),
     ],
 )
 def test_torch_has_one_thread_in_steps_of_few_tokens(
-    tokens: int, images: bool, linears_of_torch: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, images: bool, linears_of: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
@@ -108,8 +110,9 @@ def test_torch_has_one_thread_in_steps_of_few_tokens(
 
     monkeypatch.setattr(cpu_worker.CPUWorker, "execute_model", execute_model)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # as vLLM does
-    monkeypatch.setattr(cpu_worker.cpu_linear, "tokens_on_rows", lambda dtype: 16 if linears_of_torch else None)
-    monkeypatch.setattr(cpu_worker.cpu_linear, "packed_weights", list)
+    monkeypatch.setattr(cpu_worker.cpu_linear, "tokens_on_rows", lambda dtype: 16 if linears_of == "torch" else None)
+    monkeypatch.setattr(cpu_worker.cpu_linear, "packed_weights", lambda: [torch.ones(1)] * (linears_of == "oneDNN"))
+    monkeypatch.setattr(cpu_worker.compat, "has_compiled_cpu_ops", lambda: linears_of == "vLLM")
     step = SchedulerOutput.make_empty()
     step.total_num_scheduled_tokens = tokens
     step.scheduled_encoder_inputs = {"request": [0]} if images else {}

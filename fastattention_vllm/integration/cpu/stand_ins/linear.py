@@ -44,6 +44,7 @@ def replace_linears_once_loaded() -> None:
         return
     from vllm.model_executor.layers import utils
 
+    _define()  # also if no layer needs it: compiled code of an earlier start may
     if not isinstance(utils.dispatch_cpu_unquantized_gemm, _Dispatch):
         utils.dispatch_cpu_unquantized_gemm = _Dispatch(utils.dispatch_cpu_unquantized_gemm)
 
@@ -83,7 +84,8 @@ class _Dispatch:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``torch.nn.functional.linear``, computed by whichever kernels are faster on this CPU."""
     limit = tokens_on_rows(x.dtype)
-    if limit is None or x.numel() <= limit * x.shape[-1]:
+    usual = weight.stride(-1) == 1 and (bias is None or bias.shape == weight.shape[:1])
+    if usual and (limit is None or x.numel() <= limit * x.shape[-1]):
         return _linear_on_rows(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -103,9 +105,6 @@ def _use_rows(layer: Any) -> bool:
     weight = layer.weight
     if weight.device.type != "cpu" or weight.ndim != 2 or not weight.numel() or tokens_on_rows(weight.dtype) == 0:
         return False
-    if weight.stride(1) != 1:
-        return False
-    _define()
     layer.cpu_linear = torch.ops.fastattention.linear
     return True
 
@@ -139,10 +138,7 @@ def can_pack() -> bool:
         ours, _ = _linear(x, packed, bias), buffer(packed)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    if not torch.allclose(ours, torch.nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.02):
-        return False
-    _define()
-    return True
+    return torch.allclose(ours, torch.nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.02)
 
 
 def _laid_out(weight: torch.Tensor) -> torch.Tensor:

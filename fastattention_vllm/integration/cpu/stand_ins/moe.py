@@ -1,7 +1,7 @@
 """Torch stand-ins for vLLM's compiled mixture-of-experts kernels, for unquantised experts.
 
-Why, and when to remove: see ``ops.py``, which defines them. They are written for exactness and clarity. If the speed of
-experts matters, use a vLLM with compiled CPU kernels.
+Why, and when to remove: see ``ops.py``, which defines them. They are written for exactness and clarity: a loop over
+experts, whose matrices ``linear.py`` multiplies.
 Reference: ``vllm/model_executor/layers/fused_moe/experts/cpu_moe.py``.
 """
 

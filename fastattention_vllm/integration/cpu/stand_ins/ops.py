@@ -174,9 +174,15 @@ def _rotary_embedding(
     Caller: vllm/_custom_ops.py ``rotary_embedding``.
     """
     if is_neox:
-        tokens = positions.numel()
-        query, key = query.view(tokens, -1), None if key is None else key.view(tokens, -1)
-        rotate(positions.flatten().long(), query, key, head_size, cos_sin_cache, rope_dim_offset, inverse=inverse)
+        given = [query] if key is None else [query, key]
+        rows = [states.reshape(positions.numel(), -1) for states in given]
+        key_rows = None if key is None else rows[1]
+        rotate(
+            positions.flatten().long(), rows[0], key_rows, head_size, cos_sin_cache, rope_dim_offset, inverse=inverse
+        )
+        for original, turned in zip(given, rows, strict=True):
+            if turned.data_ptr() != original.data_ptr():  # heads that do not lie next to each other were copied
+                original.copy_(turned.view_as(original))
         return
     cos, sin = cos_sin_cache.index_select(0, positions.flatten()).float().chunk(2, dim=-1)
     cos, sin = cos[:, None], (-sin if inverse else sin)[:, None]

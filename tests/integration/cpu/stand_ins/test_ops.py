@@ -39,6 +39,15 @@ def test_rotary_embedding_equals_vllms_native_one(is_neox: bool, dtype: torch.dt
         torch.testing.assert_close(ours, theirs.to(dtype))
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rotary_embedding_of_heads_that_lie_apart(is_neox: bool) -> None:
+    cache, positions, wide = torch.randn(50, 16), torch.arange(5), torch.randn(5, 4, 24)
+    expected, query = wide[..., 8:].reshape(5, -1), wide.clone()[..., 8:]
+    torch.ops._C.rotary_embedding(positions, expected, None, 16, cache, is_neox)
+    torch.ops._C.rotary_embedding(positions, query, None, 16, cache, is_neox)
+    assert torch.equal(query.flatten(1), expected)
+
+
 def test_every_activation_function_can_be_built() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import activation
