@@ -8,10 +8,11 @@ Needs: `make setup`, and an otherwise idle machine. PATH is the Python of an env
 
 Both servers run throughout and are measured in turn, one idle while the other answers. Without FOLDER, the model is a
 Llama shape with random weights and few layers. Prompts are distinct and reach the servers' prefix caches, each timed as
-prefill, before decoding is timed. CPU time is of all processes of a server, in milliseconds a step. Without FOLDER,
-the time of attention within our step is not measured inside the server: it is the kernel's own time in `fastattention bench
-cpu` for the same shape, times the layers. There K and V are not in a CPU cache, so for short prompts it is an upper
-bound.
+prefill, before decoding is timed. CPU time is of all processes of a server, in milliseconds a step.
+
+Without FOLDER, the rows also have the time of attention within our step. It is not measured inside the server: it is
+the kernel's own time in `fastattention bench cpu` for the same shape, times the layers. There K and V are not in a CPU
+cache, so for short prompts it is an upper bound.
 """
 
 from __future__ import annotations
