@@ -90,14 +90,35 @@ def test_cpu_attention(name: str, kind: str) -> None:
     assert f"{mean:.2f}x {cell}" in line.replace("**", "")
 
 
+SERVERS = ("2026-11-22-cpu-serve-2-cores", "2026-11-28-cpu-serve-0.6b-avx2-2-cores")
+
+
+def server_rows(name: str, metric: str) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return [row for row in rows if row["metric"] == f"serve {metric}"]
+
+
 def test_the_range_of_cpu_decoding_in_the_readme() -> None:
-    """The current kernels' means on each machine, and the worst case."""
-    present = [name for name, kind in CPU if kind == "decode bf16" and name != "2026-11-23-cpu-peers-16-cores"]
-    means = [math.exp(statistics.mean(map(math.log, cpu_ratios(name, "decode bf16")))) for name in present]
+    """Of servers, every row, and the worst case of attention."""
+    ratios = [row["ratio"] for name in SERVERS for row in server_rows(name, "inter-token latency")]
     text = " ".join(README.read_text().split())
-    assert f"{min(means):.2f}x to {max(means):.2f}x as fast as vLLM's own" in text
+    assert f"decodes {min(ratios):.2f}x to {max(ratios):.2f}x as fast as vLLM's own CPU build" in text
+    assert f"one request at temperature 1 loses at {min(ratios):.2f}x" in text
     worst = cpu_ratios("2026-11-23-cpu-peers-16-cores-keys-first", "decode bf16")
     assert f"{sum(ratio < 1 for ratio in worst)} of {len(worst)} cases lose, the worst at {min(worst):.2f}x" in text
+
+
+def test_the_table_of_a_server_on_avx2() -> None:
+    (first,) = server_rows(SERVERS[1], "time to first token")
+    rows = server_rows(SERVERS[1], "inter-token latency")
+    expected = [[f"{first['ours'] / 1e3:.1f} s", f"{first['peer'] / 1e3:.1f} s", f"{first['ratio']:.2f}x", ""]]
+    for row in rows:
+        times = [f"{row['ours']:.0f} ms", f"{row['peer']:.0f} ms", f"{row['ratio']:.2f}x"]
+        expected.append([*times, f"{row['cpu_ms']:.0f} and {row['peer_cpu_ms']:.0f} ms"])
+    heading = "| | ours | vLLM's CPU build | ratio | CPU time of all processes, ours and vLLM's |"
+    found = table_rows(PERFORMANCE, heading)
+    assert [[cell.replace("**", "") for cell in cells[1:]] for cells in found] == expected
+    assert ["disturbed" in cells[0] for cells in found] == [not row["reliable"] for row in [first, *rows]]
 
 
 NUMBERS = {1: "one", 2: "two", 4: "four"}
