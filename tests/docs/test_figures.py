@@ -94,13 +94,12 @@ SERVERS = ("2026-11-22-cpu-serve-2-cores", "2026-11-28-cpu-serve-0.6b-avx2-2-cor
 
 
 def server_rows(name: str, metric: str) -> list[dict[str, Any]]:
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return [row for row in rows if row["metric"] == f"serve {metric}"]
+    return [one for one in rows(name) if one["metric"] == f"serve {metric}"]
 
 
 def test_the_range_of_cpu_decoding_in_the_readme() -> None:
     """Of servers, every row, and the worst case of attention."""
-    ratios = [row["ratio"] for name in SERVERS for row in server_rows(name, "inter-token latency")]
+    ratios = [one["ratio"] for name in SERVERS for one in server_rows(name, "inter-token latency")]
     text = " ".join(README.read_text().split())
     assert f"decodes {min(ratios):.2f}x to {max(ratios):.2f}x as fast as vLLM's own CPU build" in text
     assert f"one request at temperature 1 loses at {min(ratios):.2f}x" in text
@@ -110,15 +109,15 @@ def test_the_range_of_cpu_decoding_in_the_readme() -> None:
 
 def test_the_table_of_a_server_on_avx2() -> None:
     (first,) = server_rows(SERVERS[1], "time to first token")
-    rows = server_rows(SERVERS[1], "inter-token latency")
+    decoding = server_rows(SERVERS[1], "inter-token latency")
     expected = [[f"{first['ours'] / 1e3:.1f} s", f"{first['peer'] / 1e3:.1f} s", f"{first['ratio']:.2f}x", ""]]
-    for row in rows:
-        times = [f"{row['ours']:.0f} ms", f"{row['peer']:.0f} ms", f"{row['ratio']:.2f}x"]
-        expected.append([*times, f"{row['cpu_ms']:.0f} and {row['peer_cpu_ms']:.0f} ms"])
+    for one in decoding:
+        times = [f"{one['ours']:.0f} ms", f"{one['peer']:.0f} ms", f"{one['ratio']:.2f}x"]
+        expected.append([*times, f"{one['cpu_ms']:.0f} and {one['peer_cpu_ms']:.0f} ms"])
     heading = "| | ours | vLLM's CPU build | ratio | CPU time of all processes, ours and vLLM's |"
     found = table_rows(PERFORMANCE, heading)
     assert [[cell.replace("**", "") for cell in cells[1:]] for cells in found] == expected
-    assert ["disturbed" in cells[0] for cells in found] == [not row["reliable"] for row in [first, *rows]]
+    assert ["disturbed" in cells[0] for cells in found] == [not one["reliable"] for one in [first, *decoding]]
 
 
 NUMBERS = {1: "one", 2: "two", 4: "four"}
