@@ -27,7 +27,8 @@ logger = init_logger("vllm.fastattention")
 HUGE_PAGE = 2 << 20
 SPIN_SECONDS = 0.001
 """How long the kernels' threads wait for the next layer before they sleep. Each one has a CPU of its own, and waking it
-costs more than the arithmetic between two layers, above all on virtual machines."""
+costs more than the arithmetic between two layers, above all on virtual machines. Only where no other pool of threads
+computes linear layers on these CPUs."""
 FEW_TOKENS = 64
 """Up to this many tokens, one thread computes what is not in the kernels (norms, activations) faster than it shares it
 with others: about a hundred times per step it would wait until they are awake, however busy their CPUs are."""
@@ -47,7 +48,6 @@ class FastAttentionCpuWorker(CPUWorker):
         current_platform.prepare_worker(self.vllm_config)
         super().init_device()
         current_platform.free_queue_names(self.vllm_config)
-        cpu_kernels.set_spin(SPIN_SECONDS)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         row_parallel.install(self.vllm_config)
@@ -61,6 +61,8 @@ class FastAttentionCpuWorker(CPUWorker):
         if isinstance(draft, torch.nn.Module):
             weights += draft.parameters()
         place_tensors("weights", weights, self._cpus(), discard=False)
+        if self._kernels_compute_linears():
+            cpu_kernels.set_spin(SPIN_SECONDS)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         with self._torch_threads(scheduler_output):
@@ -70,13 +72,9 @@ class FastAttentionCpuWorker(CPUWorker):
     def _torch_threads(self, scheduler_output: Any) -> Iterator[None]:
         """torch's threads for a step: one for few tokens, unless torch or vLLM computes linear layers."""
         few = scheduler_output.total_num_scheduled_tokens <= FEW_TOKENS
-        linears = (
-            compat.has_compiled_cpu_ops()
-            or cpu_linear.packed_weights()
-            or cpu_linear.tokens_on_rows(self.model_config.dtype) is not None
-        )
+        ours = self._kernels_compute_linears() and not scheduler_output.scheduled_encoder_inputs
         threads = torch.get_num_threads()
-        if not few or linears or scheduler_output.scheduled_encoder_inputs or threads == 1:
+        if not few or not ours or threads == 1:
             yield
             return
         # vLLM replaces torch.set_num_threads with a function that does nothing.
@@ -85,6 +83,12 @@ class FastAttentionCpuWorker(CPUWorker):
             yield
         finally:
             torch._C.set_num_threads(threads)
+
+    def _kernels_compute_linears(self) -> bool:
+        """Whether all linear layers run on the kernels' threads. Otherwise OpenMP's threads need the same CPUs."""
+        if compat.has_compiled_cpu_ops() or cpu_linear.packed_weights():
+            return False
+        return cpu_linear.tokens_on_rows(self.model_config.dtype) is None
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """

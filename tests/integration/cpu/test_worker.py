@@ -125,5 +125,6 @@ def test_torch_has_one_thread_in_steps_of_few_tokens(
             worker.execute_model(step)
         assert seen == [threads]
         assert torch.get_num_threads() == 3
+        assert worker._kernels_compute_linears() == (linears_of == "kernels")
     finally:
         torch._C.set_num_threads(before)
