@@ -291,10 +291,15 @@ print(cpu.num_threads())
 POOL = """
 import os, time
 from pathlib import Path
+def text_of(path):
+    try:
+        return path.read_text()
+    except OSError:  # a thread of an earlier pool that has just ended
+        return ""
 def status(field):
     # Of each pool thread, in the order in which they were started.
     tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
-    texts = [(task / "status").read_text() for task in tasks]
+    texts = [text for task in tasks if (text := text_of(task / "status"))]
     lines = [dict(line.split(":\\t", 1) for line in text.splitlines() if ":\\t" in line) for text in texts]
     return [line[field].strip() for line in lines if line["Name"] == "fastattention"]
 allowed = sorted(os.sched_getaffinity(0))
